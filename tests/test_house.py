@@ -86,7 +86,7 @@ PACKAGES = {
         "chaos": {"checkpoint", "config", "data", "demo", "runtime", "tasks", "training"},
         "cli": {
             "chaos", "checkpoint", "commands", "config", "demo", "doctor", "parallel", "runtime", "sim", "training", "verify",
-            "verify.completions", "watch",
+            "verify.completions", "verify.history", "watch",
         },
     },
 }  # fmt: skip

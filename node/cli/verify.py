@@ -1,4 +1,4 @@
-"""The commands ``shoal verify``: check a claim, calibrate, odds of a vote. Heavy imports happen inside them."""
+"""The commands ``shoal verify``: check a claim, explain odds, calibrate, odds of a vote. Heavy imports happen inside them."""
 
 from __future__ import annotations
 
@@ -57,6 +57,23 @@ def check(claim: str, folder: Path | None, model: str | None, env: str | None, c
     report = inspection.report(stored, finding)
     click.echo(dumps(report) if as_json else inspection.summary(report))
     return int(ExitCode.OK if finding.accepted else ExitCode.REFUSED)
+
+
+@verify.command(short_help="Show what a node found out about a peer.")
+@click.argument("peer", metavar="PEER")
+@click.option("--folder", type=click.Path(path_type=Path), help="Folder of the node that checked.  [default: all of runs/]")
+@_json_option
+def explain(peer: str, folder: Path | None, as_json: bool) -> int:
+    """Show the odds against PEER that follow from all of its claims that a node on this machine checked, claim by claim.
+
+    PEER is its id, or the beginning or end of it, as `shoal peers` shows it. The exit code is 0, whatever was found.
+    """
+    from shoal.node.verify.history import explain as explaining
+
+    folders = [folder] if folder is not None else sorted(Path("runs").glob("*"))
+    report = explaining.explain(peer, folders)
+    click.echo(dumps(report) if as_json else explaining.summary(report))
+    return int(ExitCode.OK)
 
 
 @verify.command(short_help="Measure honest claims of a policy.")

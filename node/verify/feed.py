@@ -41,7 +41,9 @@ class Feed:
 
     def alarmed(self, peer: str) -> None:
         """Report a peer whose claims, taken together, are not honest ones."""
-        self.notify(f"the claims of {self._name(peer)}, taken together, are not honest ones")
+        self.notify(
+            f"the claims of {self._name(peer)}, taken together, are not honest ones: `shoal verify explain {peer}` says why"
+        )
 
     def settled(self, table: Table, check_s: float) -> None:
         """Report new bans by ``table``. ``check_s``: seconds that checking took so far."""

@@ -5,9 +5,8 @@ import pytest
 from shoal.node.verify.completions import claiming
 from shoal.node.verify.completions.calibrate import calibrate
 from shoal.node.verify.completions.material import Agreed
-from shoal.node.verify.history.file import NAME, EvidenceFile
+from shoal.node.verify.history.explain import explain
 from shoal.verification.calibration.calibration import Calibration, Judgement
-from shoal.verification.sequential.series import ALARM
 from tests.e2e.cheat import quantised
 from tests.node.verify.board import Board, Node, run, task_of
 
@@ -39,10 +38,10 @@ def test_who_cheats_less_than_one_claim_shows_is_banned_by_all_its_claims(tmp_pa
     assert all(standings[name]["score"] > -5 for name in NAMES[:4])
     assert all(standings[name]["claims"]["invalid"] == 0 for name in NAMES[:4])
     said = "\n".join(line for node in nodes[:4] for line in node.said)
-    assert "the claims of quantised's node, taken together, are not honest ones" in said
+    assert "the claims of quantised's node, taken together, are not honest ones: `shoal verify explain quantised` says why" in said
     assert "is invalid: Taken together, this peer's claims are not those of an honest one: " in said
     assert sum("taken together, are not honest" in line for line in nodes[0].said) <= 1
-    files = [EvidenceFile(tmp_path / name / NAME) for name in NAMES]
-    highest = {name: [max((row.log_odds for row in file.series(name)), default=0.0) for file in files] for name in NAMES}
-    assert sum(odds >= ALARM for odds in highest.pop("quantised")) >= 3
-    assert max(max(odds) for odds in highest.values()) < ALARM
+    report = explain("quantised", [tmp_path / name for name in NAMES[:4]])
+    assert sum(one["alarm"] for one in report["nodes"]) >= 3
+    for name in NAMES[:4]:
+        assert not any(one["alarm"] for one in explain(f"{name}", [tmp_path / other for other in NAMES])["nodes"])
