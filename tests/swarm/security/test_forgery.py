@@ -3,13 +3,14 @@
 import pytest
 
 from shoal.swarm.wire.envelope import seal
+from tests.swarm.security.announcement_checks import ANNOUNCEMENTS
 from tests.swarm.security.forgeries import HONEST, LIAR, flipped, moved, rekeyed
 from tests.swarm.security.record_checks import COURTS as RECORDS
 from tests.swarm.security.record_checks import Rosters
 from tests.swarm.security.shuffle_checks import SHUFFLES
 from tests.test_wire import PAGE, SEALED
 
-COURTS = {**RECORDS, **SHUFFLES}
+COURTS = {**RECORDS, **SHUFFLES, **ANNOUNCEMENTS}
 CASES = ("key", "bit", "stale", "swarm", "place", "kind")
 """Signed with another's key; a flipped bit; an old one; one of another swarm; from another than its author; another kind."""
 
