@@ -107,7 +107,7 @@ def test_digits_are_learnt_better_together():
 def test_the_compose_file_starts_commands_that_exist():
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     services = yaml.safe_load((ROOT / "examples" / "compose.yaml").read_text())
-    assert set(services["services"]) == set(services["volumes"]) == {"first", "second"}
+    assert set(services["services"]) == set(services["volumes"]) == {"first", "second", "seed"}
     for name, service in services["services"].items():
         assert (ROOT / "examples" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
         assert service["volumes"] == [f"{name}:/data"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
-SCHEME = "shoal:"
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+"""What a public swarm may be called; anything else is read as a link."""
 
 
 @click.command(short_help="Help nodes find each other, without training.")
@@ -60,8 +62,8 @@ def swarms(seeds: tuple[str, ...], as_json: bool, verbose: bool) -> int:
 
 
 def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
-    """Return ``name`` if it is a link, else the link of the public swarm of that name, after showing it and asking. ShoalError."""
-    if name.strip().startswith(SCHEME):
+    """Return ``name`` if it is no name, else the link of the public swarm of that name, after showing it and asking. ShoalError."""
+    if NAME.fullmatch(name.strip()) is None:
         return name
     from shoal.node.commands.swarms import chosen, described, list_swarms
     from shoal.node.config.seeds import known_seeds

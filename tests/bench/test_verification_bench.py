@@ -147,7 +147,7 @@ class TestSequential:
                 assert found[at] == pytest.approx(max(one.log_odds for _, one, _ in series), abs=1e-9)
 
     def test_the_kept_distances_give_the_promised_figures(self, called):
-        shown = json.loads(called(main, "--sequential", "--peers", "3", "--cheats", "5", "--json"))
+        shown = json.loads(called(main, "--sequential", "--peers", "3", "--cheats", "5", "--json").stdout)
         assert shown["honest_ban_rate"] == shown["other_machine_ban_rate"] == 0
         assert (shown["honest_peers"], shown["claims_of_a_peer"], len(shown["pairs"])) == (27, 1000, 9)
         assert shown["claims_to_ban"]["int8 weights"] <= 60

@@ -81,7 +81,12 @@ class World:
             steps_per_s=0.0, shard=0, shards=1, model=model, state="training", issued=0.0, version="0",
         )  # fmt: skip
         other = Identity.ephemeral().peer_id
-        yield self, self.manifest, {ME.peer_id: member, other: member.model_copy(update={"peer": other, "step": 30, "loss": None})}
+        yield (
+            self,
+            self.manifest,
+            {ME.peer_id: member, other: member.model_copy(update={"peer": other, "step": 30, "loss": None})},
+            2,
+        )
 
     def call(self, coroutine, timeout):
         return asyncio.run(coroutine)

@@ -90,7 +90,7 @@ def look(identities, story, monkeypatch):
         def visited(link):
             members = {peer: SimpleNamespace(name=f"n{at}", addresses=()) for at, peer in enumerate(identities)}
             chosen = {peer: members[peer] for peer in logs}
-            yield None, SimpleNamespace(name="demo", verify=verify, terms=terms or None), chosen
+            yield None, SimpleNamespace(name="demo", verify=verify, terms=terms or None), chosen, len(chosen)
 
         def fetch(host, peer, addresses, swarm, since, timeout):
             if logs[peer] is None:

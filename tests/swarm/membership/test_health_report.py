@@ -112,10 +112,10 @@ def test_the_table_has_the_times_and_the_sentences_below():
     }  # fmt: skip
     said = ["anna\x1b[31m is slow."]
     report = {"name": "n", "task": "text", "method": "noloco", "peers": 1, "members": [member], "findings": said}
-    report |= {"optimizer": "task", "totals": totals({}, 1)}
+    report |= {"optimizer": "task", "totals": totals({}, 1), "link": "shoal://x", "invite_only": False}
     assert "Inner optimizer" not in table(report)
     report["optimizer"] = "muon"
     shown = table(report)
     assert "\nInner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains).\n" in shown
     assert all(text in shown for text in ("0.123 s", "2.5 s", "4/20 broken", "12,346", "41 % MFU", "7 auto, 2 late"))
-    assert shown.splitlines()[-1] == "anna?[31m is slow."
+    assert shown.splitlines()[-2:] == ["anna?[31m is slow.", "Link: shoal://x"]

@@ -18,7 +18,7 @@ EXTREMES = {
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in EXTREMES.items() for value in values])
 def test_what_a_manifest_allows_an_exchange_takes(network, name, value):
     host = network.host()
-    directory = SimpleNamespace(members=dict, look=lambda: None, is_barred=lambda peer: False, departed=dict)
+    directory = SimpleNamespace(members=dict, everyone=dict, look=lambda: None, is_barred=lambda peer: False, departed=dict)
     membership = SimpleNamespace(host=host, identity=host.identity, swarm="a" * 52, directory=directory)
     outer = OuterSettings(method="diloco", **{name: value})
     made = make_exchange(membership, outer, make_screen(outer), seed=0, model="0" * 64)

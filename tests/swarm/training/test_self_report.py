@@ -23,7 +23,7 @@ def member(peer, **changes):
 
 def test_the_record_holds_what_went_wrong_and_who_is_missing():
     there, now = {peer: member(peer) for peer in (ME, ANNA, BERT)}, [0.0]
-    directory = SimpleNamespace(everyone=lambda: there, departed=dict)
+    directory = SimpleNamespace(everyone=lambda: there, departed=dict, belongs=lambda peer: True)
     stats = ExchangeStats()
     self_report = SelfReport(stats, directory, ME, lambda: (3, 0, (1.0, 2.0, 3.0, 4.0)), lambda: now[0])
     assert self_report.events() == []
@@ -45,7 +45,7 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
 
 def test_it_looks_at_most_once_a_second():
     looks, now = [], [0.0]
-    directory = SimpleNamespace(everyone=lambda: looks.append(now[0]) or {}, departed=dict)
+    directory = SimpleNamespace(everyone=lambda: looks.append(now[0]) or {}, departed=dict, belongs=lambda peer: True)
     self_report = SelfReport(ExchangeStats(), directory, ME, clock=lambda: now[0])
     for quarter in range(12):
         now[0] = quarter / 4
