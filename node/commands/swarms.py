@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.swarm.access.link import MAX_ADDRESSES, Link
+from shoal.node.plan.advice import amount
+from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, NetworkError
 from shoal.swarm.membership.swarm_list import PublicSwarm, look
 
@@ -25,8 +26,7 @@ FULL = 32  # members of a swarm that a seed keeps, at most
 
 def link_of(found: PublicSwarm) -> Link:
     """Return a link by which one joins it: by way of the seed and the members that it named. Raises LinkError."""
-    first, *more = found.addresses
-    return Link(found.swarm, (first,)).also(more[: MAX_ADDRESSES - 1])
+    return Link(found.swarm, found.addresses[:1]).also(found.addresses[1:])
 
 
 def report(found: PublicSwarm) -> dict[str, Any]:
@@ -89,10 +89,10 @@ def table(report: dict[str, Any]) -> str:
 def described(one: dict[str, Any]) -> str:
     """Return what one should know before joining a swarm, in sentences."""
     needs = [f"a copy of its task {one['task']} (--task)"] if one["needs_task"] else []
-    needs += [f"{_size(one['memory'])} of memory beyond training alone"] if one["memory"] else []
+    needs += [f"{amount(one['memory'])} of memory beyond training alone"] if one["memory"] else []
     return (
         f"{one['name']} ({one['swarm'][:SHOWN_ID]}): {_peers(one['peers'])}, {one['task']} by {one['method']}. As a member says, "
-        f"its model has {_count(one['params'])} parameters and a node sends {_size(one['round_bytes'])} in a round."
+        f"its model has {_count(one['params'])} parameters and a node sends {amount(one['round_bytes'])} in a round."
         + (f" It needs {' and '.join(needs)}." if needs else "")
     )
 
@@ -100,7 +100,7 @@ def described(one: dict[str, Any]) -> str:
 def _cells(one: dict[str, Any]) -> list[str]:
     return [
         one["name"], one["task"], one["method"], _peers(one["peers"]).partition(" peer")[0], _count(one["params"]),
-        _size(one["round_bytes"]), "-" if one["memory"] is None else _size(one["memory"]), one["swarm"][:SHOWN_ID],
+        amount(one["round_bytes"]), "-" if one["memory"] is None else amount(one["memory"]), one["swarm"][:SHOWN_ID],
     ]  # fmt: skip
 
 
@@ -113,7 +113,3 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return str(number)
-
-
-def _size(nbytes: float) -> str:
-    return f"{_count(round(nbytes))}B" if nbytes >= 1e3 else f"{nbytes:.0f} B"

@@ -30,8 +30,8 @@ class AnnouncementBoard:
 
     def answer(self, peer: str, request: SwarmsRequest) -> SwarmsReply:
         """Reply to ``peer``, after noting its announcement if it brought one."""
-        reason = "" if request.announcement is None else self._note(peer, request.announcement)
         self._forget_silent()
+        reason = "" if request.announcement is None else self._note(peer, request.announcement)
         behind = [swarm for swarm in sorted(self._listed) if request.after is None or swarm > request.after]
         swarms = tuple(self._packed(swarm) for swarm in behind[:MAX_LISTED])
         return SwarmsReply(swarms=swarms, more=len(behind) > MAX_LISTED, reason=reason)
@@ -50,7 +50,7 @@ class AnnouncementBoard:
         if not self._registry.has(said.swarm, peer):
             return "unknown"  # the member's record comes first
         before = self._listed.get(said.swarm)
-        if before is None or before[1] == peer or self._silent(before[0]):
+        if before is None or before[1] == peer:
             self._listed[said.swarm] = (self._clock(), peer, sealed)
         return ""
 
@@ -59,10 +59,8 @@ class AnnouncementBoard:
         peers, contacts = self._registry.sample(swarm, MAX_CONTACTS)
         return pack(ListedSwarm(announcement=sealed, peers=peers, contacts=contacts))
 
-    def _silent(self, heard: float) -> bool:
-        return heard < self._clock() - TTL
-
     def _forget_silent(self) -> None:
+        oldest = self._clock() - TTL
         for swarm, (heard, *_) in list(self._listed.items()):
-            if self._silent(heard) or not self._registry.sample(swarm, 0)[0]:
+            if heard < oldest or not self._registry.sample(swarm, 0)[0]:
                 del self._listed[swarm]
