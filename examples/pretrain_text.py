@@ -10,8 +10,6 @@ fewest others read. The loop is an ordinary one; only the lines with ``session``
 
 import argparse
 
-import torch
-
 import shoal
 from shoal import RoundInfo, Shard
 from shoal.node.tasks.text import TextTask
@@ -38,7 +36,7 @@ def main() -> None:
 
     text = TextTask(data=chosen.data, width=chosen.width)
     model = text.model()
-    inner = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.99))
+    inner = shoal.muon(model)  # for the hidden matrices; AdamW for the rest
     network = shoal.NetworkOptions(listen=[chosen.listen])
     if chosen.link:
         session = shoal.join(chosen.link, state=model, network=network)
