@@ -68,17 +68,22 @@ def unpacked(wheel):
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A folder with all that is built from a copy of the checkout: ``*.whl``, ``*.tar.gz``, ``again/*.whl``, ``editable/*.whl``."""
-    folder = tmp_path_factory.mktemp("built")
-    copy = folder / "copy"
+def copied(copy):
+    """Copy the sources of a distribution, for a build leaves folders beside them."""
     copy.mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with all that is built from a copy of the checkout: ``*.whl``, ``*.tar.gz``, ``again/*.whl``, ``editable/*.whl``."""
+    folder = tmp_path_factory.mktemp("built")
+    copy = copied(folder / "copy")
     (folder / "editable").mkdir()
     (folder / "again").mkdir()
     run("-c", BUILD, "sdist", folder, "wheel", folder, "editable", folder / "editable", folder=copy)

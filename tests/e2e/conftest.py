@@ -36,14 +36,14 @@ def until(condition, seconds, what="it"):
 class Process:
     """One ``shoal`` command; its output is collected while it runs."""
 
-    def __init__(self, arguments, env, errors, cwd, program=("-m", "shoal"), before=()):
+    def __init__(self, arguments, env, errors, cwd, program=(sys.executable, "-m", "shoal"), before=()):
         self.errors = errors
         self.lines = []
         self._news = threading.Condition()
         self._ended = False
         with errors.open("w") as stderr:
             self.popen = subprocess.Popen(
-                [*before, sys.executable, *map(str, (*program, *arguments))],
+                [*map(str, (*before, *program, *arguments))],
                 env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
@@ -110,6 +110,7 @@ class Shoal:
         self.tmp.mkdir()
         self.env = {**os.environ, "TMPDIR": str(self.tmp), "XDG_CONFIG_HOME": str(home / "config"), "OMP_NUM_THREADS": "1"}
         self.processes = []
+        self.command = (sys.executable, "-m", "shoal")
         self.text = home / "text"
         self.text.mkdir()
         words = TEXT.split()
@@ -117,9 +118,14 @@ class Shoal:
             shuffled = [words[(number * i * i + i) % len(words)] for i in range(120)]
             (self.text / f"{number}.txt").write_text(" ".join(shuffled))
 
-    def start(self, *arguments, program=("-m", "shoal"), before=()):
-        """Start a command; ``before``: what stands in front of it."""
-        process = Process(arguments, self.env, self.home / f"errors-{len(self.processes)}", self.home, program, before)
+    def start(self, *arguments, program=None, before=(), folder=None):
+        """Start a command in ``folder``, by default ``home``.
+
+        ``program``: arguments of Python in place of the command's own name; ``before``: what stands in front of all.
+        """
+        program = self.command if program is None else (sys.executable, *program)
+        errors = self.home / f"errors-{len(self.processes)}"
+        process = Process(arguments, self.env, errors, folder or self.home, program, before)
         self.processes.append(process)
         return process
 
