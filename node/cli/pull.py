@@ -24,6 +24,8 @@ from shoal.node.logs import log_to_stderr
 @click.option("--data", help="Data of --evaluate, for the built-in task: as for `shoal up`.")
 @click.option("--max-bytes", type=click.IntRange(1), default=64 << 30, show_default=True, help="Most bytes of weights to download.")
 @click.option("--force", is_flag=True, help="Replace the weights that are in DIR.")
+@click.option("--push", metavar="OWNER/NAME", help="Also upload the files to this repository of the Hugging Face hub.")
+@click.option("--private", is_flag=True, help="With --push: a new repository is private.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
 def pull(
@@ -34,6 +36,8 @@ def pull(
     data: str | None,
     max_bytes: int,
     force: bool,
+    push: str | None,
+    private: bool,
     as_json: bool,
     verbose: bool,
 ) -> int:
@@ -46,16 +50,24 @@ def pull(
     Examples:
       shoal pull 'shoal://...' --out weights
       shoal pull 'shoal://...' --out weights --task task.py:Mine --evaluate
+      shoal pull 'shoal://...' --out weights --push anna/common-text
     """
+    from shoal.node.checkpoint.hub import HubRepository, PushError
     from shoal.node.config.links import read_link
 
     parsed = read_link(link)
     log_to_stderr(verbose)
+    if private and push is None:
+        raise PushError("--private says how a repository of --push is made: name one.")
+    repository = None if push is None else HubRepository(push, private=private)
     from shoal.node.commands.pull import pull as take
     from shoal.node.commands.pull import summary
 
     waiting("asking the swarm's peers for their newest weights")
     report = take(parsed, out, hooks=hooks, data=data, evaluate=evaluate or data is not None, max_bytes=max_bytes, force=force)
+    if repository is not None:
+        waiting(f"the weights are in {str(out)!r}; uploading them to the hub")
+        report["pushed"] = repository.push(out, report["files"], f"Weights of round {report['round']}")
     click.echo(dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)
 

@@ -308,4 +308,6 @@ def summary(report: Mapping[str, Any]) -> str:
     lines = [f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, of round {report['round']}"]
     if report["held_out_loss"] is not None:
         lines.append(f"held-out loss {report['held_out_loss']:.4f}, on {report['held_out_on']}")
+    if "pushed" in report:
+        lines.append(f"pushed to {report['pushed']}")
     return "\n".join([*lines, *report["notes"]])
