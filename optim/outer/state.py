@@ -240,6 +240,10 @@ class OuterState(FlightsState):
         """Return the ``sketch`` of the slow weights of a fragment, of all ranks (each calls it)."""
         return self._weights.sketch(self._parts[fragment])
 
+    def projection_of(self, fragment: int) -> tuple[float, ...]:
+        """Return the ``projection`` of the slow weights of a fragment; empty in a peer of several ranks."""
+        return self._weights.projection(self._parts[fragment])
+
     @property
     def shapes(self) -> Sequence[Shape]:
         """The shapes of the averaged parameters; in a peer of several ranks a tensor of ``slow`` that another rank has is empty."""

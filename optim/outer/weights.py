@@ -14,6 +14,7 @@ from shoal.optim.codecs.base import Shape, alike
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.fsdp import check_whole, local, reshard
 from shoal.optim.outer.offload import in_file
+from shoal.optim.outer.projection import projection
 from shoal.optim.outer.sketch import sketch
 from shoal.optim.rules.base import State
 from shoal.optim.schedule.round_length import RoundLength
@@ -120,6 +121,10 @@ class ModelWeights:
     def whole(self, part: Sequence[int], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return tensors like those of a ``Rule`` with the parts of all processes, in the first one; those here are not copied."""
         return tensors
+
+    def projection(self, part: Sequence[int]) -> tuple[float, ...]:
+        """Return the ``projection`` of the slow weights of ``part``."""
+        return projection(self.slow[index] for index in part)
 
     def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
         """Return the ``sketch`` of the slow weights of ``part``, in all processes."""

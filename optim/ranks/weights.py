@@ -98,6 +98,10 @@ class RankWeights(ModelWeights):
         """Return whole tensors like those of a ``Rule`` on rank 0, its own ones not copied; an empty list on the others."""
         return self.gather(part, tensors, self.shapes_of(part, tensors))
 
+    def projection(self, part: Sequence[int]) -> tuple[float, ...]:
+        """Return nothing: it is for who watches, and not worth a collective of all ranks in every round."""
+        return ()
+
     def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
         """Return the sketch with the bits that one process would have, on all ranks."""
         rows = torch.zeros(len(part), NUMBERS, dtype=torch.float64)

@@ -18,9 +18,11 @@ ADDRESSES = 4
 BANNED = 8
 FAULTS = 12
 PER_SECOND = 10.0  # statuses of all nodes together, about: in a larger swarm each sends fewer
+PROJECTED = 33  # numbers of a projection: 32 sums and the norm
 TAIL = 8  # characters from the end of a peer id by which a partner is named
 
 Seconds = Annotated[float, Field(ge=0)]
+Projected = Annotated[float, Field(ge=-1e30, le=1e30)]  # whose squares can be summed
 Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
 
 
@@ -53,10 +55,11 @@ class Status(Message):
 
     ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
     reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
-    ``faults``: kind of fault -> count.
+    ``faults``: kind of fault -> count. ``projection``: the number of its newest exchange, and the random projection of the slow
+    weights after it (`shoal.optim.outer.projection`).
     """
 
-    KIND, VERSION, LIMIT, AUTHOR = "status", 3, 8 * KIB, "peer"
+    KIND, VERSION, LIMIT, AUTHOR = "status", 4, 8 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -85,10 +88,11 @@ class Status(Message):
     lag: Count = 0
     lag_auto: bool = False
     late: Count = 0
+    projection: tuple[Count, Annotated[tuple[Projected, ...], Field(min_length=PROJECTED, max_length=PROJECTED)]] | None = None
 
     @model_serializer(mode="wrap")
     def _without_unknown(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what version 1 did not have, where there is none of it: recordings of then stay the same, byte by byte."""
         found: dict[str, Any] = serialized(self)
-        none = {"doing": None, "tokens_per_s": 0.0, "mfu": None, "lag": 0, "lag_auto": False, "late": 0}
+        none = {"doing": None, "tokens_per_s": 0.0, "mfu": None, "lag": 0, "lag_auto": False, "late": 0, "projection": None}
         return {name: value for name, value in found.items() if name not in none or value != none[name]}

@@ -14,13 +14,23 @@ from typing import Any
 
 from shoal.swarm.membership.directory import State
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
-from shoal.swarm.topics.status import ADDRESSES, BANNED, PARTNERS, ROUNDS, TAIL, RoundStatus, Status
+from shoal.swarm.topics.status import ADDRESSES, BANNED, PARTNERS, PROJECTED, ROUNDS, TAIL, RoundStatus, Status
 from shoal.swarm.topics.status_publisher import StatusPublisher
 from shoal.swarm.wire.fields import MAX_BYTES
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def _usable(projection: tuple[float, ...]) -> bool:
+    """Return whether a status can hold it: weights that are no numbers any more have none."""
+    return len(projection) == PROJECTED and all(abs(number) <= 1e30 for number in projection)
+
+
+def _rounded(projection: tuple[float, ...]) -> tuple[float, ...]:
+    """Return it with the digits that a distance of a millionth needs; more would make recordings longer."""
+    return tuple(float(f"{number:.7g}") for number in projection)
 
 
 class StatusReporter:
@@ -74,9 +84,11 @@ class StatusReporter:
         wait_s: float,
         suspicious: int = 0,
         odd: bool = False,
+        projection: tuple[float, ...] = (),
     ) -> None:
         """Note a finished round; ``members``: the peer ids in its mean; bytes and seconds are those of this round alone.
 
+        ``projection``: that of the slow weights after it (`shoal.optim.outer.projection`), or empty where it is not known.
         ``odd``: without a partner because the number of peers was odd, which is no fault.
         """
         others = [peer[-TAIL:] for peer in members if peer != self._membership.host.peer_id]
@@ -92,6 +104,7 @@ class StatusReporter:
         )
         with self._lock:
             self._rounds.append(done)
+            self._more["projection"] = (round, _rounded(projection)) if _usable(projection) else None
             self._faults["no-partner"] += not others and not odd and self._membership.manifest.outer.method != "none"
             self._faults["refused"] += suspicious
         self._publisher.hint()

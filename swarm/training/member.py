@@ -159,6 +159,7 @@ class TrainingMember:
             self.reporter.round(
                 info.members, round=info.key.round, step=info.step, loss=loss, sent=report.sent, received=report.received,
                 wait_s=report.wait_s, suspicious=len(report.rejected), odd=report.odd,
+                projection=self._opt.projection_of(info.key.fragment),
             )  # fmt: skip
 
     def after_step(self) -> bool:

@@ -30,7 +30,9 @@ def world():
     rejected = []
     member = TrainingMember(
         SimpleNamespace(host=SimpleNamespace(traffic=traffic)),
-        SimpleNamespace(round=3, steps=30, lag=7, lag_auto=True, schedule=SimpleNamespace(every=10)),
+        SimpleNamespace(
+            round=3, steps=30, lag=7, lag_auto=True, schedule=SimpleNamespace(every=10), projection_of=lambda fragment: (1.0,)
+        ),
         SimpleNamespace(waited=0.0, stats=ExchangeStats()),
         SimpleNamespace(rejections=lambda: [rejected.pop() for _ in rejected[:]]),
         model="digest",
@@ -106,4 +108,14 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
     member.report_round(info(3), first, 1.0)
     name, args, fields = world.calls[-1]
     assert (name, args) == ("reporter.round", (("anna", "bert"),))
-    assert fields == {"round": 3, "step": 30, "loss": 1.0, "sent": 70, "received": 30, "wait_s": 2.0, "suspicious": 1, "odd": False}
+    assert fields == {
+        "round": 3,
+        "step": 30,
+        "loss": 1.0,
+        "sent": 70,
+        "received": 30,
+        "wait_s": 2.0,
+        "suspicious": 1,
+        "odd": False,
+        "projection": (1.0,),
+    }
