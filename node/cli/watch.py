@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from shoal.node.config.endpoint import HERE, Address, parse_address
 from shoal.node.exit_codes import ExitCode
 from shoal.node.extras import require
 from shoal.node.logs import log_to_stderr
@@ -16,6 +17,7 @@ LIVE, SHOWN = (
     ("trio", "libp2p"),
     {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()},
 )  # packages of a live swarm, of each form
+OWN = (HERE, "::1", "localhost")
 MAX_WAITING = 100_000  # events that wait for the screen
 
 
@@ -23,7 +25,8 @@ MAX_WAITING = 100_000  # events that wait for the screen
 @click.argument("link", required=False)
 @click.option("--tui", "form", flag_value="tui", help="Show a live screen.  [default: on a terminal]")
 @click.option("--json", "form", flag_value="json", help="Print every event as a line of JSON.  [default: elsewhere]")
-@click.option("--web", type=click.IntRange(0, 65_535), metavar="PORT", help="Serve a page to this machine; 0: any free port.")
+@click.option("--web", metavar="[HOST:]PORT", help="Serve a page, to this machine if no HOST is given; port 0: any free one.")
+@click.option("--share", is_flag=True, help="Let everybody who reaches that page read it, under any name.")
 @click.option("--no-link", is_flag=True, help="Leave the link to the swarm off that page.")
 @click.option("--record", type=click.Path(path_type=Path), metavar="FILE", help="Also write all events to a new file.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="FILE", help="Show a recording in place of a swarm.")
@@ -33,7 +36,8 @@ MAX_WAITING = 100_000  # events that wait for the screen
 def watch(
     link: str | None,
     form: str | None,
-    web: int | None,
+    web: str | None,
+    share: bool,
     no_link: bool,
     record: Path | None,
     replay: Path | None,
@@ -47,6 +51,7 @@ def watch(
     Examples:
       shoal watch 'shoal://...'
       shoal watch 'shoal://...' --web 8080
+      shoal watch 'shoal://...' --web 0.0.0.0:8080 --share
       shoal watch --replay swarm.jsonl --speed 10
     """
     from shoal.node.config.links import read_link
@@ -57,9 +62,10 @@ def watch(
         raise WatchError("Say either the LINK of a swarm or --replay FILE.")
     if web is not None and form is not None:
         raise WatchError(f"Say either --web or --{form}.")
+    place = _place(web, share)
     parsed = read_link(link) if link is not None else None
     log_to_stderr(verbose)
-    form = "web" if web is not None else form or ("tui" if sys.stdout.isatty() else "json")
+    form = "web" if place is not None else form or ("tui" if sys.stdout.isatty() else "json")
     needed = [*(LIVE if parsed is not None else ()), *SHOWN[form]]
     instead = "use --json, which needs none" if parsed is None else ""
     require(WatchError, f"shoal watch --{form}", *needed, extra="watch", otherwise=instead)
@@ -75,11 +81,13 @@ def watch(
             from shoal.node.watch.tui import show
 
             show(inbox, source, live=parsed is not None, seconds=seconds)
-        elif web is not None:
-            from shoal.node.watch.web import serve
+        elif place is not None:
+            from shoal.node.watch.timeline import Timeline
+            from shoal.node.watch.web import Place, serve
 
-            shown = None if no_link else parsed
-            serve(inbox, source, web, live=parsed is not None, seconds=seconds, say=click.echo, link=shown)
+            shown, whole = None if no_link or share else parsed, None if replay is None else Timeline(replay)
+            where = Place(place.host, place.port, share)
+            serve(inbox, source, where, live=parsed is not None, seconds=seconds, say=click.echo, link=shown, timeline=whole)
         else:
             print_lines(inbox, source, seconds)
     finally:
@@ -88,3 +96,20 @@ def watch(
             recorder.close()
     source.check()
     return int(ExitCode.OK)
+
+
+def _place(web: str | None, share: bool) -> Address | None:
+    """Return where to serve the page, or None if no page is wanted. Raises WatchError."""
+    from shoal.node.watch.source import WatchError
+
+    if web is None:
+        if share:
+            raise WatchError("--share is about the page: say --web [HOST:]PORT too.")
+        return None
+    try:
+        place = parse_address(web)
+    except ValueError as error:
+        raise WatchError(f"Cannot use --web {web!r}: {error}.") from None
+    if not share and place.host not in OWN:
+        raise WatchError(f"The page at {place} could be read from elsewhere: say --share if it may, or leave the host out.")
+    return place

@@ -6,8 +6,10 @@ import math
 
 from rich.text import Text
 
+from shoal.node.watch.curves import mean_curve
 from shoal.node.watch.plot import colour, plot
-from shoal.node.watch.swarm_view import SwarmView, mean_curve
+from shoal.node.watch.sentences import fault_label
+from shoal.node.watch.swarm_view import SwarmView
 from shoal.swarm.topics.status import TAIL, lag_label
 
 RECENT = 32  # rounds of which the picture of exchanges is
@@ -88,7 +90,7 @@ def rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
     found = []
     for index, (key, peer) in enumerate(view.rows()):
         status, style = peer.status, "" if peer.here else "dim"
-        faults = ", ".join(f"{name} {count}" for name, count in status.faults)
+        faults = ", ".join(fault_label(kind, count) for kind, count in status.faults)
         cells = [
             Text(status.name, style=colour(index) if peer.here else "dim"),
             *(

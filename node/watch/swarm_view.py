@@ -7,66 +7,25 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.node.watch import sentences
+from shoal.node.watch.consensus import consensus_distance
+from shoal.node.watch.curves import Curve
 from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Unreachable, Watching
+from shoal.node.watch.meetings import Meetings
 from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
 
 MAX_PEERS = 2048
-MAX_POINTS = 512  # of each curve; a curve that is full keeps every other point
-MAX_PAIRS = 4096  # exchanges that are remembered
 MAX_LOG = 256
-SMOOTHED = 1 / 32  # part of a curve over which it is smoothed
-BINS = 64  # points of the curve of the mean
 SILENT_S = 8.0  # seconds without a status after which a node of a small swarm is shown as silent
 MISSED = 4  # missed statuses, in a large one
 GONE = ("leaving", "done")
-
-
-class Curve:
-    """Points (x, y) by growing x, at most `MAX_POINTS`: when full, every other one goes, so the whole run stays in view."""
-
-    def __init__(self) -> None:
-        self.points: list[tuple[float, float]] = []
-        self._smooth: list[tuple[float, float]] | None = None
-        self._every = 1
-        self._skipped = 0
-
-    def add(self, x: float, y: float) -> None:
-        """Append a point; one with no larger x begins the curve anew (a node that resumed from a checkpoint)."""
-        self._smooth = None
-        if self.points and x < self.points[-1][0]:
-            self.points = [point for point in self.points if point[0] < x]
-        self._skipped += 1
-        if self._skipped < self._every:
-            return
-        self._skipped = 0
-        self.points.append((x, y))
-        if len(self.points) > MAX_POINTS:
-            self.points = self.points[::2]
-            self._every *= 2
-
-    def smooth(self) -> list[tuple[float, float]]:
-        """Return the points with each y the exponential mean over about `SMOOTHED` of the curve; made anew only after `add`."""
-        if self._smooth is None:
-            share = 1 / max(len(self.points) * SMOOTHED, 1)
-            found: list[tuple[float, float]] = []
-            for x, y in self.points:
-                found.append((x, found[-1][1] + (y - found[-1][1]) * share if found else y))
-            self._smooth = found
-        return self._smooth
-
-
-def mean_curve(curves: Iterable[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """Return the mean of all ``curves`` in `BINS` equal parts of x; parts without a point are left out."""
-    points = [point for curve in curves for point in curve]
-    low, high = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=0.0)
-    bins: dict[int, list[tuple[float, float]]] = {}
-    for x, y in points:
-        bins.setdefault(int((x - low) * (BINS - 1) / ((high - low) or 1.0)), []).append((x, y))
-    return [(statistics.fmean(x for x, _ in part), statistics.fmean(y for _, y in part)) for _, part in sorted(bins.items())]
+SAMPLE_S = 1.0  # seconds between two points of the swarm's curves
+COMPARED = 4  # newest exchanges of which the peers' weights are compared
+RATES = ("steps_per_s", "tokens_per_s", "sent_per_s", "received_per_s")  # of the totals, drawn over time
 
 
 @dataclass
@@ -83,6 +42,8 @@ class Peer:
     """Ends of the ids of its partners in its newest round."""
     loss: Curve = field(default_factory=Curve)
     """Training loss in nats, by round."""
+    loss_over_time: Curve = field(default_factory=Curve)
+    """The same by seconds since the first status that was heard."""
     reward: Curve = field(default_factory=Curve)
     faults: dict[str, int] = field(default_factory=dict)
 
@@ -97,6 +58,21 @@ class Peer:
         return (
             "silent" if self.silent else self.status.state if self.status.state in GONE else self.status.doing or self.status.state
         )
+
+    @property
+    def relayed(self) -> bool:
+        """True if others reach it through a relay only."""
+        return bool(self.status.addresses) and all("/p2p-circuit" in address for address in self.status.addresses)
+
+    @property
+    def roles(self) -> list[str]:
+        """What it does for the swarm, as its status says."""
+        found = ["trains"]
+        if self.status.checked is not None:
+            found.append("verifies")
+        if self.status.rollouts_own is not None:
+            found.append("shares rollouts")
+        return found
 
 
 @dataclass(frozen=True)
@@ -124,7 +100,17 @@ class SwarmView:
         """Lines of the log so far, with those that are forgotten."""
         self.now = 0.0
         self._rounds_seen: dict[str, tuple[int, int]] = {}
-        self._pairs: OrderedDict[tuple[int, str, str], None] = OrderedDict()
+        self.meetings = Meetings()
+        self.begun: float | None = None
+        """Unix time of the first status."""
+        self.rates = {name: Curve() for name in RATES}
+        """Totals of the swarm by seconds since `begun`."""
+        self.consensus = Curve()
+        """Consensus distance of the slow weights, by round."""
+        self.met: dict[str, float] = {}
+        """Connected peers, and since when (Unix time)."""
+        self._projections: OrderedDict[int, dict[str, tuple[float, ...]]] = OrderedDict()
+        self._sampled = float("-inf")
 
     # -- in --------------------------------------------------------------------------------------------------------------
 
@@ -137,9 +123,11 @@ class SwarmView:
             self.refused[event.reason if len(self.refused) < 64 or event.reason in self.refused else "other"] += 1
         elif isinstance(event, Connected):
             self.connected.add(event.peer)
+            self.met.setdefault(event.peer, event.time)
             self.unreachable.pop(event.peer, None)
         elif isinstance(event, Disconnected):
             self.connected.discard(event.peer)
+            self.met.pop(event.peer, None)
         elif isinstance(event, Unreachable):
             self.unreachable[event.peer] = event.reason
             if len(self.unreachable) > MAX_PEERS:
@@ -157,9 +145,18 @@ class SwarmView:
             if peer.here and self.now - peer.heard > limit:
                 peer.silent = True
                 self._note("peer", f"{peer.status.name} fell silent in round {peer.status.round}")
+        self._sample()
+
+    def _sample(self) -> None:
+        if self.begun is None or self.now - self._sampled < SAMPLE_S:
+            return
+        self._sampled, totals = self.now, self.totals()
+        for name, curve in self.rates.items():
+            curve.add(self.now - self.begun, float(totals[name]))
 
     def _status(self, status: Status, now: float) -> None:
         self.heard += 1
+        self.begun = self.now if self.begun is None else self.begun
         fragments = 1 if self.title is None else self.title.fragments
         status = status.model_copy(update={"round": status.round // fragments})  # each fragment's exchange has a number there
         peer = self.peers.get(status.peer)
@@ -175,6 +172,27 @@ class SwarmView:
             self._round(peer, done, fragments)
         if status.reward is not None:
             peer.reward.add(status.round, status.reward)
+        self._compare_weights(status, fragments)
+        if self.now - self._sampled >= SAMPLE_S:  # in a recording nothing else tells that time goes by
+            self.tick(self.now)
+
+    def _compare_weights(self, status: Status, fragments: int) -> None:
+        """Take in the projection of a peer's weights; those of an exchange are compared when all have sent theirs, or it is old."""
+        if status.projection is None:
+            return
+        number, norm, sums = status.projection
+        if number not in self._projections and (points := self.consensus.points) and number / fragments <= points[-1][0]:
+            return
+        self._projections.setdefault(number, {})[status.peer] = (*sums, norm)
+        while self._projections:
+            oldest = min(self._projections)
+            known = self._projections[oldest]
+            complete = len(known) > 1 and all(key in known for key, peer in self.peers.items() if peer.here)
+            if not complete and len(self._projections) <= COMPARED:
+                return
+            del self._projections[oldest]
+            if (distance := consensus_distance(list(known.values()))) is not None:
+                self.consensus.add(oldest / fragments, distance)
 
     def _compare(self, peer: Peer, status: Status, now: float) -> None:
         before = peer.status
@@ -189,12 +207,12 @@ class SwarmView:
         for fault, count in status.faults:
             # The first, and each time that the count has doubled: a fault of every round would leave no room for other news.
             if count.bit_length() > peer.faults.get(fault, 0).bit_length():
-                self._note("fault", f"{status.name}: {fault}, so far {count}")
+                self._note("fault", sentences.fault(status.name, fault, count))
             peer.faults[fault] = count
         if (status.invalid or 0) > (before.invalid or 0):
-            self._note("verdict", f"{status.name} found a claim invalid, {status.invalid} of {status.checked or 0} so far")
+            self._note("verdict", sentences.invalid(status.name, status.invalid or 0, status.checked or 0))
         for banned in set(status.banned) - set(before.banned):
-            self._note("verdict", f"{self.name(banned[-TAIL:])} is banned, says {status.name}")
+            self._note("verdict", sentences.banned(self.name(banned[-TAIL:]), status.name))
 
     def _round(self, peer: Peer, done: RoundStatus, fragments: int) -> None:
         me, place = peer.status.peer, (done.step, done.round)
@@ -205,11 +223,8 @@ class SwarmView:
         peer.partners = done.partners
         if done.loss is not None:
             peer.loss.add(done.round / fragments, done.loss)
-        for other in done.partners:
-            low, high = sorted((me[-TAIL:], other))
-            self._pairs[(done.round, low, high)] = None
-        while len(self._pairs) > MAX_PAIRS:
-            self._pairs.popitem(last=False)
+            peer.loss_over_time.add(self.now - (self.begun or self.now), done.loss)
+        self.meetings.add(done.round, me[-TAIL:], done.partners, self.now)
 
     def _make_room(self) -> None:
         if len(self.peers) > MAX_PEERS:
@@ -237,9 +252,7 @@ class SwarmView:
 
     def pairs(self, rounds: int = 0) -> dict[tuple[str, str], int]:
         """Count the exchanges of each pair, by the ends of their ids; in the newest ``rounds`` rounds if that is not 0."""
-        newest = max((number for number, _, _ in self._pairs), default=0)
-        counted = Counter((a, b) for number, a, b in self._pairs if not rounds or number > newest - rounds)
-        return dict(counted)
+        return self.meetings.pairs(rounds)
 
     def totals(self) -> dict[str, Any]:
         """Summarise the swarm: peers, rounds (lowest, highest), mean loss; steps, tokens (without waiting) and bytes a second."""
@@ -256,6 +269,7 @@ class SwarmView:
             "steps_per_s": sum(peer.status.steps_per_s for peer in here),
             "tokens_per_s": sum(peer.status.tokens_per_s for peer in here),
             "sent_per_s": sum(peer.sent_rate for peer in here),
+            "received_per_s": sum(peer.received_rate for peer in here),
             "sent": sum(peer.status.sent for peer in self.peers.values()),
             "received": sum(peer.status.received for peer in self.peers.values()),
             "rollouts_own": _sum(peer.status.rollouts_own for peer in self.peers.values()),
@@ -265,40 +279,6 @@ class SwarmView:
             "invalid": _sum(peer.status.invalid for peer in self.peers.values()),
             "heard": self.heard,
             "refused": sum(self.refused.values()),
-        }
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the whole model as JSON, for a page."""
-        return {
-            "swarm": self.swarm,
-            "title": None if self.title is None else self.title.model_dump(include={"name", "task", "method"}),
-            "now": self.now,
-            "totals": self.totals(),
-            "refused": dict(self.refused),
-            "unreachable": dict(list(self.unreachable.items())[-8:]),
-            "peers": [
-                {
-                    "id": key,
-                    "tail": key[-TAIL:],
-                    "here": peer.here,
-                    "silent": peer.silent,
-                    "doing": peer.doing,
-                    "age": max(self.now - peer.heard, 0.0),
-                    "sent_per_s": peer.sent_rate,
-                    "received_per_s": peer.received_rate,
-                    "partners": [self.name(tail) for tail in peer.partners],
-                    "curve": peer.loss.smooth(),
-                    "rewards": peer.reward.smooth(),
-                    **peer.status.model_dump(mode="json", exclude={"doing", "swarm", "peer", "rounds", "addresses"}),
-                }
-                for key, peer in self.rows()
-            ],
-            "means": {
-                "curve": mean_curve(peer.loss.smooth() for peer in self.peers.values()),
-                "rewards": mean_curve(peer.reward.smooth() for peer in self.peers.values()),
-            },
-            "pairs": [[a, b, count] for (a, b), count in sorted(self.pairs().items())],
-            "news": [[item.time, item.kind, item.text] for item in self.log],
         }
 
 

@@ -49,11 +49,12 @@ class WatchApp(App[None]):  # type: ignore[misc]
         Binding("p", "hold", "Hold"),
         Binding("d", "toggle_dark", "Dark or light"),
     ]
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]  # noqa: RUF012 - an instance variable in the base class
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (32, "-high")]  # noqa: RUF012 - an instance variable in the base class
     CSS = """
     #head { padding: 0 1; background: $primary; color: $text; height: auto; }
-    #body { layout: grid; grid-size: 2 2; grid-columns: 3fr 2fr; grid-rows: 1fr 1fr; }
-    .-narrow #body { grid-size: 1 4; grid-columns: 1fr; grid-rows: 1fr 1fr 1fr 1fr; }
+    #body { layout: grid; grid-size: 2 3; grid-columns: 5fr 2fr; grid-rows: 1fr 1fr 1fr; }
+    .-low #body { grid-rows: 7 1fr 5; }
+    #peers, #news { column-span: 2; scrollbar-size-horizontal: 0; }
     .panel { border: round $primary; padding: 0 1; height: 100%; width: 100%; }
     Picture { text-wrap: nowrap; text-overflow: clip; }
     .panel:focus { border: round $accent; }
@@ -73,12 +74,12 @@ class WatchApp(App[None]):  # type: ignore[misc]
         yield Static(id="head", markup=False)
         table: DataTable[Text] = DataTable(id="peers", classes="panel", cursor_type="row", zebra_stripes=True)
         table.border_title = "peers"
-        log = RichLog(id="news", classes="panel", max_lines=256, wrap=True)
+        log = RichLog(id="news", classes="panel", max_lines=256, wrap=True, min_width=1)
         log.border_title = "news, faults, verdicts"
         with Container(id="body"):
             yield table
             yield self._picture("losses", "loss over rounds, smoothed; white: mean")
-            yield self._picture("exchanges", f"who averaged with whom, last {pictures.RECENT} rounds")
+            yield self._picture("exchanges", f"exchanges, {pictures.RECENT} rounds")
             yield log
         yield Footer()
 

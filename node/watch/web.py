@@ -1,6 +1,7 @@
-"""Page of ``shoal watch --web PORT``, served to this machine alone, which shows the swarm live.
+"""Page of ``shoal watch --web [HOST:]PORT``, which shows the swarm live; to this machine alone, if it is not shared.
 
-The page gets a whole picture of the swarm at most once a second (at first more often), by server-sent events.
+The page gets a whole picture of the swarm at most once a second (at first more often), by server-sent events. It only
+reads: there is no request by which a page could change anything. Of a recording it can ask for the picture at any time in it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import queue
 import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
 from shoal.node.json_output import dumps
 from shoal.node.watch.events import Event
+from shoal.node.watch.picture import picture
 from shoal.node.watch.shown_link import ShownLink
 from shoal.node.watch.source import EventSource, WatchError
 from shoal.node.watch.swarm_view import SwarmView
+from shoal.node.watch.timeline import Timeline
 from shoal.swarm.access.link import Link
 
 HERE = "127.0.0.1"
@@ -27,12 +30,22 @@ NAMES = (HERE, "localhost")
 FIRST_S = 0.1  # between two looks at the beginning, when peer after peer appears
 SETTLING_S = 5.0
 FRAME_S = 0.5
-POINTS = 6000  # of all curves in one picture
+SHARED_FRAME_S = 2.0  # between two looks for strangers, who may be many
 MOST_AT_ONCE = 5000  # events taken between two pictures
-MAX_PAGES = 32  # served at once
+MAX_PAGES, MAX_SHARED = 32, 256  # served at once
+MAX_ASKED = 16  # questions for a time of a recording that wait
 INDEX = "index.html"
 FIRST = '<script id="first" type="application/json">null</script>'  # in it; the newest picture takes null's place
-KINDS = {INDEX: "text/html", "page.js": "text/javascript", "style.css": "text/css"}
+KINDS = {
+    INDEX: "text/html",
+    "page.js": "text/javascript",
+    "charts.js": "text/javascript",
+    "map.js": "text/javascript",
+    "style.css": "text/css",
+    "uPlot.iife.min.js": "text/javascript",
+    "uPlot.min.css": "text/css",
+    "uPlot.LICENSE": "text/plain",
+}
 # Only what this server serves; names from the swarm can thus do no harm even if the page had a fault.
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
@@ -41,16 +54,12 @@ HEADERS = {
 }
 
 
-def picture(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> dict[str, Any]:
-    """Return the data of the page: the view's snapshot with curves thinned to `POINTS` points in all, and the link."""
-    shot = view.snapshot()
-    room = max(POINTS // max(len(shot["peers"]), 1), 16)
-    for peer in shot["peers"]:
-        for name in ("curve", "rewards"):
-            points = peer[name]
-            every = -(-len(points) // room)
-            peer[name] = points[:: every or 1] + (points[-1:] if every > 1 else [])
-    return {**shot, "ended": ended, "link": None if link is None else link.picture(view)}
+class Place(NamedTuple):
+    """Where the page is served. ``shared``: to everybody, under any name (of a reverse proxy, for instance)."""
+
+    host: str = HERE
+    port: int = 0
+    shared: bool = False
 
 
 @web.middleware  # type: ignore[untyped-decorator]
@@ -64,24 +73,63 @@ async def _only_here(request: web.Request, handler: Callable[[web.Request], Awai
 class Page:
     """Server of the picture, kept up to date on the loop, for all open pages."""
 
-    def __init__(self, inbox: queue.Queue[Event], source: EventSource, *, live: bool, link: Link | None = None) -> None:
+    def __init__(
+        self,
+        inbox: queue.Queue[Event],
+        source: EventSource,
+        *,
+        live: bool,
+        link: Link | None = None,
+        timeline: Timeline | None = None,
+        shared: bool = False,
+    ) -> None:
         self.view = SwarmView()
         self._link = None if link is None else ShownLink(link)
-        self._inbox, self._source, self._live = inbox, source, live
+        self._inbox, self._source, self._live, self._shared = inbox, source, live, shared
+        self._timeline, self._reading, self._asked = timeline, asyncio.Lock(), 0
         self._fresh = asyncio.Condition()
         self._number = 0
         self._text = ""
         self._pages = 0
 
     def app(self) -> web.Application:
-        """Return the application: the page's three files, and the stream of pictures."""
-        app = web.Application(middlewares=[_only_here])
+        """Return the application: the page's files, the stream of pictures, and the picture at a time of a recording."""
+        app = web.Application(middlewares=[] if self._shared else [_only_here])
         folder = resources.files("shoal.node.watch") / "page"
         for name, kind in KINDS.items():
             text = (folder / name).read_text(encoding="utf-8")
             app.router.add_get(f"/{'' if name == INDEX else name}", self._file(text, kind))
         app.router.add_get("/events", self._events)
+        if self._timeline is not None:
+            app.router.add_get("/at", self._at)
         return app
+
+    def _picture(self, view: SwarmView, *, ended: bool) -> str:
+        span = None if self._timeline is None else self._timeline.span
+        return dumps({**picture(view, ended=ended, link=self._link, shared=self._shared), "span": span})
+
+    async def _at(self, request: web.Request) -> web.Response:
+        """Answer with the picture at ``?time=``, Unix seconds. One is made at a time, in a thread, so the stream goes on."""
+        try:
+            time_s = float(request.query.get("time", ""))
+        except ValueError:
+            return web.Response(status=400, text="Say ?time= with Unix seconds.")
+        if self._asked >= MAX_ASKED:
+            return web.Response(status=503, text="Too many ask for a time of this recording now: try again.")
+        self._asked += 1
+        try:
+            async with self._reading:
+                text = await asyncio.to_thread(self._text_at, time_s)
+        finally:
+            self._asked -= 1
+        return web.Response(text=text, content_type="application/json", headers=HEADERS)
+
+    def _text_at(self, time_s: float) -> str:
+        assert self._timeline is not None
+        view, whole = self._timeline.view_at(time_s)
+        if not whole:
+            view.tick(time_s)
+        return self._picture(view, ended=whole)
 
     def _file(self, text: str, kind: str) -> Callable[[web.Request], Any]:
         before, mark, behind = text.partition(FIRST)
@@ -101,7 +149,8 @@ class Page:
             if self._live and self._source.ended.is_set():
                 return
             settling = time.monotonic() - begun < SETTLING_S
-            await asyncio.sleep(FIRST_S if settling else FRAME_S * (2 if changed else 1))
+            usual = SHARED_FRAME_S if self._shared else FRAME_S * (2 if changed else 1)
+            await asyncio.sleep(FIRST_S if settling else usual)
 
     async def step(self) -> bool:
         """Take in waiting events; return whether there is a new picture."""
@@ -113,7 +162,7 @@ class Page:
         if self._live:
             self.view.tick(time.time())
         ended = self._source.ended.is_set() and self._inbox.empty()
-        text = dumps(picture(self.view, ended=ended, link=self._link))
+        text = self._picture(self.view, ended=ended)
         if text == self._text:
             return False
         async with self._fresh:
@@ -123,8 +172,9 @@ class Page:
         return True
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        if self._pages >= MAX_PAGES:
-            return web.Response(status=503, text=f"{MAX_PAGES} pages look at this swarm already: close one.")
+        most = MAX_SHARED if self._shared else MAX_PAGES
+        if self._pages >= most:
+            return web.Response(status=503, text=f"{most} pages look at this swarm already: close one.")
         self._pages += 1
         try:
             response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
@@ -145,30 +195,32 @@ class Page:
 def serve(
     inbox: queue.Queue[Event],
     source: EventSource,
-    port: int,
+    place: Place,
     *,
     live: bool,
     seconds: float | None,
     say: Callable[[str], None],
     link: Link | None = None,
+    timeline: Timeline | None = None,
 ) -> None:
     """Serve the page until a live source ends or time is up; pass its address to ``say``. WatchError if the port is taken.
 
-    ``link``: to the swarm that is watched, if the page is to show a link.
+    ``link``: to the swarm that is watched, if the page is to show a link. ``timeline``: the recording that ``source`` replays.
     """
 
     async def main() -> None:
-        page = Page(inbox, source, live=live, link=link)
+        page = Page(inbox, source, live=live, link=link, timeline=timeline, shared=place.shared)
         runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=0.5)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, HERE, port)
+            site = web.TCPSite(runner, place.host, place.port)
             try:
                 await site.start()
             except OSError as error:
                 what = error.strerror or "unknown reason"
-                raise WatchError(f"Cannot serve the page on port {port} ({what}): choose another with --web.") from None
-            say(f"http://{HERE}:{runner.addresses[0][1]}/")
+                raise WatchError(f"Cannot serve the page on port {place.port} ({what}): choose another with --web.") from None
+            host = f"[{place.host}]" if ":" in place.host else place.host
+            say(f"http://{host}:{runner.addresses[0][1]}/")
             end = None if seconds is None else time.monotonic() + seconds
             await page.keep(lambda: end is not None and time.monotonic() >= end)
         finally:

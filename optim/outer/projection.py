@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-NUMBERS = 32  # the relative error of a distance of two peers is about 1 / sqrt(2 NUMBERS), 12 %
+NUMBERS = 16  # the relative error of a distance of two peers is about 1 / sqrt(2 NUMBERS), 18 %
 BLOCK = 1 << 16  # values for which there are signs; the blocks after it have the same ones, some of the sums turned
 
 

@@ -18,7 +18,7 @@ ADDRESSES = 4
 BANNED = 8
 FAULTS = 12
 PER_SECOND = 10.0  # statuses of all nodes together, about: in a larger swarm each sends fewer
-PROJECTED = 33  # numbers of a projection: 32 sums and the norm
+PROJECTED = 16  # sums in a projection
 TAIL = 8  # characters from the end of a peer id by which a partner is named
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -55,8 +55,8 @@ class Status(Message):
 
     ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
     reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
-    ``faults``: kind of fault -> count. ``projection``: the number of its newest exchange, and the random projection of the slow
-    weights after it (`shoal.optim.outer.projection`).
+    ``faults``: kind of fault -> count. ``projection``: the number of its newest exchange, and of the slow weights
+    after it the norm and a random projection (`shoal.optim.outer.projection`).
     """
 
     KIND, VERSION, LIMIT, AUTHOR = "status", 4, 8 * KIB, "peer"
@@ -88,7 +88,9 @@ class Status(Message):
     lag: Count = 0
     lag_auto: bool = False
     late: Count = 0
-    projection: tuple[Count, Annotated[tuple[Projected, ...], Field(min_length=PROJECTED, max_length=PROJECTED)]] | None = None
+    projection: (
+        tuple[Count, Projected, Annotated[tuple[Projected, ...], Field(min_length=PROJECTED, max_length=PROJECTED)]] | None
+    ) = None
 
     @model_serializer(mode="wrap")
     def _without_unknown(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:

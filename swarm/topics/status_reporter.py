@@ -25,12 +25,13 @@ def _finite(value: float | None) -> float | None:
 
 def _usable(projection: tuple[float, ...]) -> bool:
     """Return whether a status can hold it: weights that are no numbers any more have none."""
-    return len(projection) == PROJECTED and all(abs(number) <= 1e30 for number in projection)
+    return len(projection) == PROJECTED + 1 and all(abs(number) <= 1e30 for number in projection)
 
 
-def _rounded(projection: tuple[float, ...]) -> tuple[float, ...]:
-    """Return it with the digits that a distance of a millionth needs; more would make recordings longer."""
-    return tuple(float(f"{number:.7g}") for number in projection)
+def _rounded(projection: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
+    """Return norm and sums with the digits that a distance of a millionth needs; more would make recordings longer."""
+    *sums, norm = (float(f"{number:.7g}") for number in projection)
+    return norm, tuple(sums)
 
 
 class StatusReporter:
@@ -104,7 +105,7 @@ class StatusReporter:
         )
         with self._lock:
             self._rounds.append(done)
-            self._more["projection"] = (round, _rounded(projection)) if _usable(projection) else None
+            self._more["projection"] = (round, *_rounded(projection)) if _usable(projection) else None
             self._faults["no-partner"] += not others and not odd and self._membership.manifest.outer.method != "none"
             self._faults["refused"] += suspicious
         self._publisher.hint()

@@ -1,5 +1,6 @@
 "use strict";
 // Shows what the server sends: one JSON picture of the swarm at a time. Names are strangers', so they only ever become text.
+/* global Chart, clock, style, drawMap, mapKey, meetingsInWords */
 
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
@@ -19,8 +20,8 @@ function dark() {
   return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-// Hues a golden angle apart, so that neighbours in the table differ most.
-const colour = (index) => `hsl(${(210 + index * 137.5) % 360} 70% ${dark() ? 65 : 40}%)`;
+// Hues a golden angle apart, so that neighbours differ most; by the order in which the peers came, so that each keeps its own.
+const colour = (index) => `hsl(${((210 + index * 137.5) % 360).toFixed(1)} 70% ${dark() ? 65 : 38}%)`;
 const number = (value, digits = 3) => (value === null || value === undefined ? "–" : value.toFixed(digits));
 
 // Without waiting for others; a node that counts none sends none.
@@ -32,24 +33,26 @@ const lag = (p) => (p.lag ? `${p.lag}${p.lag_auto ? " auto" : ""}${p.late ? `, $
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 function bytes(value) {
-  for (const unit of ["B", "kB", "MB", "GB"]) {
-    if (value < 1000 || unit === "GB") return `${value.toFixed(unit === "B" ? 0 : 1)} ${unit}`;
+  if (value === null || value === undefined) return "–";
+  for (const unit of ["B", "kB", "MB", "GB", "TB"]) {
+    if (value < 1000 || unit === "TB") return `${Number(value.toPrecision(3))} ${unit}`;
     value /= 1000;
   }
 }
 
+const distance = (value) => (value === null || value === undefined ? "–" : Number(value.toPrecision(2)).toString());
+
 function tiles(picture) {
-  const t = picture.totals;
-  const rounds = t.round_min === null ? "–" : t.round_min === t.round_max ? `${t.round_min}` : `${t.round_min}–${t.round_max}`;
+  const t = picture.totals, apart = picture.charts.consensus.each[0];
+  const rounds = t.round_min === null ? "–" : t.round_min === t.round_max ? `${t.round_min}` : `${t.round_min} to ${t.round_max}`;
   const shown = [
-    ["Peers", `${t.peers} of ${t.known}`], ["Round", rounds], ["Loss", number(t.loss)], ["Steps/s", number(t.steps_per_s, 1)],
-    ["Tokens/s", tokens(t.tokens_per_s)],
-    ["Sent/s", bytes(t.sent_per_s)], ["Sent in all", bytes(t.sent)],
+    ["Peers", `${t.peers} of ${t.known}`], ["Round", rounds], ["Loss", number(t.loss)], ["Consensus distance", distance(apart[apart.length - 1])],
+    ["Steps/s", number(t.steps_per_s, 1)], ["Tokens/s", tokens(t.tokens_per_s)], ["Sent/s", bytes(t.sent_per_s)], ["Sent in all", bytes(t.sent)],
   ];
   if (t.reward !== null) shown.push(["Reward", number(t.reward)]);
   if (t.rollouts_own !== null) shown.push(["Groups learnt, own + others'", `${t.rollouts_own} + ${t.rollouts_foreign}`]);
   if (t.claims !== null) shown.push(["Claims, checks, invalid", `${t.claims}, ${t.checked}, ${t.invalid}`]);
-  shown.push(["Messages", `${t.heard}, ${t.refused} refused`]);
+  if (t.refused) shown.push(["Messages refused", `${t.refused} of ${t.heard + t.refused}`]);
   byId("tiles").replaceChildren(...shown.map(([name, value]) => {
     const tile = make("div");
     tile.append(make("dt", {}, name), make("dd", {}, value));
@@ -57,109 +60,75 @@ function tiles(picture) {
   }));
 }
 
-// Drawn in the pixels that it has, so that its text is readable at any width.
-function sized(svg) {
-  const width = Math.max(svg.parentElement.clientWidth - 24, 240), height = Math.round(Math.min(280, width * 0.62));
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  return [width, height];
-}
+const made = {
+  loss: new Chart(byId("loss"), { name: "loss over rounds", x: "round", y: "loss, nats", band: true }),
+  loss_over_time: new Chart(byId("loss_over_time"), { name: "loss over wall time", x: "time since the first status", y: "loss, nats", time: true, band: true }),
+  consensus: new Chart(byId("consensus"), { name: "consensus distance", x: "round", y: "share of the weights' norm", value: distance, from_zero: true }),
+  throughput: new Chart(byId("throughput"), { name: "throughput of all peers", x: "time since the first status", y: "tokens a second", time: true, from_zero: true }),
+  traffic: new Chart(byId("traffic"), { name: "traffic of all peers", x: "time since the first status", y: "bytes a second", time: true, value: bytes, from_zero: true }),
+  reward: new Chart(byId("reward"), { name: "reward over rounds", x: "round", y: "reward", band: true }),
+};
 
-function chart(svg, peers, key, mean, name) {
-  const [width, height] = sized(svg);
-  const [left, right, top, bottom] = [56, 12, 10, 24];
-  const points = peers.flatMap((peer) => peer[key]);
-  const parts = [draw("rect", { class: "frame", x: left, y: top, width: width - left - right, height: height - top - bottom })];
-  if (points.length) {
-    const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]);
-    const [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
-    const x = (v) => left + ((v - x0) / (x1 - x0 || 1)) * (width - left - right);
-    const y = (v) => top + ((y1 - v) / (y1 - y0 || 1)) * (height - top - bottom);
-    for (const share of [0, 0.5, 1]) {
-      const value = y0 + (y1 - y0) * share;
-      parts.push(draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, Number(value.toPrecision(3)).toString()));
-    }
-    parts.push(draw("text", { x: left, y: height - 6 }, `${x0}`), draw("text", { x: width - right, y: height - 6, "text-anchor": "end" }, `${x1}`));
-    parts.push(draw("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, "round"));
-    parts.push(draw("text", { x: width - right - 6, y: top + 16, "text-anchor": "end" }, name));
-    const route = (points) => points.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
-    peers.forEach((peer, index) => {
-      const path = route(peer[key]);
-      const faded = chosen && chosen !== peer.id ? " faded" : "";
-      const line = draw("path", { class: `curve${faded}`, d: path, stroke: colour(index) });
-      line.append(draw("title", {}, peer.name));
-      parts.push(line);
-    });
-    if (peers.length > 1) {
-      const line = draw("path", { class: "mean", d: route(mean) });
-      line.append(draw("title", {}, "mean of all peers"));
-      parts.push(line);
-    }
-  } else {
-    parts.push(draw("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "nothing yet"));
-  }
-  svg.replaceChildren(...parts);
-}
-
-function graph(svg, picture) {
-  const peers = picture.peers.slice(0, 48), parts = [], place = new Map();
-  const [width, height] = sized(svg);
-  const [across, down] = [Math.min(width / 2 - 80, 220), height / 2 - 34];
-  peers.forEach((peer, index) => {
-    const angle = (2 * Math.PI * index) / peers.length - Math.PI / 2;
-    place.set(peer.tail, { x: width / 2 + across * Math.cos(angle), y: height / 2 + down * Math.sin(angle), index, peer, side: Math.cos(angle) });
+// A thin line for each peer, under the band and the thick mean.
+function ofPeers(name, picture) {
+  const data = picture.charts[name], faint = dark();
+  if (!data) return;
+  const lines = data.each.map((each, index) => {
+    const peer = picture.peers[index];
+    return { label: peer.name, data: each, colour: colour(peer.number), width: peer.id === chosen ? 2.5 : 1, faded: chosen !== null && peer.id !== chosen, told: peer.id === chosen };
   });
-  const most = Math.max(1, ...picture.pairs.map((pair) => pair[2]));
-  for (const [a, b, count] of picture.pairs) {
-    const from = place.get(a), to = place.get(b);
-    if (!from || !to) continue;
-    const mine = !chosen || chosen === from.peer.id || chosen === to.peer.id;
-    const line = draw("line", {
-      class: mine ? "" : "faded", x1: from.x, y1: from.y, x2: to.x, y2: to.y, stroke: "var(--accent)",
-      "stroke-width": (0.5 + (4 * count) / most).toFixed(2), "stroke-opacity": (0.25 + (0.6 * count) / most).toFixed(2),
-    });
-    line.append(draw("title", {}, `${from.peer.name} and ${to.peer.name}: ${count} times`));
-    parts.push(line);
-  }
-  for (const { x, y, index, peer, side } of place.values()) {
-    const spot = draw("circle", { cx: x, cy: y, r: 6, fill: peer.here ? colour(index) : "var(--line)" });
-    const anchor = side > 0.3 ? "start" : side < -0.3 ? "end" : "middle";
-    const away = anchor === "start" ? 10 : anchor === "end" ? -10 : 0;
-    parts.push(spot, draw("text", { class: "name", x: x + away, y: y + (away ? 4 : y < height / 2 ? -10 : 20), "text-anchor": anchor }, peer.name.slice(0, 12)));
-  }
-  svg.replaceChildren(...parts);
+  if (picture.totals.known > 1) lines.push({ label: "mean", data: data.mean, colour: style("--text"), width: 3, told: true });
+  else if (lines.length) lines[0].told = true;
+  made[name].show(data, lines, faint);
+}
+
+function charts(picture) {
+  const faint = dark(), all = picture.charts;
+  for (const name of ["loss", "loss_over_time", "reward"]) ofPeers(name, picture);
+  const one = (label, data, colours = "--accent") => ({ label, data, colour: style(colours), width: 2, told: true });
+  const [smooth, raw] = all.consensus.each;
+  made.consensus.show(all.consensus, [{ label: "raw", data: raw, colour: style("--accent"), width: 1, faded: true }, one("distance", smooth)], faint);
+  const tokensKnown = all.tokens_per_s.mean.some((value) => value);
+  const speed = tokensKnown ? all.tokens_per_s : all.steps_per_s;
+  made.throughput.options.y = tokensKnown ? "tokens a second" : "steps a second";
+  made.throughput.show(speed, [one(tokensKnown ? "tokens" : "inner steps", speed.mean)], faint);
+  const [sent, received] = all.traffic.each;
+  made.traffic.show(all.traffic, [one("received", received, "--second"), one("sent", sent)], faint);
 }
 
 const COLUMNS = [
-  ["Peer", null], ["State", (p) => p.doing], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.step}`],
+  ["Peer", null], ["Role", (p) => p.roles.join(", ") + (p.relayed ? ", relayed" : "")], ["State", (p) => p.doing], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.step}`],
   ["Loss", (p) => number(p.loss)], ["With", (p) => p.partners.slice(0, 3).join(", ") || "–"], ["Steps/s", (p) => number(p.steps_per_s, 1)],
   ["Tokens/s", (p) => tokens(p.tokens_per_s, p.mfu)],
   ["Lag", lag], ["Up", (p) => `${bytes(p.sent_per_s)}/s`], ["Down", (p) => `${bytes(p.received_per_s)}/s`], ["Reward", (p) => number(p.reward)],
-  ["Faults", (p) => p.faults.map(([name, count]) => `${name} ${count}`).join(", ") || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],
+  ["Faults", (p) => p.faults_text || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],
 ];
 
-function table(peers) {
+function table(picture) {
+  const shown = COLUMNS.filter(([name]) => name !== "Reward" || picture.totals.reward !== null);
   const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.peer : null;
-  byId("columns").replaceChildren(...COLUMNS.map(([name]) => make("th", { scope: "col" }, name)));
-  byId("peers").replaceChildren(...peers.map((peer, index) => {
+  byId("columns").replaceChildren(...shown.map(([name]) => make("th", { scope: "col" }, name)));
+  byId("peers").replaceChildren(...picture.peers.map((peer) => {
     const row = make("tr", { class: peer.here ? "" : "gone" });
-    const first = make("td"), mark = make("span", { class: "mark", "aria-hidden": "true" });
-    mark.style.background = colour(index);
+    const first = make("th", { scope: "row" }), mark = make("span", { class: "mark", "aria-hidden": "true" });
+    mark.style.background = colour(peer.number);
     const button = make("button", { type: "button", "aria-pressed": String(chosen === peer.id), title: peer.id, "data-peer": peer.id });
     button.append(mark, peer.name);
     button.addEventListener("click", () => { chosen = chosen === peer.id ? null : peer.id; show(last); });
     first.append(button);
-    row.append(first, ...COLUMNS.slice(1).map(([, text]) => make("td", {}, text(peer))));
+    row.append(first, ...shown.slice(1).map(([, text]) => make("td", {}, text(peer))));
     return row;
   }));
   if (focused) [...document.querySelectorAll("[data-peer]")].find((found) => found.dataset.peer === focused)?.focus();
 }
 
-function news(items) {
-  byId("news").replaceChildren(...items.slice(-100).reverse().map(([time, kind, text]) => {
+function news(list, items, none) {
+  list.replaceChildren(...items.slice(-100).reverse().map(([time, kind, text]) => {
     const line = make("li", { class: kind });
     line.append(make("time", {}, new Date(time * 1000).toLocaleTimeString()), text);
     return line;
   }));
+  if (!items.length) list.append(make("li", { class: "none" }, none));
 }
 
 // Dark on light in both themes, with the margin of four modules that cameras expect.
@@ -189,20 +158,86 @@ function show(picture) {
   const title = picture.title ? `${picture.title.name} · ${picture.title.task} · ${picture.title.method}` : "shoal watch";
   byId("title").textContent = title;
   document.title = `${picture.totals.peers} peers · ${title}`;
-  const silent = picture.totals.connected === 0 && !picture.ended;
-  byId("state").textContent = picture.ended ? "end of the recording" : silent ? "no connection to any peer" : plural(picture.totals.connected, "connection");
+  const silent = picture.totals.connected === 0 && !picture.ended && !picture.span;
+  byId("state").textContent = picture.ended ? "end of the recording" : picture.span ? "recording" : silent ? "no connection to any peer" : `live, ${plural(picture.totals.connected, "connection")}`;
+  replayBar(picture);
   tiles(picture);
-  chart(byId("loss"), picture.peers, "curve", picture.means.curve, "loss, nats");
-  byId("reward-section").hidden = !picture.peers.some((peer) => peer.rewards.length);
-  chart(byId("reward"), picture.peers, "rewards", picture.means.rewards, "reward");
-  graph(byId("graph"), picture);
-  table(picture.peers);
-  news(picture.news);
+  byId("reward-section").hidden = !picture.charts.reward;
+  charts(picture);
+  drawMap(byId("map"), picture, chosen);
+  byId("key").textContent = mapKey(picture);
+  byId("meetings").replaceChildren(...meetingsInWords(picture).map((text) => make("li", {}, text)));
+  table(picture);
+  news(byId("faults"), picture.news.filter((item) => item[1] !== "peer"), "None so far.");
+  news(byId("news"), picture.news.filter((item) => item[1] === "peer"), "Nobody so far.");
   invite(picture.link);
 }
 
-byId("copy").addEventListener("click", copy);
+// -- the time slider of a recording ----------------------------------------------------------------------------------------
 
+const TICK_S = 0.5;
+const player = { time: null, wanted: null, busy: false, timer: null }; // time: null while the page follows the server's replay
+
+function replayBar(picture) {
+  byId("replay").hidden = !picture.span;
+  if (!picture.span) return;
+  const [begin, end] = picture.span, at = Math.min(player.time ?? picture.now, end), slider = byId("time");
+  slider.max = String(Math.max(Math.round((end - begin) * 10), 1));
+  if (document.activeElement !== slider || player.timer !== null || player.time === null) slider.value = String(Math.round((at - begin) * 10));
+  byId("clock").textContent = `${clock(at - begin)} of ${clock(end - begin)}`;
+  slider.setAttribute("aria-valuetext", byId("clock").textContent);
+}
+
+async function look(time) {
+  player.time = player.wanted = time;
+  if (player.busy) return; // the newest wish is fetched when the one before has come
+  player.busy = true;
+  try {
+    while (player.wanted !== null) {
+      const asked = player.wanted;
+      player.wanted = null;
+      const answer = await fetch(`at?time=${asked}`);
+      if (answer.ok) show(await answer.json());
+    }
+  } catch {
+    byId("state").textContent = "shoal watch has ended, or cannot be reached";
+    pause();
+  } finally {
+    player.busy = false;
+  }
+}
+
+function pause() {
+  clearInterval(player.timer);
+  player.timer = null;
+  byId("play").textContent = "Play";
+}
+
+function play() {
+  const [begin, end] = last.span;
+  let time = player.time ?? last.now;
+  if (time >= end) time = begin;
+  byId("play").textContent = "Pause";
+  player.timer = setInterval(() => {
+    time = Math.min((player.moved ?? time) + TICK_S * Number(byId("speed").value), end);
+    player.moved = null;
+    if (!player.busy) look(time);
+    if (time >= end) pause();
+  }, TICK_S * 1000);
+  look(time);
+}
+
+byId("play").addEventListener("click", () => (player.timer === null ? play() : pause()));
+byId("replay").addEventListener("submit", (event) => event.preventDefault());
+byId("time").addEventListener("input", () => {
+  const time = last.span[0] + Number(byId("time").value) / 10;
+  player.moved = time;
+  look(time);
+});
+
+// -- beginning -------------------------------------------------------------------------------------------------------------
+
+byId("copy").addEventListener("click", copy);
 byId("theme").addEventListener("click", () => {
   document.documentElement.dataset.theme = dark() ? "light" : "dark";
   show(last);
@@ -211,5 +246,5 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show
 addEventListener("resize", () => show(last));
 show(JSON.parse(byId("first").textContent)); // so that it shows something before the stream is there
 const source = new EventSource("events");
-source.addEventListener("message", (event) => show(JSON.parse(event.data)));
-source.addEventListener("error", () => { byId("state").textContent = "shoal watch has ended, or cannot be reached"; });
+source.addEventListener("message", (event) => { if (player.time === null) show(JSON.parse(event.data)); });
+source.addEventListener("error", () => { if (player.time === null) byId("state").textContent = "shoal watch has ended, or cannot be reached"; });

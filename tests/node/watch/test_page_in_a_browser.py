@@ -1,47 +1,148 @@
 """The page as a browser shows it: only that runs its script. Headless Chromium, where there is one."""
 
+import asyncio
 import json
-import shutil
 import subprocess
 import sys
-from urllib.request import urlopen
+from contextlib import asynccontextmanager
 
 import pytest
 
 from shoal.node.watch.recording import Recorder
 from tests.node.watch.conftest import NOW
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+
+from bench._browser import browser, chromium
+
+CHROMIUM = chromium()
+ENDED = "document.getElementById('state')?.textContent === 'end of the recording'"
+pytestmark = [
+    pytest.mark.slow(reason="starts Chromium"),
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+]
 
 
-@pytest.mark.slow(reason="starts Chromium")
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_names_numbers_and_curves_are_on_the_page(authors, tmp_path, until):
-    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-    anna, bert, _ = authors
-    recorder = Recorder(tmp_path / "swarm.jsonl")
-    for number in range(3):
-        recorder.take(anna.heard(anna.round(number, [bert]), at=NOW + number, name="<i>anna</i>", faults=(("no-partner", 2),)))
-        recorder.take(bert.heard(bert.round(number, [anna]), at=NOW + number))
+@pytest.fixture
+def recording(authors, tmp_path):
+    """Of two peers, one of which falls silent and whose name is a piece of HTML; and a verdict."""
+    anna, bert, carl = authors
+    path = tmp_path / "swarm.jsonl"
+    recorder = Recorder(path)
+    for number in range(30):
+        faults = (("no-partner", 2),) if number > 20 else ()
+        invalid = int(number > 5)
+        if number < 15:
+            recorder.take(anna.heard(anna.round(number, [bert]), at=NOW + number, name="<i>anna</i>"))
+        projection = (number, 2.0, (float(number),) * 16)
+        more = {"checked": number, "claims": number, "invalid": invalid, "projection": projection, "faults": faults}
+        recorder.take(bert.heard(bert.round(number, [anna] if number < 15 else []), at=NOW + number, sent=10**6 * number, **more))
+        recorder.take(carl.heard(carl.round(number), at=NOW + number, projection=(number, 2.0, (0.0,) * 16)))
     recorder.close()
-    command = [sys.executable, "-m", "shoal", "watch", "--replay", str(tmp_path / "swarm.jsonl"), "--speed", "0", "--web", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            address = server.stdout.readline().strip()
-            browser = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-            until(lambda: '"ended": true' in urlopen(address, timeout=10).read().decode(), 60, "the end of the recording")
-            shown = subprocess.run(
-                [*browser, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=True
-            ).stdout
-        finally:
-            server.terminate()
-    assert "&lt;i&gt;anna&lt;/i&gt;" in shown
-    assert "<i>anna" not in shown
-    assert "no-partner 2" in shown
-    assert shown.count('class="curve"') == 2
-    assert shown.count('class="mean"') == 1
-    assert ">round</text>" in shown
-    assert shown.count("<circle") == 2
-    assert "2 of 2" in shown
-    assert "end of the recording" in shown
-    assert json.dumps(bert.peer) in shown
+    return path
+
+
+def look(recording, work, **window):
+    """Run ``work(tab)`` on the page at the end of ``recording``, and see that its scripts did not fail."""
+    window = {"width": 1400, "height": 900, **window}
+
+    @asynccontextmanager
+    async def served():
+        command = [sys.executable, "-m", "shoal", "watch", "--replay", str(recording), "--speed", "0", "--web", "0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                yield server.stdout.readline().strip()
+            finally:
+                server.terminate()
+
+    async def main():
+        async with served() as address, browser(CHROMIUM) as tab:
+            await tab.open(address, **window)
+            await tab.until(ENDED)
+            await tab.until("document.querySelectorAll('canvas').length >= 5")
+            await work(tab)
+            assert tab.errors == []
+
+    asyncio.run(main())
+
+
+def text(element):
+    return f"document.getElementById({json.dumps(element)}).textContent"
+
+
+def test_names_numbers_charts_roles_and_faults_are_on_the_page(recording):
+    async def work(tab):
+        assert "<i>anna</i>" in await tab.value(text("peers"))
+        assert await tab.value("document.querySelectorAll('#peers i').length") == 0
+        assert await tab.value("document.querySelectorAll('#loss .u-axis').length") == 2
+        assert (await tab.value(text("loss-text"))).startswith("Round 29: mean ")
+        assert (await tab.value(text("loss_over_time-text"))).startswith("After 0:29: mean ")
+        assert "distance 0" not in await tab.value(text("consensus-text"))
+        assert "sent 1 MB" in await tab.value(text("traffic-text"))
+        assert "Round 14" not in await tab.value(text("meetings"))
+        assert (await tab.value(text("meetings"))).startswith("Round 29: ")
+        key = await tab.value(text("key"))
+        assert "◆ trains and verifies" in key
+        assert "○ silent or gone" in key
+        faults = await tab.value(text("faults"))
+        assert "bert found no partner in a round and kept its own step, twice so far" in faults
+        assert "bert checked a claim of another peer and found it invalid" in faults
+        assert "<i>anna</i> fell silent in round 14" in await tab.value(text("news"))
+
+    look(recording, work)
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_it_fills_the_width_and_nothing_sticks_out(recording, width):
+    async def work(tab):
+        assert await tab.value("document.documentElement.scrollWidth") == width
+        right = "Math.max(...[...document.querySelectorAll('section:not([hidden])')].map((s) => s.getBoundingClientRect().right))"
+        assert width - 24 <= await tab.value(right) <= width
+        columns = "new Set([...document.querySelectorAll('section:not([hidden])')].map((s) => s.getBoundingClientRect().left)).size"
+        assert await tab.value(columns) == (1 if width == 390 else 4)
+
+    look(recording, work, width=width)
+
+
+def test_it_is_used_by_keyboard_alone(recording):
+    async def work(tab):
+        focus = "document.querySelector('#loss > div').focus()"
+        await tab.value(focus)
+        await tab.press("Home", 36)
+        await tab.press("ArrowRight", 39)
+        assert (await tab.value(text("loss-text"))).startswith("Round 1: mean 2")
+        await tab.value("document.getElementById('time').focus()")
+        await tab.press("Home", 36)
+        await tab.until(f"{text('clock')}.startsWith('0:00 of')")
+        await tab.until("document.querySelector('#peers td:nth-child(4)').textContent === '0'")
+        await tab.value("document.getElementById('time').value = 100")
+        await tab.value("document.getElementById('time').dispatchEvent(new Event('input'))")
+        await tab.until(f"{text('clock')}.startsWith('0:10 of 0:29')")
+        await tab.until("document.querySelector('#peers td:nth-child(4)').textContent === '10'")
+        assert await tab.value(text("state")) == "recording"
+        await tab.value("document.getElementById('speed').value = 64; document.getElementById('play').click()")
+        await tab.until(ENDED)
+
+    look(recording, work)
+
+
+CONTRAST = """(() => {
+  const light = ([r, g, b]) => [r, g, b].map((v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const behind = (e) => { for (; e; e = e.parentElement) { const c = parts(getComputedStyle(e).backgroundColor); if (c[3] !== 0) return c; } return [255, 255, 255]; };
+  const shown = [...document.querySelectorAll('h1, h2, dt, dd, th, td, li, p, button, output, label, footer')].filter((e) => e.textContent && e.offsetParent);
+  return shown.map((e) => { const [a, b] = [light(parts(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x); return (a + 0.05) / (b + 0.05); }).sort((x, y) => x - y)[0];
+})()"""  # noqa: E501 - the contrast of WCAG 2, of the element that has least
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_has_contrast_and_nothing_moves_where_less_motion_is_asked_for(recording, dark):
+    async def work(tab):
+        assert await tab.value(CONTRAST) >= 4.5
+        assert await tab.value("document.getAnimations().length") == 0
+        before = await tab.value("getComputedStyle(document.body).backgroundColor")
+        await tab.value("document.getElementById('theme').click()")
+        assert await tab.value("getComputedStyle(document.body).backgroundColor") != before
+
+    look(recording, work, dark=dark)

@@ -76,7 +76,7 @@ def test_the_table_has_a_row_for_each_peer(view):
     assert [row["peer"] for row in shown] == ["[b]carl[/b]", "anna", "bert"]
     assert shown[1]["with"] == "bert"
     assert [row["lag"] for row in shown] == ["-", "-", "7 auto, 2 late"]
-    assert shown[0] == {**shown[0], "with": "-", "faults": "no-partner 2", "reward": "0.500", "state": "training", "round": "1"}
+    assert shown[0] == {**shown[0], "with": "-", "faults": "no partner in 2", "reward": "0.500", "state": "training", "round": "1"}
 
 
 def test_the_picture_of_exchanges_is_symmetric(view):

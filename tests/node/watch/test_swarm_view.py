@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.watch import swarm_view
+from shoal.node.watch import meetings, swarm_view
 from shoal.node.watch.charts import COLUMNS, headline, rows
+from shoal.node.watch.curves import BINS, MAX_POINTS, Curve, chart, mean_curve
 from shoal.node.watch.events import Connected, Described, Disconnected, MessageRefused, Unreachable, Watching
-from shoal.node.watch.swarm_view import BINS, MAX_POINTS, SILENT_S, Curve, SwarmView, mean_curve
+from shoal.node.watch.picture import picture
+from shoal.node.watch.swarm_view import SILENT_S, SwarmView
+from shoal.swarm.topics.status import PROJECTED
 from tests.node.watch.conftest import NOW, SWARM, Author
 
 
@@ -43,7 +46,7 @@ def test_peers_and_totals(authors):
     assert "15.0 steps/s   2,000 tokens/s   " in headline(view)
     column = COLUMNS.index("tokens/s")
     assert [str(cells[column]) for _, cells in rows(view)] == ["1,500 (25 % MFU)", "500", "-"]
-    assert [peer.get("mfu") for peer in view.snapshot()["peers"]] == [0.25, None, None]
+    assert [peer.get("mfu") for peer in picture(view, ended=False)["peers"]] == [0.25, None, None]
     assert (totals["sent"], totals["received"]) == (7000, 2700)
     assert totals["loss"] == pytest.approx((1.0 + 1.0 + 4 / 3) / 3)
     assert totals["claims"] is totals["rollouts_own"] is totals["reward"] is None
@@ -109,15 +112,24 @@ def test_faults_and_verdicts_are_reported_when_they_grow(authors):
         anna.heard(at=NOW + 1, faults=(("no-partner", 3),), invalid=1, checked=6, claims=2),
         anna.heard(at=NOW + 2, faults=(("no-partner", 4), ("refused", 1)), invalid=2, checked=7, claims=2, banned=(bert.peer,)),
     )
-    assert texts(view, "fault") == ["anna: no-partner, so far 4", "anna: refused, so far 1"]
-    assert texts(view, "verdict") == ["anna found a claim invalid, 2 of 7 so far", "bert is banned, says anna"]
+    assert texts(view, "fault") == [
+        "anna found no partner in a round and kept its own step, 4 times so far",
+        "anna refused a contribution that was too far away, once so far",
+    ]
+    assert texts(view, "verdict") == [
+        "anna checked a claim of another peer and found it invalid: 2 of 7 checks so far",
+        "bert is banned, as anna reports: too many of its claims were found invalid",
+    ]
     assert (view.totals()["claims"], view.totals()["checked"], view.totals()["invalid"]) == (2, 7, 2)
 
 
 def test_a_fault_of_every_round_does_not_flood_the_news(authors):
     anna = authors[0]
     view = view_of(anna.heard(), *(anna.heard(at=NOW + n, faults=(("no-partner", n),)) for n in range(1, 65)))
-    assert texts(view, "fault") == [f"anna: no-partner, so far {n}" for n in (1, 2, 4, 8, 16, 32, 64)]
+    assert texts(view, "fault") == [
+        f"anna found no partner in a round and kept its own step, {often} so far"
+        for often in ("once", "twice", "4 times", "8 times", "16 times", "32 times", "64 times")
+    ]
     assert view.peers[anna.peer].faults == {"no-partner": 64}
 
 
@@ -140,7 +152,7 @@ def test_connections_and_refusals_are_counted(authors):
 
 def test_it_is_bounded(monkeypatch):
     monkeypatch.setattr(swarm_view, "MAX_PEERS", 5)
-    monkeypatch.setattr(swarm_view, "MAX_PAIRS", 7)
+    monkeypatch.setattr(meetings, "MAX_PAIRS", 7)
     authors = [Author(f"peer-{number}") for number in range(9)]
     view = SwarmView()
     for number, author in enumerate(authors):
@@ -200,9 +212,77 @@ def test_the_snapshot_is_json(authors):
     view = view_of(
         Watching(time=NOW, swarm=SWARM), anna.heard(anna.round(1, [bert]), reward=0.5), bert.heard(), carl.heard(state="done")
     )
-    shown = json.loads(json.dumps(view.snapshot(), allow_nan=False))
+    shown = json.loads(json.dumps(picture(view, ended=False), allow_nan=False))
     assert [peer["name"] for peer in shown["peers"]] == ["anna", "bert", "carl"]
     assert shown["peers"][0]["partners"] == ["bert"]
-    assert shown["peers"][0]["rewards"] == [[1, 0.5]]
+    assert shown["charts"]["reward"]["each"] == [[0.5], [None], [None]]
     assert shown["peers"][2]["here"] is False
-    assert shown["pairs"] == [[*sorted((anna.tail, bert.tail)), 1]]
+    assert shown["pairs"] == [[*sorted((anna.tail, bert.tail)), 1, 1, NOW]]
+    assert shown["meetings"] == [[1, 0, [sorted(["anna", "bert"], key={"anna": anna.tail, "bert": bert.tail}.get)], []]]
+
+
+def test_a_chart_has_the_mean_and_band_of_all_on_one_grid_and_gaps_where_a_peer_was_away():
+    shown = chart([[(0, 2.0), (1, 2.0), (2, 4.0)], [(0, 4.0), (2, 6.0)], []], 10, 1)
+    assert shown == {"x": [0, 1, 2], "mean": [3, 3.5, 5], "low": [2, 2, 4], "high": [4, 5, 6], "each": [[2, 2, 4]]}
+    away = [(x, 1.0) for x in (*range(10), *range(50, 60))]
+    assert chart([away, [(x, 3.0) for x in range(60)]], 100, 2)["each"][0] == [None if 9 < x < 50 else 1.0 for x in range(60)]
+    assert len(chart([[(x, 0.0) for x in range(500)]], 100, 1)["x"]) == 100
+    assert chart([], 10, 1)["x"] == []
+
+
+def test_loss_is_drawn_over_wall_time_and_rates_once_a_second(authors):
+    anna, *_ = authors
+    view = view_of(*(anna.heard(anna.round(n), at=NOW + n / 2, sent=1000 * n) for n in range(8)))
+    assert view.peers[anna.peer].loss_over_time.points == [(n / 2, 4.0 / (n + 1)) for n in range(8)]
+    assert [x for x, _ in view.rates["steps_per_s"].points] == [0.0, 1.0, 2.0, 3.0]
+    assert view.rates["sent_per_s"].points[-1][1] == 2000.0
+
+
+def projected(*values):
+    return tuple(map(float, values)) + (0.0,) * (PROJECTED - len(values))
+
+
+def test_the_consensus_distance_is_drawn_when_all_have_told_of_an_exchange_or_it_is_old(authors):
+    anna, bert, _ = authors
+    view = view_of(anna.heard(projection=(1, 2.0, projected(1))), bert.heard())
+    assert view.consensus.points == []
+    view.take(bert.heard(at=NOW + 1, projection=(1, 2.0, projected(0, 1))))
+    assert view.consensus.points == [(1, pytest.approx((2**0.5) / 2))]
+    for number in range(2, 9):  # bert tells nothing more
+        view.take(anna.heard(at=NOW + number, projection=(number, 2.0, projected(1))))
+    assert [x for x, _ in view.consensus.points] == [1]
+    assert len(view._projections) <= swarm_view.COMPARED
+
+
+def test_silence_is_noticed_in_a_recording_too(authors):
+    anna, bert, _ = authors
+    view = view_of(anna.heard(anna.round(4)), *(bert.heard(bert.round(n), at=NOW + n) for n in range(12)))
+    assert texts(view, "peer")[-1] == "anna fell silent in round 4"
+
+
+def test_groups_and_lone_peers_of_the_newest_rounds_are_told(authors):
+    anna, bert, carl = authors
+    dora = Author("dora")
+    view = view_of(
+        anna.heard(anna.round(1, [bert, carl]), anna.round(2)),
+        bert.heard(bert.round(1, [anna, carl])),
+        carl.heard(),
+        dora.heard(dora.round(1)),
+    )
+    shown = picture(view, ended=False)["meetings"]
+    told = [(number, {frozenset(group) for group in groups}, alone) for number, _, groups, alone in shown]
+    assert told == [(2, set(), ["anna"]), (1, {frozenset({"anna", "bert", "carl"})}, ["dora"])]
+
+
+def test_roles_are_those_of_the_status_and_a_silent_connection_is_a_bootstrap_node(authors):
+    anna, bert, carl = authors
+    relayed = (f"/ip4/198.51.100.7/tcp/4001/p2p/{carl.peer}/p2p-circuit/p2p/{bert.peer}",)
+    met = [Connected(time=NOW, peer=author.peer) for author in (anna, carl)]
+    view = view_of(*met, anna.heard(checked=3), bert.heard(addresses=relayed))
+    assert picture(view, ended=False)["bootstrap"] == []
+    view.tick(NOW + 20)
+    shown = picture(view, ended=False)
+    assert shown["bootstrap"] == [carl.tail]
+    assert [(peer["name"], peer["roles"], peer["relayed"]) for peer in shown["peers"]] == [
+        ("anna", ["trains", "verifies"], False), ("bert", ["trains"], True),
+    ]  # fmt: skip

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from shoal.node.watch.events import Described, MessageRefused
+from shoal.node.watch.events import Described, MessageRefused, Unreachable
+from shoal.node.watch.recording import Recorder
 from shoal.node.watch.source import WatchError
 from shoal.node.watch.swarm_view import SwarmView
 from shoal.swarm.access.link import Link
@@ -18,7 +19,8 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from shoal.node.watch import web
+from shoal.node.watch import timeline, web
+from shoal.node.watch.picture import LINES, POINTS, ROWS, picture
 
 
 class Source:
@@ -26,14 +28,14 @@ class Source:
         self.ended = threading.Event()
 
 
-def with_page(work, events=(), live=False, link=None):
+def with_page(work, events=(), live=False, link=None, **options):
     """Run ``work(client, page, inbox, source)`` against the served page."""
 
     async def main():
         inbox, source = queue.Queue(), Source()
         for event in events:
             inbox.put(event)
-        page = web.Page(inbox, source, live=live, link=link)
+        page = web.Page(inbox, source, live=live, link=link, **options)
         async with TestClient(TestServer(page.app())) as client:
             await asyncio.wait_for(work(client, page, inbox, source), 30)
 
@@ -49,12 +51,15 @@ async def pictured(response):
 
 def test_its_files_are_served_and_ask_nobody_else():
     async def work(client, page, inbox, source):
-        for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/style.css", "text/css")):
-            response = await client.get(path)
+        for name, kind in web.KINDS.items():
+            response = await client.get(f"/{'' if name == web.INDEX else name}")
             assert (response.status, response.content_type) == (200, kind)
             assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
             text = await response.text()
-            assert set(re.findall(r"https?://[^\"' ]+", text)) <= {"http://www.w3.org/2000/svg"}
+            assert set(re.findall(r"https?://[^\"' ]+", text)) <= {
+                "http://www.w3.org/2000/svg",
+                "https://github.com/leeoniya/uPlot",
+            }
             assert "innerHTML" not in text
         assert (await client.get("/../web.py")).status == 404
 
@@ -137,16 +142,52 @@ def test_it_ends_when_a_live_source_does():
     with_page(work, live=True)
 
 
-def test_the_curves_of_a_large_swarm_are_thinned(authors):
+def test_the_picture_of_a_large_swarm_is_bounded(authors):
     anna, *_ = authors
     view = SwarmView()
     for number in range(500):
         view.take(anna.heard(anna.round(number), at=NOW + number))
-    assert len(web.picture(view, ended=False)["peers"][0]["curve"]) == 500
-    view.peers.update({f"{number}": view.peers[anna.peer] for number in range(99)})
-    curves = [peer["curve"] for peer in web.picture(view, ended=False)["peers"]]
-    assert all(len(curve) <= 62 for curve in curves)
-    assert all((curve[0][0], curve[-1][0]) == (0, 499) for curve in curves)
+    assert len(picture(view, ended=False)["charts"]["loss"]["x"]) == POINTS
+    view.peers.update({f"{number}": view.peers[anna.peer] for number in range(2 * ROWS)})
+    shown = picture(view, ended=False)
+    assert (len(shown["peers"]), len(shown["charts"]["loss"]["each"])) == (ROWS, LINES)
+    assert shown["charts"]["loss"]["x"][-1] == 499
+
+
+def test_a_shared_page_is_read_under_any_name_and_has_no_addresses(authors):
+    events = [Unreachable(time=NOW, peer=authors[0].peer, reason="nobody answers as this peer at /ip4/198.51.100.7/tcp/4001")]
+
+    async def work(client, page, inbox, source):
+        await page.step()
+        response = await client.get("/", headers={"Host": "swarm.example:80"})
+        assert response.status == 200
+        assert "198.51.100.7" not in await response.text()
+        assert (await client.post("/events")).status == 405
+        assert (await client.get("/at?time=1")).status == 404
+
+    with_page(work, events, shared=True)
+
+
+def test_the_picture_at_a_time_of_a_recording_is_that_of_its_events_so_far(authors, tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "KEPT_EACH", 3)
+    anna, bert, _ = authors
+    recorder = Recorder(tmp_path / "swarm.jsonl")
+    for number in range(20):
+        recorder.take((anna if number % 2 else bert).heard(anna.round(number), at=NOW + number))
+    recorder.close()
+    whole = timeline.Timeline(tmp_path / "swarm.jsonl")
+    assert whole.span == (NOW, NOW + 19)
+
+    async def work(client, page, inbox, source):
+        for time, rounds in ((4.5, [3, 4]), (19, [19, 18]), (2, [1, 2]), (12, [11, 12]), (-1, [])):
+            shown = await (await client.get(f"/at?time={NOW + time}")).json()
+            assert [peer["round"] for peer in shown["peers"]] == rounds
+            assert (shown["ended"], shown["span"]) == (time == 19, [NOW, NOW + 19])
+        assert (await client.get("/at?time=now")).status == 400
+        monkeypatch.setattr(web, "MAX_ASKED", 0)
+        assert (await client.get("/at?time=1")).status == 503
+
+    with_page(work, timeline=whole)
 
 
 def test_a_taken_port_is_one_sentence():
@@ -155,7 +196,7 @@ def test_a_taken_port_is_one_sentence():
         port = server.sockets[0].getsockname()[1]
 
         def serve():
-            web.serve(queue.Queue(), Source(), port, live=True, seconds=1, say=print)
+            web.serve(queue.Queue(), Source(), web.Place(port=port), live=True, seconds=1, say=print)
 
         with pytest.raises(WatchError, match=f"Cannot serve the page on port {port} .*choose another"):
             await asyncio.to_thread(serve)
@@ -167,5 +208,5 @@ def test_a_taken_port_is_one_sentence():
 def test_its_address_is_told():
     said, source = [], Source()
     source.ended.set()
-    web.serve(queue.Queue(), source, 0, live=True, seconds=None, say=said.append)
+    web.serve(queue.Queue(), source, web.Place(), live=True, seconds=None, say=said.append)
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", said[0])

@@ -18,7 +18,7 @@ def drawn(seed, scale=1.0):
 def test_it_is_linear_and_has_the_numbers_of_a_status():
     one, other = drawn(0), drawn(1)
     both = projection(a + b for a, b in zip(one, other, strict=True))
-    assert len(both) == NUMBERS + 1 == PROJECTED
+    assert len(both) - 1 == NUMBERS == PROJECTED
     assert both[:-1] == pytest.approx([a + b for a, b in zip(projection(one), projection(other), strict=True)][:-1], abs=1e-2)
 
 
@@ -42,4 +42,4 @@ def test_of_equal_weights_it_is_none_and_of_one_peer_it_is_not_known():
     same = projection(drawn(0))
     assert consensus_distance([same, same]) == pytest.approx(0.0, abs=1e-9)
     assert consensus_distance([same]) is None
-    assert consensus_distance([(0.0,) * PROJECTED] * 2) is None
+    assert consensus_distance([(0.0,) * (PROJECTED + 1)] * 2) is None

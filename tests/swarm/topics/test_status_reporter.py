@@ -6,9 +6,9 @@ import pytest
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.topics.status import BANNED, PARTNERS, PER_SECOND, ROUNDS, Status
+from shoal.swarm.topics.status import BANNED, PARTNERS, PER_SECOND, PROJECTED, ROUNDS, Status
 from shoal.swarm.topics.status_reporter import StatusReporter
-from shoal.swarm.wire.envelope import pack
+from shoal.swarm.wire.envelope import pack, unpack
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(12)]
 ME = PEERS[0]
@@ -111,3 +111,13 @@ def test_a_large_group_fits(status_reporter):
     status = status_reporter.status()
     assert all((done.members, len(done.partners)) == (500, PARTNERS) for done in status.rounds)
     assert len(pack(status)) < Status.LIMIT // 2
+
+
+def test_the_projection_of_the_newest_round_arrives_rounded_and_one_that_is_no_number_is_left_out(status_reporter):
+    over(status_reporter, 4, [ME], projection=(*(1.23456789 * n for n in range(PROJECTED)), 9.0))
+    status = status_reporter.status()
+    number, norm, sums = status.projection
+    assert (number, norm, sums[1], len(sums)) == (4, 9.0, 1.234568, PROJECTED)
+    assert unpack(pack(status), Status) == status
+    over(status_reporter, 5, [ME], projection=(float("nan"),) * (PROJECTED + 1))
+    assert status_reporter.status().projection is None
