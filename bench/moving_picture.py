@@ -7,10 +7,13 @@ python bench/moving_picture.py --replay run.jsonl --out docs/training.svg     # 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
-from _recorded_run import record
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
+
+from bench._recorded_run import record
 
 
 def main() -> None:

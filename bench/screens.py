@@ -15,8 +15,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from _browser import browser, chromium
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
 
+from bench._browser import browser, chromium
 from shoal.node.watch.recording import recorded
 from shoal.node.watch.source import Replay
 from shoal.node.watch.tui import WatchApp

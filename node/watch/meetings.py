@@ -13,9 +13,9 @@ Pair = tuple[str, str]
 
 
 class Edge(NamedTuple):
-    """Exchanges of one pair: ``count`` of them, the number of the newest ``round``, and the Unix time when it was heard of."""
+    """Exchanges of one pair: ``times`` of them, the number of the newest ``round``, and the Unix time when it was heard of."""
 
-    count: int
+    times: int
     round: int
     time: float
 
@@ -50,7 +50,7 @@ class Meetings:
         for (number, a, b), time in self._pairs.items():
             before = found.get((a, b), Edge(0, -1, 0.0))
             newer = number >= before.round
-            found[a, b] = Edge(before.count + 1, number if newer else before.round, time if newer else before.time)
+            found[a, b] = Edge(before.times + 1, number if newer else before.round, time if newer else before.time)
         return found
 
     def newest(self) -> list[tuple[int, list[list[str]], list[str]]]:

@@ -74,7 +74,7 @@ def picture(view: SwarmView, *, ended: bool, link: ShownLink | None = None, shar
             "tokens_per_s": chart([view.rates["tokens_per_s"].smooth()], POINTS, 0),
             "traffic": chart([view.rates["sent_per_s"].smooth(), view.rates["received_per_s"].smooth()], POINTS, 2),
         },
-        "pairs": [[a, b, edge.count, edge.round // fragments, edge.time] for (a, b), edge in edges],
+        "pairs": [[a, b, edge.times, edge.round // fragments, edge.time] for (a, b), edge in edges],
         "meetings": [
             [number // fragments, number % fragments, [names(group) for group in groups], names(alone)]
             for number, groups, alone in view.meetings.newest()

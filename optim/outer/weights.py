@@ -14,8 +14,7 @@ from shoal.optim.codecs.base import Shape, alike
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.fsdp import check_whole, local, reshard
 from shoal.optim.outer.offload import in_file
-from shoal.optim.outer.projection import projection
-from shoal.optim.outer.sketch import sketch
+from shoal.optim.outer.sketch import projection, sketch
 from shoal.optim.rules.base import State
 from shoal.optim.schedule.round_length import RoundLength
 

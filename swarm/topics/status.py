@@ -56,7 +56,7 @@ class Status(Message):
     ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
     reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
     ``faults``: kind of fault -> count. ``projection``: the number of its newest exchange, and of the slow weights
-    after it the norm and a random projection (`shoal.optim.outer.projection`).
+    after it the norm and a random projection (`shoal.optim.outer.sketch`).
     """
 
     KIND, VERSION, LIMIT, AUTHOR = "status", 4, 8 * KIB, "peer"

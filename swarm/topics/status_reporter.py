@@ -89,7 +89,7 @@ class StatusReporter:
     ) -> None:
         """Note a finished round; ``members``: the peer ids in its mean; bytes and seconds are those of this round alone.
 
-        ``projection``: that of the slow weights after it (`shoal.optim.outer.projection`), or empty where it is not known.
+        ``projection``: that of the slow weights after it (`shoal.optim.outer.sketch`), or empty where it is not known.
         ``odd``: without a partner because the number of peers was odd, which is no fault.
         """
         others = [peer[-TAIL:] for peer in members if peer != self._membership.host.peer_id]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.node.watch.consensus import consensus_distance
-from shoal.optim.outer.projection import BLOCK, NUMBERS, projection
-from shoal.swarm.topics.status import PROJECTED
+from shoal.optim.outer.sketch import BLOCK, PROJECTED, projection
+from shoal.swarm.topics import status
 
 
 def drawn(seed, scale=1.0):
@@ -18,7 +18,7 @@ def drawn(seed, scale=1.0):
 def test_it_is_linear_and_has_the_numbers_of_a_status():
     one, other = drawn(0), drawn(1)
     both = projection(a + b for a, b in zip(one, other, strict=True))
-    assert len(both) - 1 == NUMBERS == PROJECTED
+    assert len(both) - 1 == PROJECTED == status.PROJECTED
     assert both[:-1] == pytest.approx([a + b for a, b in zip(projection(one), projection(other), strict=True)][:-1], abs=1e-2)
 
 
