@@ -1,5 +1,6 @@
 """The examples run, in small form; those that are not here have tests of their own, which are named."""
 
+import json
 import os
 import re
 import subprocess
@@ -47,12 +48,28 @@ def ended(process, seconds=120):
 
 
 def test_every_example_is_run_by_a_test():
-    here = set(re.findall(r'"(\w+\.py)"', Path(__file__).read_text())) | {"digits.py"}
-    assert {file.name for file in (ROOT / "examples").glob("*.py")} <= here
+    here = set(re.findall(r'"(\w+\.(?:py|ipynb))"', Path(__file__).read_text())) | {"digits.py"}
+    assert {file.name for kind in ("*.py", "*.ipynb") for file in (ROOT / "examples").glob(kind)} <= here
     for name, tests in ELSEWHERE.items():
         found = ROOT / tests
         files = found.rglob("*.py") if found.is_dir() else [found]
         assert any(name in file.read_text() for file in files), name
+
+
+@pytest.mark.slow(reason="two peers in threads train on text while a third host pulls")
+def test_the_cells_of_the_notebook_run_in_their_order(tmp_path):
+    book = json.loads((ROOT / "examples" / "first_swarm.ipynb").read_text(encoding="utf-8"))
+    assert (book["nbformat"], book["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    cells = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    script = tmp_path / "cells.py"
+    script.write_text("\n".join("".join(cell["source"]) for cell in cells))
+    said = ended(start(script, folder=tmp_path), 180)
+    assert said.startswith("shoal://")
+    losses = [float(loss) for loss in re.findall(r"^steps .* anna (\d\.\d{3})", said, re.M)]
+    assert losses[-1] < losses[0] - 0.5
+    assert float(re.search(r"held-out loss: (\d\.\d{3})", said)[1]) < losses[0]
+    assert said.endswith("both have left\n")
 
 
 def test_text_is_pretrained_alone(tmp_path):
