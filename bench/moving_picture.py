@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
 
+from bench._moving_picture import draw, read
 from bench._recorded_run import record
 
 
@@ -21,13 +22,15 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--record", type=Path, help="run the nodes, and keep the recording in this new file")
     source.add_argument("--replay", type=Path, help="an earlier recording")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of training")
-    parser.add_argument("--every", type=int, default=10, help="inner steps in a round")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of training")
+    parser.add_argument("--every", type=int, default=25, help="inner steps in a round")
     parser.add_argument("--out", type=Path, help="the picture; default: none")
     given = parser.parse_args()
     if given.record:
         with tempfile.TemporaryDirectory() as folder:
             record(given.record, Path(folder), seconds=given.seconds, every=given.every)
+    if given.out:
+        given.out.write_text(draw(read(given.record or given.replay)), encoding="utf-8")
 
 
 if __name__ == "__main__":

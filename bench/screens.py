@@ -2,7 +2,7 @@
 
     python bench/screens.py run.jsonl --out docs
 
-Needs Chromium and the extra `watch`. `bench/moving_picture.py` makes a recording.
+Needs Chromium, and the extras `watch` and `bench` (Pillow comes with matplotlib). `bench/moving_picture.py` makes a recording.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
 
@@ -32,8 +34,8 @@ TERMINALS = {"watch-80x24": (80, 24), "watch-120x40": (120, 40)}
 LIMIT_S = 120.0
 
 
-async def pages(recording: Path, out: Path) -> None:
-    """Write the pictures of the page at the end of ``recording``."""
+async def pages(recording: Path, out: Path, at: float | None) -> None:
+    """Write the pictures of the page, ``at`` seconds after the beginning of ``recording``, or at its end."""
     program = chromium()
     if program is None:
         raise SystemExit("No Chromium is installed, so there are no pictures of the page (apt install chromium).")
@@ -47,8 +49,13 @@ async def pages(recording: Path, out: Path) -> None:
                     await tab.open(address, width=width, height=900, dark=dark)
                     await tab.until("document.getElementById('state')?.textContent === 'end of the recording'", LIMIT_S)
                     await tab.until("document.querySelectorAll('canvas').length >= 5")
+                    if at is not None:
+                        move = f"document.getElementById('time').value = {10 * at:.0f}"
+                        await tab.value(f"{move}; document.getElementById('time').dispatchEvent(new Event('input'))")
+                        await tab.until("document.getElementById('state').textContent === 'recording'", LIMIT_S)
                     await tab.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
                     await tab.picture(out / f"{name}.png")
+                    smaller(out / f"{name}.png")
                     for error in tab.errors:
                         print(f"{name}: {error}", file=sys.stderr)
         finally:
@@ -73,14 +80,21 @@ async def terminals(recording: Path, out: Path) -> None:
             (out / f"{name}.svg").write_text(drawn, encoding="utf-8")
 
 
+def smaller(path: Path) -> None:
+    """Write the picture again with a palette of 256 colours, a third as large."""
+    with Image.open(path) as picture:
+        picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recording", type=Path)
+    parser.add_argument("--at", type=float, help="seconds after its beginning at which the page is shown; default: the end")
     parser.add_argument("--out", type=Path, default=Path("docs"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     asyncio.run(terminals(given.recording, given.out))
-    asyncio.run(pages(given.recording, given.out))
+    asyncio.run(pages(given.recording, given.out, given.at))
 
 
 if __name__ == "__main__":

@@ -92,3 +92,9 @@ def test_a_swarm_that_nobody_is_in_is_told_as_an_event_and_needs_neither_torch_n
     assert first["event"] == "watching"
     assert (second["event"], second["reason"]) == ("unreachable", "nobody answers as this peer at /ip4/127.0.0.1/tcp/1")
     assert json.loads(rest.splitlines()[-1]) == ["libp2p"]
+
+
+def test_a_page_for_others_must_be_wanted(recording):
+    assert "say --share if it may" in said("--replay", recording, "--web", "0.0.0.0:8080")
+    assert said("--replay", recording, "--share") == "--share is about the page: say --web [HOST:]PORT too."
+    assert "it should be a port or HOST:PORT" in said("--replay", recording, "--web", "here:there")
