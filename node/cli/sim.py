@@ -13,10 +13,15 @@ from shoal.node.json_output import dumps
 
 @click.command(short_help="Simulate a swarm on a virtual clock.")
 @click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
-@click.option("--peers", type=click.IntRange(2, 65_536), default=16, show_default=True, help="Peers to simulate.")
+@click.option(
+    "--peers", metavar="N[,N...]", default="16", show_default=True,
+    help="Peers to simulate; of several sizes it also reports how each cost grows.",
+)  # fmt: skip
 @click.option("--net", metavar="lan|wan|home|MS:MBIT", default="wan", show_default=True, help="Network between them.")
 @click.option("--churn", metavar="K/min", default="0/min", show_default=True, help="Peers killed and replaced per minute.")
-@click.option("--minutes", type=click.FloatRange(0, 10_000, min_open=True), default=2.0, show_default=True, help="Virtual minutes.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, 10_000, min_open=True), help="Virtual minutes.  [default: 2, for several sizes 0.5]"
+)
 @click.option("--seed", type=click.IntRange(0), help="Random seed.  [default: train.seed]")
 @click.option("--method", metavar="METHOD", help="How to average, as for shoal up.  [default: noloco]")
 @click.option("--codec", metavar="CODEC", help="Number format on the wire.  [default: the method's]")
@@ -35,10 +40,6 @@ from shoal.node.json_output import dumps
     "--step-seconds", type=click.FloatRange(1e-4, 3600), default=0.1, show_default=True, help="Virtual seconds of an inner step."
 )
 @click.option("--uneven", type=click.FloatRange(0, 2), default=0.2, show_default=True, help="Spread of speeds: 0.2 is about 20 %.")
-@click.option(
-    "--growth", is_flag=False, flag_value="auto", metavar="N,N,...",
-    help="Simulate several sizes, and report how costs grow; without a value a sixteenth, a quarter and all of --peers.",
-)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def sim(
     file: Path | None,
@@ -51,8 +52,8 @@ def sim(
 ) -> int:
     """Simulate a swarm on this machine: the real exchanges, on a virtual clock, with a toy model.
 
-    Only the tables [outer] and [train] of SWARM.TOML are used. The same seed gives the same result. The output and
-    docs/simulation.md say what is not simulated.
+    Of SWARM.TOML the tables [outer] and [train] are used, and of [swarm] bucket and epoch_s; without it buckets hold 64. The
+    same seed gives the same result. The output and docs/simulation.md say what is not simulated.
     """
     from rich.console import Console
 

@@ -44,10 +44,10 @@ def parse_churn(text: str) -> float:
     return float(found[1])
 
 
-def parse_sizes(text: str, peers: int) -> list[int]:
-    """Return the sizes of ``--growth``: ``16,64,256``, or for ``auto`` a sixteenth, a quarter and all of ``peers``. ConfigError."""
-    if text == "auto":
-        return sorted({max(peers // 16, 2), max(peers // 4, 2), peers})
-    if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5})*", text) or not all(2 <= int(part) <= 65_536 for part in text.split(",")):
-        raise ConfigError(f"The sizes {text[:40]!r} are no numbers of peers from 2 on: write them so, such as 16,64,256.")
+def parse_sizes(text: str) -> list[int]:
+    """Return the sizes of ``--peers``, such as ``16`` or ``16,64,256``, each once and the smallest first. ConfigError."""
+    if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5}){0,15}", text) or not all(2 <= int(part) <= 65_536 for part in text.split(",")):
+        raise ConfigError(
+            f"The sizes {text[:40]!r} are not 1 to 16 numbers of peers, from 2 to 65536: write them so, such as 16,64,256."
+        )
     return sorted({int(part) for part in text.split(",")})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,63 +13,66 @@ from rich.console import Group
 from rich.table import Table
 
 from shoal.node.config.settings import ConfigError, load
+from shoal.node.sim.growth import COSTS, growth, hops
 from shoal.node.sim.links import parse_churn, parse_net, parse_sizes
+from shoal.node.sim.mixing import mixing
 from shoal.node.sim.plan import SimPlan
 from shoal.node.sim.toy_task import LAYERS
 from shoal.node.sim.world import SimResult, World
 from shoal.optim import codec_named, method_named
 
-COSTS = {
-    "bytes_per_peer_round": "bytes sent in exchanges",
-    "control_bytes_per_peer_round": "of them messages",
-    "messages_per_peer_round": "messages",
-    "directory_bytes_per_peer_minute": "bytes of the directory, a minute",
-    "wait_mean_s": "waiting, s",
-}
-"""The costs of each peer whose growth is reported."""
+BUCKET = 64  # of a simulation without settings: without buckets hundreds of peers cost each too much
+MINUTES, MINUTES_OF_SEVERAL = 2.0, 0.5  # virtual; buckets are drawn anew once in the first half minute
 NOT_SIMULATED = (
-    "libp2p (dialling, NAT, encryption), the DHT's routing and replicas, gossip, verification, disks, and the seconds of any "
-    "computing but inner steps"
+    "libp2p (dialling, NAT, encryption), the DHT's replicas and routing (modelled as log2 of the peers), gossip, verification, "
+    "disks, and the seconds of any computing but inner steps"
 )
 
 
 def run_sim(
     file: Path | None,
     *,
-    peers: int = 16,
+    peers: int | str = 16,
     net: str = "wan",
     churn: str = "0",
-    minutes: float = 2.0,
+    minutes: float | None = None,
     seed: int | None = None,
     parameters: int = 2000,
     step_seconds: float = 0.1,
     uneven: float = 0.2,
-    growth: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the report of ``shoal sim --json``; for the same arguments the same, but for ``wall_s`` and ``cpu_s``.
 
-    With ``growth`` it has the reports of all sizes under ``sizes``, and under ``growth`` the exponent b of each cost ~ peers^b.
+    With several sizes in ``peers``, such as ``16,64,256``, it has the reports of all under ``sizes``, and what `growth` and
+    `mixing` say.
 
     Raises:
         ConfigError: a setting cannot be used.
         OuterError: the method cannot be used for the toy model.
     """
-    settings = load(file, {**(overrides or {}), "train.seed": seed})
-    plan = SimPlan(
-        peers, parse_net(net), settings.outer.resolved(), parse_churn(churn), minutes, settings.train.seed, settings.train.steps,
-        parameters, step_seconds, uneven, settings.swarm.bucket, settings.swarm.epoch_s,
-    )  # fmt: skip
-    _check(plan)
+    overrides = {**({} if file else {"swarm.bucket": BUCKET}), **(overrides or {}), "train.seed": seed}
+    settings, sizes = load(file, overrides), parse_sizes(str(peers))
+    minutes = minutes or (MINUTES if len(sizes) == 1 else MINUTES_OF_SEVERAL)
+    bucket = settings.swarm.bucket
+    plans = [
+        SimPlan(
+            size, parse_net(net), settings.outer.resolved(), parse_churn(churn), minutes, settings.train.seed, settings.train.steps,
+            parameters, step_seconds, uneven, bucket, settings.swarm.epoch_s,
+        )
+        for size in sizes
+    ]  # fmt: skip
+    for plan in plans:
+        _check(plan)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more are slower for tensors so small, and the order of sums is fixed
     try:
-        if growth is None:
-            return simulate(plan, net)
-        sizes = [simulate(replace(plan, peers=size), net) for size in parse_sizes(growth, peers)]
+        reports = [simulate(plan, net) for plan in plans]
+        if len(reports) == 1:
+            return reports[0]
+        return {"sizes": reports, **growth(reports, bucket), "mixing": mixing(bucket) if bucket else None}
     finally:
         torch.set_num_threads(threads)
-    return {"sizes": sizes, "growth": exponents(sizes)}
 
 
 def _check(plan: SimPlan) -> None:
@@ -88,8 +90,9 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
 
     ``exchanges`` of all peers, in ``rounds`` (of the median peer). ``alone``: share of the exchanges without a partner.
     ``bytes_per_peer_round``: sent by a peer for each round, weights taken over by newcomers included; ``control_...``: of them
-    messages (offers, confirms and so on). ``directory_...``: of records read and stored. ``wait_...``: seconds that training stood
-    still for an exchange; ``waiting``: share of the peers' time. ``loss_first``, ``loss_last``: of the mean of all slow weights;
+    messages (offers, confirms and so on). ``directory_...``: of records read and stored; ``_calls_``: keys, ``_requests_``: those
+    of the DHT for them, as modelled. ``wait_...``: seconds that training stood still for an exchange, or for all of a round;
+    ``waiting``: share of the peers' time. ``loss_first``, ``loss_last``: of the mean of all slow weights;
     ``loss_own``: the mean of each one's. ``spread``: root-mean-square distance between the peers' slow weights and their mean, over
     their root-mean-square norm. ``failures``: by kind, among the last 64 exchanges of each peer that is left.
     """
@@ -97,7 +100,7 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
     last, exchanges = result.samples[-1], len(counts.waits)
     method = method_named(outer.method)
     rounds = max(exchanges / _fragments(plan), 1)
-    minutes = result.virtual_s / 60
+    calls = counts.directory_calls / plan.peers / result.virtual_s * 60
     waits = sorted(counts.waits)
     return {
         "peers": plan.peers,
@@ -109,6 +112,8 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
         "codec": codec_named(outer.codec or method.codec.name).name,
         "every": outer.every,
         "round": outer.round,
+        "bucket": plan.bucket,
+        "epoch_s": plan.epoch_s if plan.bucket else None,
         "parameters": plan.parameters,
         "step_seconds": plan.step_seconds,
         "uneven": plan.uneven,
@@ -118,8 +123,10 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
         "bytes_per_peer_round": (counts.payload_bytes + counts.message_bytes) / rounds,
         "control_bytes_per_peer_round": counts.message_bytes / rounds,
         "messages_per_peer_round": counts.messages / rounds,
-        "directory_bytes_per_peer_minute": counts.directory_bytes / plan.peers / minutes,
-        "directory_calls_per_peer_minute": counts.directory_calls / plan.peers / minutes,
+        "directory_bytes_per_peer_second": counts.directory_bytes / plan.peers / result.virtual_s,
+        "directory_calls_per_peer_minute": calls,
+        "directory_requests_per_peer_minute": calls * hops(plan.peers),
+        "wait_s_per_peer_round": sum(waits) / rounds,
         "wait_mean_s": fmean(waits) if waits else 0.0,
         "wait_median_s": _quantile(waits, 0.5),
         "wait_p95_s": _quantile(waits, 0.95),
@@ -151,24 +158,13 @@ def _quantile(ordered: Sequence[float], part: float) -> float:
     return ordered[max(math.ceil(part * len(ordered)) - 1, 0)] if ordered else 0.0
 
 
-def exponents(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the b in cost ~ peers^b of each cost, by least squares on logarithms; None if a cost is 0 or all sizes are equal."""
-    found: dict[str, float | None] = {}
-    for name in COSTS:
-        points = [(math.log(size["peers"]), math.log(size[name])) for size in sizes if size[name] > 0]
-        middle = fmean(x for x, _ in points) if points else 0.0
-        width = sum((x - middle) ** 2 for x, _ in points)
-        whole = len(points) == len(sizes) and width > 0
-        found[name] = sum((x - middle) * y for x, y in points) / width if whole else None
-    return found
-
-
 def summary(found: Mapping[str, Any]) -> Group:
     """Return tables for people: a column for each size, then the growth of costs."""
     sizes: Sequence[Mapping[str, Any]] = found.get("sizes", [found])
     first = sizes[0]
     table = Table(
-        title=f"{first['method']}, {first['codec']}, net {first['net']}, {first['churn_per_minute']:g} kills a minute",
+        title=f"{first['method']}, {first['codec']}, net {first['net']}, {first['churn_per_minute']:g} kills a minute, "
+        + (f"buckets of {first['bucket']}" if first["bucket"] else "no buckets"),
         caption=f"Not simulated: {NOT_SIMULATED}.",
         title_justify="left",
         caption_justify="left",
@@ -178,15 +174,27 @@ def summary(found: Mapping[str, Any]) -> Group:
         table.add_column(str(size["peers"]), justify="right")
     for label, form in ROWS.items():
         table.add_row(label, *(form.format(**size) for size in sizes))
-    if "growth" not in found:
-        return Group(table)
-    grows = Table(title="cost of each peer ~ peers^b", title_justify="left")
-    grows.add_column("cost")
-    grows.add_column("b", justify="right")
-    for name, label in COSTS.items():
-        b = found["growth"][name]
-        grows.add_row(label, "-" if b is None else f"{b:.2f}")
-    return Group(table, grows)
+    return Group(table, *([_growth_table(found)] if "growth" in found else []))
+
+
+def _growth_table(found: Mapping[str, Any]) -> Table:
+    mixed, routed = found["mixing"], found["routing"]["growth"]
+    note = f"Requests to the DHT, not in these, are modelled as log2(peers) a key: b = {_b(routed)}."
+    if mixed is not None:
+        note += (
+            f" In buckets of {mixed['members']:g} members, drawn anew every {mixed['rounds_per_epoch']} rounds, the variance "
+            f"between {mixed['peers']} peers is {mixed['variance']:.3f} times that of pairs drawn among all."
+        )
+    table = Table(title="cost of each peer ~ peers^b", caption=note, title_justify="left", caption_justify="left")
+    for label in ("cost", "b, all sizes", "b, sizes beyond a bucket"):
+        table.add_column(label, justify="left" if label == "cost" else "right")
+    for name, (_, label) in COSTS.items():
+        table.add_row(label, _b(found["growth"][name]), _b(found["growth_from_bucket"][name]))
+    return table
+
+
+def _b(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 ROWS = {
@@ -196,8 +204,9 @@ ROWS = {
     "bytes sent, a peer and round": "{bytes_per_peer_round:,.0f}",
     "of them messages": "{control_bytes_per_peer_round:,.0f}",
     "messages, a peer and round": "{messages_per_peer_round:.1f}",
-    "bytes of the directory, a peer and minute": "{directory_bytes_per_peer_minute:,.0f}",
-    "waiting for an exchange, s: median": "{wait_median_s:.2f}",
+    "bytes of the directory, a peer and second": "{directory_bytes_per_peer_second:,.0f}",
+    "waiting, s: a peer and round": "{wait_s_per_peer_round:.2f}",
+    "for an exchange: median": "{wait_median_s:.2f}",
     "95 %": "{wait_p95_s:.2f}",
     "most": "{wait_max_s:.2f}",
     "share of the time spent waiting": "{waiting:.1%}",

@@ -8,8 +8,11 @@ from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
 from shoal.node.config.settings import ConfigError
+from shoal.node.sim import report
+from shoal.node.sim.growth import COSTS, exponents, growth, hops
 from shoal.node.sim.links import NETS, parse_churn, parse_net, parse_sizes
-from shoal.node.sim.report import exponents, run_sim, summary
+from shoal.node.sim.mixing import mixing
+from shoal.node.sim.report import run_sim, summary
 from shoal.node.sim.toy_task import Lesson, ToyModel, make_toy
 from shoal.node.sim.world import is_message
 from shoal.swarm.errors import ShoalError
@@ -21,8 +24,8 @@ SMALL = {"peers": 4, "minutes": 0.3, "parameters": 64, "overrides": {"outer.ever
 
 
 def small(file=None, **options):
-    report = run_sim(file, **{**SMALL, **options})
-    return {name: value for name, value in report.items() if name not in ("wall_s", "cpu_s")}
+    found = run_sim(file, **{**SMALL, **options})
+    return {name: value for name, value in found.items() if name not in ("wall_s", "cpu_s")}
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
@@ -80,25 +83,69 @@ def test_the_settings_file_is_obeyed(tmp_path):
 def test_alone_costs_nothing():
     report = small(overrides={"outer.method": "none", "outer.every": 10})
     assert report["alone"] == 1
-    assert report["bytes_per_peer_round"] == report["wait_max_s"] == report["directory_bytes_per_peer_minute"] == 0
+    assert report["bytes_per_peer_round"] == report["wait_max_s"] == report["directory_bytes_per_peer_second"] == 0
 
 
-def test_growth_runs_all_sizes():
-    report = small(growth="2,4")
-    assert [size["peers"] for size in report["sizes"]] == [2, 4]
-    assert report["growth"] == exponents(report["sizes"])
-    assert summary(report).renderables
+def test_several_sizes_are_all_simulated_and_their_growth_told(monkeypatch):
+    monkeypatch.setattr(report, "mixing", lambda bucket: mixing(bucket, peers=32, rounds=50, seeds=1))
+    found = small(peers="8,2,4", minutes=0.2, overrides={"outer.every": 5, "swarm.bucket": 4})
+    assert [size["peers"] for size in found["sizes"]] == [2, 4, 8]
+    assert {size["bucket"] for size in found["sizes"]} == {4}
+    assert found["growth"] == exponents(found["sizes"])
+    assert set(found["growth"]) == {"bytes", "messages", "directory", "waiting"}
+    assert set(found["growth_from_bucket"].values()) == {None}  # one size alone is larger
+    assert "log2(peers)" in found["routing"]["model"]
+    assert found["routing"]["growth"] is not None
+    assert found["mixing"]["bucket"] == 4
+    assert summary(found).renderables
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_without_buckets_there_is_no_mixing_to_measure():
+    found = small(peers="2,3", minutes=0.1, overrides={"outer.every": 5, "swarm.bucket": 0})
+    assert found["mixing"] is None
+    assert set(found["growth_from_bucket"].values()) == {None}
+
+
+def test_without_settings_buckets_hold_64_and_a_file_decides_for_itself(tmp_path):
+    file = tmp_path / "swarm.toml"
+    file.write_text("[swarm]\nbucket = 8\nepoch_s = 90.0\n")
+    options = {"peers": 2, "minutes": 0.05}
+    assert [small(**options)["bucket"], small(file, **options)["bucket"]] == [64, 8]
+    file.write_text("[swarm]\n")
+    assert (small(file, **options)["bucket"], small(file, **options)["epoch_s"]) == (0, None)
 
 
 def test_exponents_are_those_of_a_power():
-    costs = {
-        "bytes_per_peer_round": 0.0, "control_bytes_per_peer_round": 1.0, "messages_per_peer_round": 0.5,
-        "directory_bytes_per_peer_minute": 2.0, "wait_mean_s": -1.0,
-    }  # fmt: skip
-    sizes = [{"peers": peers, **{name: 3.0 * peers**b for name, b in costs.items()}} for peers in (16, 64, 256)]
-    assert exponents(sizes) == pytest.approx(costs, abs=1e-9)
-    assert exponents([{**size, "wait_mean_s": 0.0} for size in sizes])["wait_mean_s"] is None
-    assert exponents(sizes[:1])["messages_per_peer_round"] is None
+    powers = {"bytes": 0.0, "messages": 0.5, "directory": 2.0, "waiting": -1.0}
+    keys = {name: key for name, (key, _) in COSTS.items()}
+    sizes = [
+        {
+            "peers": peers,
+            "directory_requests_per_peer_minute": peers**0.2,
+            **{keys[name]: 3.0 * peers**b for name, b in powers.items()},
+        }
+        for peers in (16, 64, 256)
+    ]
+    assert exponents(sizes) == pytest.approx(powers, abs=1e-9)
+    assert exponents([{**size, keys["waiting"]: 0.0} for size in sizes])["waiting"] is None
+    assert set(exponents(sizes[:1]).values()) == {None}
+    sizes[0][keys["bytes"]] = 1.0  # what fits into a bucket is in one of the two fits
+    found = growth(sizes, 32)
+    assert found["growth"]["bytes"] > 0.1
+    assert found["growth_from_bucket"] == pytest.approx(powers, abs=1e-9)
+    assert found["routing"]["growth"] == pytest.approx(0.2)
+    assert set(growth(sizes, 0)["growth_from_bucket"].values()) == {None}
+    assert hops(1024) == 10
+
+
+def test_mixing_is_told_apart():
+    """Rare draws and small buckets mix worse; a bucket of all is the same as pairs among all."""
+    options = {"peers": 64, "rounds": 100, "seeds": 2}
+    assert mixing(64, **options)["variance"] == pytest.approx(1.0, abs=1e-6)
+    often, rarely, small_ones = (mixing(*args, **options, every=every)["variance"] for *args, every in ((16, 1), (16, 8), (4, 8)))
+    assert 0.95 < often < rarely < small_ones
+    assert mixing(16, **options) == mixing(16, **options)
 
 
 def test_nets_churn_and_sizes_are_read():
@@ -108,15 +155,17 @@ def test_nets_churn_and_sizes_are_read():
     assert parse_net("8:2.5").bandwidth == 312_500
     assert all(parse_net(name).bandwidth > 0 for name in NETS)
     assert (parse_churn("2/min"), parse_churn("0.5")) == (2.0, 0.5)
-    assert parse_sizes("auto", 256) == [16, 64, 256]
-    assert parse_sizes("64,16", 1) == [16, 64]
+    assert parse_sizes("16") == [16]
+    assert parse_sizes("64,16,64") == [16, 64]
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"net": "moon"}, {"net": "1.2.3:4"}, {"net": "5:0"}, {"churn": "many"}, {"churn": "-1/min"}, {"churn": "9999/min"},
-        {"growth": "1,2"}, {"growth": "some"}, {"overrides": {"outer.method": "nope"}}, {"overrides": {"outer.mix": 0.3}},
+        {"peers": "1,2"}, {"peers": "some"}, {"peers": "16,"}, {"peers": "70000"}, {"peers": ",".join(["2"] * 17)},
+        {"overrides": {"swarm.bucket": 3}}, {"overrides": {"swarm.bucket": 65}}, {"overrides": {"outer.method": "nope"}},
+        {"overrides": {"outer.mix": 0.3}},
         {"overrides": {"outer.lag": 50}},
         {"overrides": {"outer.method": "streaming", "outer.every": 2, "outer.fragments": 3}},
     ],
@@ -134,11 +183,13 @@ def test_a_settings_file_that_is_not_there():
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch):
-    arguments = ["sim", "--peers", "2", "--minutes", "0.1", "--every", "10", "--parameters", "16", "--growth", "2"]
+    monkeypatch.setattr(report, "mixing", lambda bucket: mixing(bucket, peers=32, rounds=50, seeds=1))
+    arguments = ["sim", "--peers", "2,3", "--minutes", "0.1", "--every", "10", "--parameters", "16"]
     shown = CliRunner().invoke(cli, arguments)
     assert shown.exit_code == 0, shown.output
     assert "share of the time spent waiting" in shown.output
     assert "Not simulated" in shown.output
+    assert "log2(peers)" in shown.output
     shown = CliRunner().invoke(cli, [*arguments, "--json"])
     assert json.loads(shown.output)["sizes"][0]["peers"] == 2
 

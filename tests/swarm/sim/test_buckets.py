@@ -1,77 +1,11 @@
 """Epoch buckets on a simulated network: peers of a bucket see each other, through splits, merges, epochs and partitions."""
 
-import random
-from collections import Counter
-
 import pytest
 
 from shoal.node.sim.report import run_sim
 from shoal.swarm.membership.buckets import LEAD
 from shoal.swarm.membership.directory import PERIOD, TTL
-from shoal.swarm.p2p.memory_stream import NOTHING
-from shoal.swarm.sim.clock import VirtualLoop
-from shoal.swarm.sim.directory import EPOCH, Board, SimDirectory
-from shoal.swarm.sim.network import Links, SimNetwork, Trace
-from shoal.swarm.wire.member import Member
-
-SWARM, MODEL = "a" * 52, "0" * 64
-BUCKET, EPOCH_S = 16, 30.0
-FIRST = EPOCH_S - EPOCH % EPOCH_S  # virtual second at which the second epoch begins
-
-
-class Swarm:
-    """Directories of peers that come and go; ``boards``: tables that know nothing of each other, as in a partition."""
-
-    def __init__(self, boards=1):
-        self.loop = VirtualLoop()
-        self.network = SimNetwork(self.loop, 0, Links(0.05, 0.0), Trace())
-        self.boards = [Board(self.network, SWARM) for _ in range(boards)]
-        self.all = []
-
-    def add(self, count, size=0, board=0, over=PERIOD):
-        """Let so many peers begin within some seconds; with ``size`` they know that the swarm has so many."""
-        added = []
-        for number in range(len(self.all), len(self.all) + count):
-            host = self.network.host(f"p{number}", self.network.identity(f"p{number}"))
-
-            def record(host=host):
-                return Member(
-                    swarm=SWARM, peer=host.peer_id, name=host.name, addresses=(), round=0, step=0, loss=None, steps_per_s=1.0,
-                    shard=0, shards=1, model=MODEL, state="training", issued=EPOCH + self.loop.time(), version="0",
-                )  # fmt: skip
-
-            directory = SimDirectory(self.boards[board], host, record, random.Random(number), bucket=BUCKET, epoch_s=EPOCH_S)
-            if size:
-                directory.settle(size)
-            added.append((host, directory))
-        self.all += added
-        for number, (host, directory) in enumerate(added):
-            begin = over * number / count
-            self.loop.call_later(begin, lambda host=host, run=directory.run: host.start(run()), context=NOTHING)
-        return added
-
-    def run(self, seconds):
-        self.loop.call_later(seconds, self.loop.stop, context=NOTHING)
-        self.loop.run_forever()
-
-    def until(self, virtual):
-        self.run(virtual - self.loop.time())
-
-    def there(self):
-        return {host.peer_id: directory for host, directory in self.all if host.process.state == "awake"}
-
-    def views(self):
-        there = self.there()
-        return {peer: set(directory.members()) & there.keys() for peer, directory in there.items()}
-
-    def one_sided(self):
-        """Return the share of sights that are not returned."""
-        views = self.views()
-        pairs = [(one, other) for one, seen in views.items() for other in seen if other != one]
-        return sum(one not in views[other] for one, other in pairs) / max(len(pairs), 1)
-
-    def depths(self):
-        return Counter(directory.index.depth for directory in self.there().values())
+from tests.sim.bucket_swarm import BUCKET, EPOCH_S, FIRST, BucketSwarm
 
 
 @pytest.fixture
@@ -79,13 +13,12 @@ def make():
     made = []
 
     def swarm(*arguments):
-        made.append(Swarm(*arguments))
+        made.append(BucketSwarm(*arguments))
         return made[-1]
 
     yield swarm
     for each in made:
-        each.network.end()
-        each.loop.close()
+        each.end()
 
 
 def test_a_swarm_that_grows_is_split_and_one_that_shrinks_is_merged(make):
@@ -172,10 +105,17 @@ def test_a_swarm_within_one_bucket_trains_bit_by_bit_as_without():
     options = {"peers": 6, "minutes": 0.7, "parameters": 64}
     plain, in_one = (
         run_sim(None, **options, overrides={"outer.every": 10, "outer.lag": 0, **more})
-        for more in ({}, {"swarm.bucket": 8, "swarm.epoch_s": 30.0})
+        for more in ({"swarm.bucket": 0}, {"swarm.bucket": 8, "swarm.epoch_s": 30.0})
     )
     for report in (plain, in_one):
-        for name in ("wall_s", "cpu_s", "directory_calls_per_peer_minute"):
+        for name in (
+            "wall_s",
+            "cpu_s",
+            "bucket",
+            "epoch_s",
+            "directory_calls_per_peer_minute",
+            "directory_requests_per_peer_minute",
+        ):
             del report[name]
     assert in_one == plain
 
