@@ -13,7 +13,7 @@
 All public names are here; each is imported when it is first asked for, so ``import shoal`` alone is quick and loads no torch:
 
 * `shoal.optim`: outer optimizers, codecs, schedules and exchanges, for a loop of one's own without a network;
-* `create`, `join`, `Session`, `NetworkOptions`: a swarm in a loop of one's own;
+* `create`, `join`, `Session`, `NetworkOptions`: a swarm in a loop of one's own, and `Run`: its checkpoints and metrics;
 * `Task`, `Shard`: a task for ``shoal up --task FILE:CLASS``.
 """
 
@@ -23,6 +23,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.node.integrations.own_loop import Run
     from shoal.node.task import Shard, Task
     from shoal.optim import *  # its __all__, which the list below repeats
     from shoal.swarm.membership.membership import NetworkOptions
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("node", "optim", "swarm", "verification")
 _HOMES = {  # where those names are that are not in shoal.optim
+    "shoal.node.integrations.own_loop": ("Run",),
     "shoal.node.task": ("Shard", "Task"),
     "shoal.swarm.membership.membership": ("NetworkOptions",),
     "shoal.swarm.training.session": ("Session", "create", "join"),
@@ -81,6 +83,7 @@ __all__ = [
     "RoundKey",
     "RoundLength",
     "Rule",
+    "Run",
     "Schedule",
     "Seconds",
     "Send",

@@ -15,7 +15,7 @@ def test_every_public_name_can_be_got_and_is_listed():
 
 
 def test_every_name_of_optim_is_a_name_of_shoal_too():
-    own = {"NetworkOptions", "Session", "Shard", "Task", "create", "join"}
+    own = {"NetworkOptions", "Run", "Session", "Shard", "Task", "create", "join"}
     assert set(shoal.__all__) == set(shoal.optim.__all__) | own
     assert all(getattr(shoal, name) is getattr(shoal.optim, name) for name in shoal.optim.__all__)
 

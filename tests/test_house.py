@@ -66,7 +66,7 @@ PACKAGES = {
         "data": set(),
         "training": {"config"},
         "watch": set(),
-        "integrations": set(),
+        "integrations": {"checkpoint", "config", "metrics"},
         "tasks": {"data"},
         "checkpoint": {"tasks"},
         "metrics": {"config"},

@@ -44,7 +44,7 @@ from shoal.swarm.state.catch_up import check_model
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.child_signals import keep_child_signals
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
-from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.member import RoundReport, TrainingMember
 from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
 from shoal.swarm.training.session_setup import SessionError, SessionExchange, begin, new_swarm, parameters_of
 from shoal.swarm.training.shard import Shard, least_used
@@ -75,6 +75,8 @@ class Session:
         self._member: TrainingMember | None = None
         self._opt: OuterOptimizer | None = None
         self._on_round: Callable[[RoundInfo], None] | None = None
+        self.on_report: Callable[[RoundInfo, RoundReport], None] | None = None
+        """Called after each exchange of this node, with what it cost, before the optimizer's own ``on_round``."""
         self._loss: float | None = None
         self._speed, self._announced, self._round = StepRate(), 0.0, -1
         self._since, self._waited, self._rate = 0, 0.0, 0.0
@@ -85,6 +87,16 @@ class Session:
     def link(self) -> str:
         """The link by which others join; needs the network for a moment where there are seeds."""
         return str(self._membership.link())
+
+    @property
+    def membership(self) -> Membership:
+        """The node itself: its network, the manifest and the directory. For what the session does not offer."""
+        return self._membership
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Inner steps and tokens a second of late, without what was spent waiting for others."""
+        return self._rate, self._tokens_rate
 
     def exchange(self) -> SessionExchange:
         """Return the exchange for the outer optimizer. SessionError or OuterError if the swarm's settings do not suit the state."""
@@ -193,6 +205,8 @@ class Session:
                 log.warning("refused what peer %s sent in round %d: %s", short(rejected.peer), rejected.key.round, rejected)
             if line := self._membership.news():
                 log.warning("%s", line)
+            if self.on_report is not None:
+                self.on_report(info, report)
         if self._on_round is not None:
             self._on_round(info)
 

@@ -1,0 +1,203 @@
+"""What a training loop of one's own keeps and shows: checkpoints, metrics.jsonl, Prometheus, TensorBoard and Weights & Biases.
+
+    run = shoal.Run("runs/anna", model, inner, tensorboard="curves")    # goes on from the newest checkpoint there, if there is one
+    with shoal.create(state=model, every=50) as s:
+        opt = s.optimizer(inner)
+        with run.recording(s, opt):
+            while run.step < 1000:
+                loss = ...
+                opt.step()
+                opt.zero_grad()
+                run.stepped(loss.item())
+
+A checkpoint holds the model, the inner optimizer and ``run.extra``. The outer optimizer begins anew: from that model where the
+swarm begins, and from the swarm's weights where it is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.node.checkpoint.folder import listed
+from shoal.node.checkpoint.store import load
+from shoal.node.checkpoint.writer import CheckpointWriter
+from shoal.node.config.settings import NodeSettings
+from shoal.node.metrics.factory import open_sinks
+from shoal.node.metrics.log import Metrics, RoundRecord
+from shoal.node.metrics.sink import About
+from shoal.optim import OuterOptimizer, RoundInfo
+from shoal.optim.outer.parameters import Inner
+from shoal.swarm.errors import ShoalError
+from shoal.swarm.membership.membership import SHOAL_VERSION
+from shoal.swarm.training.member import RoundReport
+from shoal.swarm.training.session import Session
+
+PROGRESS_S = 0.5  # least seconds between two events of progress
+FILE = "metrics.jsonl"
+
+log = logging.getLogger(__name__)
+
+
+class RunError(ShoalError):
+    """A run cannot go on from its checkpoint, or an argument is not one of its kind."""
+
+
+class Run:
+    """Folder of one peer's run in a loop of its own, and where else its curves go. All calls are for the thread that trains.
+
+    Args:
+        folder: of checkpoints and metrics.jsonl; created if it does not exist.
+        model, inner: what is trained, and its inner optimizer. Both get the state of the newest checkpoint in ``folder``, so make
+            the run before the session, whose other peers compare the first weights.
+        name: of this node, for people; by default the machine's.
+        checkpoint_every: inner steps between two checkpoints; 0: at the end only.
+        keep: checkpoints to keep, the newest.
+        resume: False begins anew, beside the checkpoints that are there.
+        metrics: port, or "HOST:PORT", at which Prometheus finds metrics. tensorboard: folder. wandb: project, or team/project.
+
+    Raises:
+        CheckpointError, RunError: the newest checkpoint is damaged, or of another model or optimizer.
+        MetricsError: a package is missing, or a folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        inner: Inner,
+        *,
+        name: str | None = None,
+        checkpoint_every: int = 500,
+        keep: int = 3,
+        resume: bool = True,
+        metrics: int | str | None = None,
+        tensorboard: str | None = None,
+        wandb: str | None = None,
+    ) -> None:
+        self.folder = Path(os.path.expanduser(folder))
+        self._model, self._every = model, checkpoint_every
+        self._inner = [inner] if isinstance(inner, Optimizer) else [*inner]
+        self.step = 0
+        """Inner steps done, with those before a resume."""
+        self.extra: dict[str, Any] = {}
+        """Values of your own in the checkpoints, such as the place in the data: as `shoal.node.checkpoint.store.save` takes."""
+        if resume and listed(self.folder):
+            self._restore()
+        given = {"metrics": None if metrics is None else str(metrics), "tensorboard": tensorboard, "wandb": wandb}
+        named = {} if name is None else {"name": name}
+        try:
+            self._node = NodeSettings.model_validate({"folder": str(self.folder), **named, **given})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RunError(
+                f"Cannot use {first['input']!r} as {first['loc'][-1]} ({first['msg']}): write it as for shoal up."
+            ) from error
+        self._sinks = open_sinks(self._node, log.warning)
+        self._saver = CheckpointWriter(self.folder, keep=keep, state=self._state, notify=log.warning)
+        self._session: Session | None = None
+        self._opt: OuterOptimizer | None = None
+        self._metrics: Metrics | None = None
+        self._base, self._shown = 0, -math.inf
+        self._losses: list[float] = []  # since the last round
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": dict(self._model.state_dict()), "inner": [one.state_dict() for one in self._inner], "extra": self.extra}
+
+    def _restore(self) -> None:
+        self.step, state = load(self.folder)
+        try:
+            self._model.load_state_dict(state["model"])
+            for one, kept in zip(self._inner, state["inner"], strict=True):
+                one.load_state_dict(kept)
+            self.extra = state["extra"]
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"The newest checkpoint in {str(self.folder)!r} is of another model or optimizer: choose another folder, or "
+                "resume=False."
+            ) from error
+
+    @contextmanager
+    def recording(self, session: Session, opt: OuterOptimizer) -> Iterator[Run]:
+        """Record the training of ``opt`` in ``session`` while the block runs, once.
+
+        The end waits for pending exchanges (`Session.finish`) and saves a last checkpoint. After an exception nothing is saved: it
+        may have come in the middle of a step.
+
+        Raises:
+            RunError: the run was recorded before. MetricsError: metrics cannot be written where they were asked for.
+        """
+        if self._session is not None:
+            raise RunError("A run is recorded once: make another Run for the next session.")
+        self._session, self._opt, self._base = session, opt, self.step - opt.steps
+        membership = session.membership
+        self._sinks.begin(
+            About(
+                swarm=membership.manifest.name, swarm_id=membership.swarm, node=self._node.name, peer=membership.identity.peer_id,
+                method=session.settings.method, task=membership.manifest.task, device=str(opt.parameters[0].device),
+                version=SHOAL_VERSION,
+            )
+        )  # fmt: skip
+        with self._sinks, Metrics(self.folder / FILE, log.warning, self._sinks) as self._metrics:
+            self._metrics.write("start", peer=membership.identity.peer_id, name=self._node.name, steps=self.step)
+            session.on_report = self._after_round
+            try:
+                yield self
+                session.finish()
+                if failure := self._saver.last(self.step):
+                    log.warning("%s", failure)
+            finally:
+                session.on_report = None
+                traffic = membership.host.traffic
+                self._metrics.write("end", steps=self.step, bytes_sent=traffic.sent, bytes_received=traffic.received)
+
+    def stepped(self, loss: float | None = None) -> None:
+        """Say that a step is over: after ``opt.step()``, with its training loss, nats, which others see too (`Session.report`)."""
+        session, opt, metrics = self._begun()
+        self.step = self._base + opt.steps
+        if loss is not None:
+            self._losses.append(loss)
+            session.report(loss)
+        now = time.monotonic()
+        if now - self._shown >= PROGRESS_S:
+            self._shown, (steps_per_s, tokens_per_s) = now, session.rates
+            traffic = session.membership.host.traffic
+            metrics.live(
+                "progress", step=self.step, loss=loss, tokens=opt.tokens, steps_per_s=steps_per_s, tokens_per_s=tokens_per_s,
+                members=len(session.membership.directory.members()), bytes_sent=traffic.sent, bytes_received=traffic.received,
+                restarts=session.membership.host.restarts, lag=opt.lag,
+            )  # fmt: skip
+        self._saver.due |= self._every > 0 and self.step % self._every == 0
+        self._saver.turn(self.step)
+
+    def evaluated(self, loss: float) -> None:
+        """Record a held-out loss, nats."""
+        self._begun()[2].write("evaluation", step=self.step, loss=loss)
+
+    def _begun(self) -> tuple[Session, OuterOptimizer, Metrics]:
+        if self._session is None or self._opt is None or self._metrics is None:
+            raise RunError("Nothing is recorded yet: put the loop into `with run.recording(session, opt):`.")
+        return self._session, self._opt, self._metrics
+
+    def _after_round(self, info: RoundInfo, report: RoundReport) -> None:
+        session, opt, metrics = self._begun()
+        partner = next((peer for peer in info.members if peer != session.membership.identity.peer_id), None)
+        losses, self._losses = self._losses, []
+        metrics.round(
+            RoundRecord(
+                round=info.key.round, fragment=info.key.fragment, fragments=opt.fragments, step=self._base + info.step,
+                members=max(len(info.members), 1), partner=partner, bytes_sent=report.sent, bytes_received=report.received,
+                lag=info.lag, late=info.late, wait_s=report.wait_s, loss=sum(losses) / len(losses) if losses else None,
+                weights=None, suspicious=len(report.rejected), tokens=opt.tokens, tokens_per_s=session.rates[1],
+            )
+        )  # fmt: skip

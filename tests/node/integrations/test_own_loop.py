@@ -1,0 +1,105 @@
+"""Checkpoints and metrics of a loop of one's own, in a swarm of one on loopback."""
+
+import json
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+import shoal
+from shoal.node.integrations.own_loop import RunError
+
+HERE = shoal.NetworkOptions(listen=["/ip4/127.0.0.1/tcp/0"])
+
+
+def parts(width=4):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(width, 1)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(run, model, inner, until, see=lambda run: None):
+    with shoal.create(state=model, every=4, lag=0, network=HERE) as session:
+        opt = session.optimizer(inner)
+        with run.recording(session, opt):
+            while run.step < until:
+                loss = model(torch.ones(2, 4)).square().mean()
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                run.stepped(loss.item())
+            run.evaluated(0.25)
+            see(run)
+
+
+def events(folder, name):
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [event for event in found if event["event"] == name]
+
+
+def test_a_loop_goes_on_where_it_was(tmp_path):
+    folder = tmp_path / "run"
+    model, inner = parts()
+    run = shoal.Run(folder, model, inner, checkpoint_every=3, keep=2)
+    run.extra["place"] = 7
+    train(run, model, inner, 8)
+    assert [path.name for path in sorted(folder.glob("step-*"))][-1] == "step-00000008"
+
+    again, its_inner = parts()
+    resumed = shoal.Run(folder, again, its_inner, checkpoint_every=0)
+    assert (resumed.step, resumed.extra) == (8, {"place": 7})
+    assert torch.equal(again.weight, model.weight)
+    kept = its_inner.state_dict()["state"][0]
+    assert torch.equal(kept["exp_avg"], inner.state_dict()["state"][0]["exp_avg"])
+    train(resumed, again, its_inner, 12)
+    assert [event["step"] for event in events(folder, "round")] == [4, 8, 12]
+    assert [event["loss"] is not None for event in events(folder, "round")] == [True] * 3
+    assert [event["steps"] for event in events(folder, "start") + events(folder, "end")] == [0, 8, 8, 12]
+    assert [event["loss"] for event in events(folder, "evaluation")] == [0.25, 0.25]
+
+    with pytest.raises(RunError, match="is of another model or optimizer: choose another folder, or resume=False"):
+        shoal.Run(folder, *parts(width=5))
+    assert shoal.Run(folder, *parts(width=5), resume=False).step == 0
+
+
+def test_curves_go_where_they_are_asked_for(tmp_path, caplog):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model, inner = parts()
+    run = shoal.Run(tmp_path / "run", model, inner, name="anna", metrics="127.0.0.1:0", tensorboard=str(tmp_path / "curves"))
+    pages = []
+
+    def see(run):
+        address = next(word for word in caplog.text.split() if word.startswith("http://127.0.0.1:")).rstrip(",.")
+        pages.append(urlopen(address, timeout=30).read().decode())
+
+    train(run, model, inner, 8, see)
+    assert 'shoal_evaluation_loss{method="noloco",node="anna",swarm="own-loop"} 0.25' in pages[0]
+    assert "shoal_rounds_total" in pages[0]
+    curves = EventAccumulator(str(tmp_path / "curves" / "anna"))
+    curves.Reload()
+    assert [point.step for point in curves.Scalars("round/members")] == [4, 8]
+    assert [point.value for point in curves.Scalars("evaluation/loss")] == [0.25]
+
+
+def test_an_exception_saves_nothing_and_a_run_is_recorded_once(tmp_path):
+    model, inner = parts()
+    run = shoal.Run(tmp_path, model, inner)
+    with pytest.raises(RunError, match="Nothing is recorded yet"):
+        run.stepped()
+
+    def fail(run):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run, model, inner, 2, fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert events(tmp_path, "end")[0]["steps"] == 2
+    with pytest.raises(RunError, match="A run is recorded once"):
+        train(run, model, inner, 3)
+
+
+def test_what_cannot_be_used_is_said(tmp_path):
+    with pytest.raises(RunError, match="Cannot use 'nowhere:x' as metrics"):
+        shoal.Run(tmp_path, *parts(), metrics="nowhere:x")
