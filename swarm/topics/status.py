@@ -55,7 +55,7 @@ class Status(Message):
 
     ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
     reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
-    ``faults``: kind of fault -> count. ``projection``: the number of its newest exchange, and of the slow weights
+    ``faults``: kind of fault -> count. ``projection``: the number of a recent exchange, and of the slow weights
     after it the norm and a random projection (`shoal.optim.outer.sketch`).
     """
 

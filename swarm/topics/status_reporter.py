@@ -9,14 +9,16 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.swarm.membership.directory import State
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.topics.status import ADDRESSES, BANNED, PARTNERS, PROJECTED, ROUNDS, TAIL, RoundStatus, Status
-from shoal.swarm.topics.status_publisher import StatusPublisher
+from shoal.swarm.topics.status_publisher import GAP_S, StatusPublisher
 from shoal.swarm.wire.fields import MAX_BYTES
+
+HELD_S = 2 * GAP_S  # seconds for which a projection is in the statuses, unless a better one comes
 
 
 def _finite(value: float | None) -> float | None:
@@ -37,8 +39,9 @@ def _rounded(projection: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
 class StatusReporter:
     """A reporter of this node's status, from now until `close`. For any thread."""
 
-    def __init__(self, membership: Membership, name: str) -> None:
-        self._membership, self._name = membership, name
+    def __init__(self, membership: Membership, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._membership, self._name, self._clock = membership, name, clock
+        self._projected = 0.0
         self._lock = threading.Lock()
         self._now: dict[str, Any] = {"state": "waiting", "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0}
         self._rounds: deque[RoundStatus] = deque(maxlen=ROUNDS)
@@ -105,10 +108,22 @@ class StatusReporter:
         )
         with self._lock:
             self._rounds.append(done)
-            self._more["projection"] = (round, *_rounded(projection)) if _usable(projection) else None
+            self._note_projection(round, projection)
             self._faults["no-partner"] += not others and not odd and self._membership.manifest.outer.method != "none"
             self._faults["refused"] += suspicious
         self._publisher.hint()
+
+    def _note_projection(self, number: int, projection: tuple[float, ...]) -> None:
+        """Note the one after exchange ``number``. In rounds shorter than the time between two statuses not all can be sent.
+
+        All peers then prefer the numbers that more powers of two divide, so that a watcher gets those of the same exchanges.
+        """
+        if not _usable(projection):
+            self._more["projection"] = None
+            return
+        known = self._more.get("projection")
+        if known is None or self._clock() >= self._projected + HELD_S or number & -number >= known[0] & -known[0]:
+            self._more["projection"], self._projected = (number, *_rounded(projection)), self._clock()
 
     def event(self, event: str, **fields: Any) -> None:
         """Note an event of the metrics besides rounds: ``rl`` and ``verify`` are of interest here."""

@@ -72,7 +72,7 @@ class Chart {
       ],
       series: [
         {}, ...(band ? [hidden, hidden] : []),
-        ...this.lines.map((each) => ({ stroke: each.colour, width: each.width, alpha: each.faded ? 0.2 : 1, points: { show: each.data.filter((v) => v !== null).length === 1 }, spanGaps: false })),
+        ...this.lines.map((each) => ({ stroke: each.colour, width: each.width, alpha: each.faded ? 0.2 : 1, points: { show: (plot, index) => plot.data[index].filter((v) => v !== null).length === 1 }, spanGaps: false })),
       ],
       bands: band ? [{ series: [2, 1], fill: style("--band") }] : [],
       hooks: { setCursor: [(plot) => this.moved(plot.cursor.idx)] },

@@ -7,7 +7,7 @@ import pytest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.topics.status import BANNED, PARTNERS, PER_SECOND, PROJECTED, ROUNDS, Status
-from shoal.swarm.topics.status_reporter import StatusReporter
+from shoal.swarm.topics.status_reporter import HELD_S, StatusReporter
 from shoal.swarm.wire.envelope import pack, unpack
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(12)]
@@ -121,3 +121,19 @@ def test_the_projection_of_the_newest_round_arrives_rounded_and_one_that_is_no_n
     assert unpack(pack(status), Status) == status
     over(status_reporter, 5, [ME], projection=(float("nan"),) * (PROJECTED + 1))
     assert status_reporter.status().projection is None
+
+
+def test_in_short_rounds_all_peers_send_the_projections_of_the_same_exchanges():
+    def sent(begin, step_s):
+        now = [0.0]
+        reporter = StatusReporter(membership(), "anna", clock=lambda: now[0])
+        found = []
+        for number in range(begin, 64):
+            now[0] += step_s
+            over(reporter, number, [ME], projection=(1.0,) * (PROJECTED + 1))
+            found.append(reporter.status().projection[0])
+        return set(found)
+
+    assert sent(1, 2 * HELD_S) == set(range(1, 64))  # each exchange, where they are slow
+    one, other = sent(1, HELD_S / 4), sent(3, HELD_S / 5)
+    assert {8, 16, 32} <= one & other
