@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import outer as outer_settings
-from shoal.swarm.manifest.manifest import MAX_BUCKET, Manifest, open_manifest, swarm_id
+from shoal.swarm.manifest.manifest import MAX_BUCKET, MIN_BUCKET, Manifest, open_manifest, swarm_id
 from shoal.swarm.manifest.outer import LATER, OuterSettings, TrainSettings
 from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS
 from shoal.swarm.wire.envelope import pack, seal
@@ -237,3 +237,13 @@ def test_buckets_are_in_the_manifest_of_a_swarm_that_has_them_alone():
 
 def test_no_bucket_is_larger_than_what_a_node_stores_of_a_key():
     assert MAX_BUCKET == MAX_SUBKEYS
+
+
+@pytest.mark.parametrize("bucket", [1, MIN_BUCKET - 1, MAX_BUCKET + 1, 2**40])
+def test_a_bucket_that_no_swarm_can_have_is_refused_in_one_sentence(bucket):
+    """It came in a manifest of somebody else's: a node stores no more records of one key, and pairs need a few to choose from."""
+    fields = {**manifest(bucket=64).model_dump(), "bucket": bucket}
+    payload = msgpack.packb(["manifest", 1, fields])
+    sealed = msgpack.packb([ME.peer_id, payload, ME.sign("shoal/manifest/1", payload)])
+    with pytest.raises(MessageError, match=r"^[^\n]*bucket[^\n]* holds 4 to 64 members[^\n]*\.$"):
+        open_manifest(sealed)
