@@ -6,7 +6,8 @@
 
 Peers are simulated in one process (optim/simulation.py); they read the Python standard library with the GPT of the built-in task.
 The hostile ones train and follow the protocol, but contribute what bench/_attacks.py says. ``undefended`` is what the exchange does
-by itself, which refuses NaN and infinity; ``checked`` is the default of a node (outer.suspect); ``defended`` is with outer.robust.
+by itself, which refuses NaN and infinity; ``checked`` is outer.suspect alone, ``defended`` with outer.robust too; ``public`` is the
+default of a public swarm: outer.robust, and for pairs outer.check_loss.
 The loss is the mean of the honest peers', in nats per byte, on held-out files, with their slow weights.
 """
 
@@ -19,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -33,15 +35,17 @@ from bench._attacks import ATTACKS, Board, Honest, Hostile
 from bench._page import put_into
 from bench._quality_train import Diverged, QualityText, backward
 from shoal.node.task import Shard
+from shoal.node.training.loss_trial import LossTrial
 from shoal.optim import Simulation, method_named
 from shoal.optim.exchange.simulation import SimulatedExchange
+from shoal.swarm.exchange.loss_check import LossCheck
 from shoal.swarm.exchange.robust import DistanceScreen, Robust
 
 METHODS: dict[str, tuple[Robust, dict[str, float]]] = {
     "noloco": ("clipped-gossip", {"lr": 1.0, "momentum": 0.3}),
     "diloco": ("centered-clip", {"lr": 1.0, "momentum": 0.3}),
 }
-DEFENCES = ("undefended", "checked", "defended")
+DEFENCES = ("undefended", "checked", "defended", "public")
 INNER_LR = 0.012
 BEGIN, END = "<!-- adversaries: begin -->\n", "<!-- adversaries: end -->"
 Row = dict[str, Any]
@@ -55,10 +59,9 @@ def task_of(batch: int) -> QualityText:
 
 def defence_of(name: str, method: str, times: float) -> DistanceScreen:
     """What an honest peer does."""
-    robust = METHODS[method][0] if name == "defended" else "none"
-    return DistanceScreen(
-        robust=robust, suspect=0.0 if name == "undefended" else 3.0, times=times, sends=method_named(method).sends
-    )
+    robust = METHODS[method][0] if name in ("defended", "public") else "none"
+    suspect = 3.0 if name in ("checked", "defended") else 0.0
+    return DistanceScreen(robust=robust, suspect=suspect, times=times, sends=method_named(method).sends)
 
 
 @torch.no_grad()
@@ -92,6 +95,10 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
         optimizer = chosen.make(inner, wire, every=options.every, **METHODS[method][1], **lag)
         if isinstance(wire, Hostile) and chosen.sends == "weights":
             wire.slow = optimizer.slow
+        if screen == "public" and chosen.group == "pair" and exchange.peer in watches:
+            shard = Shard(names.index(exchange.peer), len(names), seed)
+            trial = LossTrial(task, model, optimizer, torch.device("cpu"), shard, nullcontext, lambda line: None)
+            watches[exchange.peer].loss_check = LossCheck(trial)
         scheduler = task.lr_scheduler(optimizer, options.steps)
         data = islice(task.batches(Shard(names.index(exchange.peer), len(names), seed)), options.steps)
         try:

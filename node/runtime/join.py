@@ -47,10 +47,13 @@ def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
 
 
 def for_new_swarm(settings: Settings) -> Settings:
-    """Return the settings of a new swarm: the built-in text task has Muon, unless the user chose an optimizer or the task's rate.
+    """Return the settings of a new swarm, with the defaults that depend on others.
 
-    Where training is verified it keeps its own: the thresholds and figures of docs/verification.md are AdamW's.
+    The built-in text task has Muon, unless the user chose an optimizer or the task's rate. Where training is verified it keeps its
+    own: the thresholds and figures of docs/verification.md are AdamW's. A public swarm has its defences.
     """
+    if settings.swarm.public:
+        settings = settings.model_copy(update={"outer": settings.outer.guarded()})
     train, task = settings.train, settings.task
     chosen = "optimizer" in train.model_fields_set or "lr" in task.options or settings.verify.kind == "training"
     if task.hooks != agreement.TEXT or chosen or not hasattr(torch.optim, "Muon"):

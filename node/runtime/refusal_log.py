@@ -111,9 +111,9 @@ def sentence(found: Mapping[str, Any]) -> str:
 
 
 def rejections(rejected: Sequence[RejectedUpdate], members: Mapping[str, Member]) -> list[str]:
-    """Return a sentence about each contribution that was refused because it lay too far away."""
+    """Return a sentence about each contribution that was refused because it lay too far away, or for its loss."""
     found = []
     for update in rejected:
         name = members[update.peer].name if update.peer in members else short(update.peer)
-        found.append(f"refused what {name} sent in round {update.key.round}: {update}; if you trust all peers, set outer.suspect=0")
+        found.append(f"refused what {name} sent in round {update.key.round}: {update}; if you trust all peers, set {update.unless}")
     return found

@@ -39,6 +39,7 @@ from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.run_options import RunOptions
 from shoal.node.task import Shard
 from shoal.node.training import resources
+from shoal.node.training.loss_trial import try_partners
 from shoal.node.training.throughput import Rates
 from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.verify.start import start_verification
@@ -168,6 +169,7 @@ class TrainingNode:
         if (verification := start_verification(settings, membership, trainer, shard, lambda: make_task(settings))) is not None:
             closing.callback(verification.close)
         trainer.connect(exchange, membership.swarm, shard)
+        try_partners(trainer, screen, log)
         closing.callback(trainer.close)
         self._begin_from(state, saved, membership, trainer, member)
         params, dealt = sum(parameter.numel() for parameter in trainer.params), f"{shard.index}/{shard.of}"

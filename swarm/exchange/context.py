@@ -68,6 +68,8 @@ class ExchangeTimeouts:
     """Silence, no byte and no heartbeat, after which a transfer or a peer is given up."""
     exchange: float = 120.0
     """How long one transfer or reduction may take, if it moves no more than a slow link carries in this time (`moving`)."""
+    trial: float = 0.0
+    """How much longer a partner may take to accept a contribution: it tries it on data."""
 
     def moving(self, nbytes: int) -> float:
         """Return how long the transfer of ``nbytes`` bytes each way may take, however little it moves."""

@@ -27,6 +27,8 @@ influence of a contribution that passed. Their cost:
 * *Groups*: every member computes the same from the same payloads, so all hold the same bits, as before; but the result is not the
   mean, and payloads are gathered, never all-reduced. Rules that ask for their own share in the mean (eager) get an equal one.
 
+**Loss** (``outer.check_loss``). What is not too far away is tried on data (`loss_check`), where partners send weights.
+
 The robust rules count all members alike: a stated weight is an unchecked claim, which the plain mean bounds (`counted_weights`).
 """
 
@@ -45,6 +47,7 @@ from torch import Tensor
 from shoal.optim.exchange.base import Mean, RoundKey, combined, weighted_mean
 from shoal.optim.exchange.on_demand import held_at_once
 from shoal.optim.exchange.robust import GRID, Contributions, centered_clip, clipped_gossip, norms, squared_distances
+from shoal.swarm.exchange.loss_check import LossCheck
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
 FIRST, LAST = 5, 16  # distances known before any contribution is clipped, and remembered for it
@@ -57,19 +60,20 @@ REMEMBERED = 1024  # radii and refusals
 
 @dataclass(frozen=True)
 class RejectedUpdate:
-    """A contribution that was refused for its distance."""
+    """A contribution that was refused for its distance, or for its loss."""
 
     key: RoundKey
     peer: str
-    distance: float
-    bound: float
+    reason: str
+    unless: str
+    """The setting with which it would have counted."""
 
     def __str__(self) -> str:
-        return f"it is suspicious, {self.distance / self.bound:.3g} times as far from this node's as may be"
+        return f"it is suspicious: {self.reason}"
 
 
 class DistanceScreen:
-    """An `UpdateScreen` that refuses updates by their distance and averages or clips the rest.
+    """An `UpdateScreen` that refuses updates by their distance, or by the loss with them, and averages or clips the rest.
 
     Args:
         robust: the rule in place of the mean.
@@ -96,6 +100,8 @@ class DistanceScreen:
         self._radius: OrderedDict[tuple[int, str], tuple[float, float]] = OrderedDict()
         self._rejected: OrderedDict[tuple[RoundKey, str], RejectedUpdate] = OrderedDict()
         self._lock = threading.Lock()
+        self.loss_check: LossCheck | None = None
+        """Tries what is not too far away on data, if the node that has this screen has a model and data."""
 
     @property
     def gathers(self) -> bool:
@@ -103,17 +109,29 @@ class DistanceScreen:
         return self.robust == "centered-clip"
 
     def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
-        """Return why a contribution that lies too far away is refused, or None."""
-        if not self._measures:
-            return None
-        distance, norm = norms(own(), theirs)
-        if not math.isfinite(distance):
-            return "it holds NaN or infinity"
-        with self._lock:
-            rejected = self._judge(key, peer, distance, norm)
-        return None if rejected is None else str(rejected)
+        """Return why a contribution that lies too far away, or that makes the loss too high, is refused, or None."""
+        mine = own() if self._measures or self.loss_check is not None else []
+        if self._measures:
+            distance, norm = norms(mine, theirs)
+            if not math.isfinite(distance):
+                return "it holds NaN or infinity"
+            with self._lock:
+                too_far = self._judge(key, peer, distance, norm)
+            if too_far is not None:
+                return self._refused(key, peer, too_far, "outer.suspect=0")
+        if self.loss_check is not None and (worse := self.loss_check.problem(key, mine, theirs)) is not None:
+            return self._refused(key, peer, worse, "outer.check_loss=false")
+        return None
 
-    def _judge(self, key: RoundKey, peer: str, distance: float, norm: float) -> RejectedUpdate | None:
+    def _refused(self, key: RoundKey, peer: str, reason: str, unless: str) -> str:
+        rejected = RejectedUpdate(key, peer, reason, unless)
+        with self._lock:
+            self._rejected[key, peer] = rejected
+            while len(self._rejected) > REMEMBERED:
+                self._rejected.popitem(last=False)
+        return str(rejected)
+
+    def _judge(self, key: RoundKey, peer: str, distance: float, norm: float) -> str | None:
         seen = self._seen[key.fragment]
         usual = median(list(seen)[-RECENT:]) if len(seen) >= LEAST else math.inf
         bound = self._bound(usual, norm)
@@ -126,10 +144,7 @@ class DistanceScreen:
             seen.append(WIDER * usual if math.isfinite(usual) else norm)
         if not self.suspect or distance <= bound:
             return None
-        rejected = self._rejected[key, peer] = RejectedUpdate(key, peer, distance, bound)
-        while len(self._rejected) > REMEMBERED:
-            self._rejected.popitem(last=False)
-        return rejected
+        return f"{distance / bound:.3g} times as far from this node's as may be"
 
     def _bound(self, usual: float, norm: float) -> float:
         """Return the distance beyond which a contribution is refused."""
@@ -164,6 +179,8 @@ class DistanceScreen:
         """Forget the distances seen: this node has taken over others' weights, so they no longer tell anything."""
         with self._lock:
             self._seen.clear()
+        if self.loss_check is not None:
+            self.loss_check.forget()
 
     def rejections(self) -> list[RejectedUpdate]:
         """Return the updates rejected since the last call."""

@@ -171,6 +171,11 @@ class OuterSettings(BaseModel):
         description="In place of the mean, what few hostile peers cannot move far: clipped-gossip (methods with one partner) or "
         "centered-clip (over everyone; costs more bytes, for nothing is all-reduced). Every peer counts the same then.",
     )
+    check_loss: bool = Field(
+        default=False,
+        description="Methods with one partner: try its weights on two batches before they count, and refuse those that make the "
+        "loss higher than usual. A public swarm has it unless it is false. Nodes of several GPUs, rl and own loops try nothing.",
+    )
     radius: float = Field(
         default=1.0, gt=0, le=1e6, description="robust: a contribution counts no further than this many usual distances away."
     )
@@ -195,7 +200,7 @@ class OuterSettings(BaseModel):
     def _fits_the_method(self) -> OuterSettings:
         if not self.model_fields_set:  # nor does a node that joins, and takes these settings from the manifest
             return self
-        from shoal.optim import codec_named, method_named, methods_with
+        from shoal.optim import METHODS, codec_named, method_named, methods_with
 
         method = method_named(self.method)
         for knob in KNOBS:
@@ -209,6 +214,9 @@ class OuterSettings(BaseModel):
         if wanted != method.group:
             able = "clipped-gossip for one partner, centered-clip for everyone"
             raise ValueError(f"the method {self.method!r} cannot be robust by {self.robust}: choose what fits it ({able})")
+        if self.check_loss and method.group != "pair":
+            able = ", ".join(name for name, other in METHODS.items() if other.group == "pair")
+            raise ValueError(f"check_loss is for methods with one partner ({able}), and {self.method!r} is none: leave it out")
         if self.robust != "none" and self.weights not in (None, "equal"):
             raise ValueError("a robust rule counts every peer the same: leave out weights, or robust")
         if self.robust != "none" and "-senders" in (self.codec or ""):
@@ -249,6 +257,20 @@ class OuterSettings(BaseModel):
         usual = OVERLAPPED if pair else method.knobs["fragments"]
         fragments = 1 if pair and lag == 0 else min(usual, self._every)  # each has a step of its own
         return {"fragments": self.fragments or fragments, "lag": lag}
+
+    def guarded(self) -> OuterSettings:
+        """Return these settings with the defences of a public swarm, where the user chose no other: a robust rule, and with pairs
+        the trial of a partner's weights. Rejection by distance is not among them, since it may refuse newcomers.
+        """
+        from shoal.optim import method_named
+
+        group = method_named(self.method).group
+        if group == "nobody":
+            return self
+        chosen: dict[str, Any] = {"check_loss": True} if group == "pair" else {}
+        if self.weights in (None, "equal") and "-senders" not in (self.codec or ""):
+            chosen["robust"] = "clipped-gossip" if group == "pair" else "centered-clip"
+        return self.model_copy(update={name: value for name, value in chosen.items() if name not in self.model_fields_set})
 
     @property
     def weighing(self) -> Literal["equal", "tokens", "rate"]:

@@ -14,6 +14,8 @@ from shoal.swarm.membership.view import MemberView
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
 
+TRIAL_S = 20.0  # that a partner may take to try a contribution on data
+
 
 def make_screen(outer: OuterSettings) -> DistanceScreen:
     """Return the update screen for the settings."""
@@ -39,7 +41,8 @@ def make_exchange(
     context = PeerContext(
         host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred, directory.everyone
     )  # fmt: skip
-    timeouts = ExchangeTimeouts(outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s)
+    trial = TRIAL_S if outer.check_loss else 0.0
+    timeouts = ExchangeTimeouts(outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s, trial)
     if method_named(outer.method).group == "everyone":
         from shoal.swarm.exchange.group.exchange import GroupExchange  # with hivemind's all-reduce, and scipy
 

@@ -115,7 +115,7 @@ class PairTransfer:
         """Return the seconds that the partner may need to verify a payload, of which this node sees nothing, and to answer."""
         values = sum(math.prod(shape) for shape in attempt.contribution.shapes)
         left = until - asyncio.get_running_loop().time()
-        return max(min(self._timeouts.chunk + values / VERIFIED, left), self._timeouts.chunk)
+        return max(min(self._timeouts.chunk + values / VERIFIED + self._timeouts.trial, left), self._timeouts.chunk)
 
     async def _swap(self, stream: Stream, attempt: Attempt, theirs: Offer, deadline: float, longest: float) -> PartnerContribution:
         """Exchange payloads, into scratch, and verify. Raises NetworkError or MessageError; then nothing of the scratch is used."""

@@ -80,6 +80,29 @@ def test_without_muon_in_torch_the_built_in_task_has_its_own_optimizer(monkeypat
     assert for_new_swarm(load()) == load()
 
 
+@pytest.mark.parametrize(
+    ("given", "guarded"),
+    [
+        ({}, {"robust": "clipped-gossip", "check_loss": True}),
+        ({"outer.method": "diloco"}, {"robust": "centered-clip"}),
+        ({"outer.method": "none"}, {}),
+        ({"outer.robust": "none"}, {"check_loss": True}),
+        ({"outer.check_loss": False}, {"robust": "clipped-gossip"}),
+        ({"outer.weights": "tokens"}, {"check_loss": True}),
+        ({"outer.method": "sparseloco", "outer.codec": "topk2-senders+ef:0.95"}, {}),
+    ],
+)
+def test_a_public_swarm_has_its_defences_unless_the_user_chose_others(given, guarded):
+    before = load(None, given | {"swarm.public": True, "swarm.name": "whales"})
+    outer = open_manifest(new_manifest(for_new_swarm(before), ME, "0" * 64)).outer
+    chosen = {name: getattr(outer, name) for name in ("robust", "check_loss")}
+    usual = {name: getattr(before.outer, name) for name in ("robust", "check_loss")}
+    assert chosen == usual | guarded
+    assert outer.suspect == 0
+    private = for_new_swarm(load(None, given)).outer
+    assert (private.robust, private.check_loss) == ("none", False)
+
+
 def test_the_folder_of_a_task_is_nobody_elses_affair():
     assert task_label("/home/somebody/task.py:Mine") == "task.py:Mine"
     assert task_label("package.module:Mine") == "package.module:Mine"

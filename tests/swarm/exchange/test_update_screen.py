@@ -32,9 +32,9 @@ def test_far_is_what_is_three_times_as_far_as_usual():
     for number in range(LEAST):
         assert problem(screen, number, 0.1) is None
     assert problem(screen, 20, 0.29) is None
-    assert "suspicious, 3.5 times as far" in problem(screen, 21, 1.05)
+    assert "suspicious: 3.5 times as far" in problem(screen, 21, 1.05)
     (found,) = screen.rejections()
-    assert (found.key.round, found.peer, found.bound) == (21, "peer", pytest.approx(0.3))
+    assert (found.key.round, found.peer, found.unless) == (21, "peer", "outer.suspect=0")
     assert screen.rejections() == []
     assert problem(screen, 22, 1.05, fragment=1) is None  # of that fragment nothing is known yet
 

@@ -1,0 +1,80 @@
+"""A partner's weights are tried on data before they count: those that make the loss higher than usual are refused.
+
+A pair has no majority, and the distance of two sets of weights says nothing about their direction: learning with the sign reversed,
+or an old state sent again, lies no farther away than an honest peer's weights. The loss tells them apart. The idea is Zeno's (Xie
+et al., 2019, 1805.10032), which ranks many gradients at a server; here each peer tries its one partner, on batches that no other
+peer knows.
+
+A contribution is refused if the mean of both sets of weights has a higher loss than the own weights, by more than 4 times the
+median of what the last 16 partners changed, or the partner's own weights have, by more than 5 times. Until 5 are known the bounds
+are 5 % and 10 % of the loss, and they are never below 1 % and 2 %. A refused one counts as 1.5 times the usual, so that a few
+hostile partners cannot widen the bounds. A peer whose own weights are bad refuses nobody who is better.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from torch import Tensor
+
+from shoal.optim.exchange.base import RoundKey
+
+Losses = Callable[[int, Sequence[Tensor], Sequence[Tensor]], tuple[float, float, float] | None]
+"""Called with a fragment, the own contribution to it and another's. Returns the losses, on the same data, of the model with the own
+one, with the mean of both and with the other's alone; None if they cannot be computed."""
+
+FIRST, LAST = 5, 16
+WIDER = 1.5
+
+
+class _Bound:
+    """What one kind of change is usually, and how much of it is too much."""
+
+    def __init__(self, times: float, least: float, first: float) -> None:
+        self._times, self._least, self._first = times, least, first
+        self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
+
+    def passes(self, fragment: int, change: float, loss: float) -> bool:
+        seen = self._seen[fragment]
+        usual = median(seen) if len(seen) >= FIRST else None
+        bound = self._first * loss if usual is None else max(self._least * loss, self._times * usual)
+        seen.append(min(abs(change), self._first * loss / 3 if usual is None else WIDER * usual))
+        return change <= bound
+
+    def forget(self) -> None:
+        self._seen.clear()
+
+
+class LossCheck:
+    """Decides by the losses. ``problem`` may be called from several threads at once."""
+
+    def __init__(self, losses: Losses) -> None:
+        self._losses, self._lock = losses, threading.Lock()
+        self._mean, self._alone = _Bound(4.0, 0.01, 0.05), _Bound(5.0, 0.02, 0.1)
+
+    def problem(self, key: RoundKey, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
+        """Return in a few words why the contribution must not count, or None. Neither tensor is changed."""
+        found = self._losses(key.fragment, own, theirs)
+        if found is None or not math.isfinite(found[0]):
+            return None  # this node's own weights are broken: then anybody's are welcome
+        mine, mean, alone = found
+        if not (math.isfinite(mean) and math.isfinite(alone)):
+            return f"with it the loss on this node's own batches, {mine:.4g}, is no longer finite"
+        with self._lock:
+            passed = [
+                self._mean.passes(key.fragment, mean - mine, mine),
+                self._alone.passes(key.fragment, alone - mine, mine),
+            ]
+        if all(passed):
+            return None
+        return f"with it the loss on this node's own batches is {alone:.4g}, averaged with it {mean:.4g}, in place of {mine:.4g}"
+
+    def forget(self) -> None:
+        """Forget what was usual: this node has taken over others' weights."""
+        with self._lock:
+            self._mean.forget()
+            self._alone.forget()

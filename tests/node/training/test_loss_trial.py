@@ -1,0 +1,103 @@
+"""Losses of a partner's weights, computed with a copy of the model beside training."""
+
+from contextlib import nullcontext
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.node.task import Shard, Task
+from shoal.node.training import loss_trial
+from shoal.node.training.loss_trial import LossTrial, try_partners
+from shoal.optim import Alone, NoLoCo
+from shoal.swarm.exchange.robust import DistanceScreen
+
+SHARD = Shard(0, 1, 3)
+
+
+class Line(Task):
+    """y = w x + b, with targets 0, so that the loss is the mean of (w x + b)^2; x is 1 in every batch."""
+
+    def model(self):
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        return model
+
+    def batches(self, shard):
+        return (torch.ones(2, 1) for _ in count())
+
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+
+
+def trial(model, opt, log=print):
+    return LossTrial(Line(), model, opt, torch.device("cpu"), SHARD, nullcontext, log)
+
+
+def around(model, **options):
+    return NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=2, lag=0, **options)
+
+
+def weights(weight, bias):
+    return [torch.tensor([[float(weight)]]), torch.tensor([float(bias)])]
+
+
+def test_the_losses_of_the_own_weights_of_the_mean_and_of_the_others():
+    model = Line().model()
+    assert trial(model, around(model))(0, weights(1, 1), weights(3, -1)) == (4.0, 4.0, 4.0)
+    assert trial(model, around(model))(0, weights(1, 0), weights(-3, 0)) == (1.0, 1.0, 9.0)
+    assert all(not parameter.any() for parameter in model.parameters())  # what is trained is not touched
+
+
+def test_slow_weights_and_pseudo_gradients_stand_for_their_difference():
+    model = Line().model()
+    own, theirs = [*weights(3, 0), *weights(1, 0)], [*weights(5, 1), *weights(1, 1), torch.zeros(7)]  # and a buffer
+    assert trial(model, around(model))(0, own, theirs) == (4.0, 9.0, 16.0)
+
+
+def test_a_fragment_is_tried_with_the_slow_weights_of_the_others():
+    model = Line().model()
+    opt = around(model, fragments=[[model.weight], [model.bias]])
+    opt.slow[1].fill_(2.0)
+    found = trial(model, opt)
+    assert found(0, weights(1, 0)[:1], weights(3, 0)[:1]) == (9.0, 16.0, 25.0)
+    opt.slow[0].fill_(1.0)
+    assert found(1, weights(0, 1)[1:], weights(0, 3)[1:]) == (4.0, 9.0, 16.0)
+
+
+def test_a_trial_that_takes_too_long_is_the_last(monkeypatch):
+    said, model = [], Line().model()
+    found = trial(model, around(model), said.append)
+    monkeypatch.setattr(loss_trial, "TOO_LONG_S", -1.0)
+    assert found(0, weights(1, 0), weights(1, 0)) == (1.0, 1.0, 1.0)
+    assert found(0, weights(1, 0), weights(1, 0)) is None
+    assert len(said) == 1
+    assert "check_loss" in said[0]
+
+
+def test_frozen_parameters_are_not_copied():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[0].requires_grad_(False)
+    opt = NoLoCo(torch.optim.SGD(model[1].parameters(), lr=0.1), Alone(), every=2)
+    found = trial(model, opt)
+    assert found._model[0].weight is model[0].weight
+    assert found._model[1].weight is not model[1].weight
+
+
+@pytest.mark.parametrize(
+    ("asked", "draws", "ranks", "tries", "said"),
+    [(True, False, 1, True, 0), (False, False, 1, False, 0), (True, True, 1, False, 1), (True, False, 2, False, 1)],
+)
+def test_a_node_tries_if_the_swarm_asks_for_it_and_it_can(asked, draws, ranks, tries, said):
+    model, lines, screen = Line().model(), [], DistanceScreen()
+    task = Line()
+    task.draws_with_model = draws
+    trainer = SimpleNamespace(
+        outer=SimpleNamespace(check_loss=asked), task=task, layout=SimpleNamespace(ranks=ranks), model=model, whole=around(model),
+        device=torch.device("cpu"), shard=SHARD, inner_step=SimpleNamespace(autocast=nullcontext),
+    )  # fmt: skip
+    try_partners(trainer, screen, lines.append)
+    assert (screen.loss_check is not None, len(lines)) == (tries, said)

@@ -1,0 +1,110 @@
+"""A partner's weights are tried on data: what raises the loss more than is usual is refused."""
+
+import math
+
+import pytest
+import torch
+
+from shoal.optim.exchange.base import RoundKey
+from shoal.swarm.exchange.loss_check import FIRST, LossCheck
+from shoal.swarm.exchange.robust import DistanceScreen
+
+KEY = RoundKey("run", 0)
+
+
+class Given:
+    """Losses that a test gives."""
+
+    def __init__(self):
+        self.losses = (1.0, 1.0, 1.0)
+
+    def __call__(self, fragment, own, theirs):
+        return self.losses
+
+
+@pytest.fixture
+def given():
+    return Given()
+
+
+def verdict(check, given, mine, mean, alone, fragment=0):
+    given.losses = (mine, mean, alone)
+    return check.problem(RoundKey("run", 0, fragment), [], [])
+
+
+def taught(given, mean=0.01, alone=0.02):
+    """A check that knows what is usual."""
+    check = LossCheck(given)
+    for number in range(FIRST):
+        sign = (-1) ** number
+        assert verdict(check, given, 1.0, 1.0 + sign * mean, 1.0 + sign * alone) is None
+    return check
+
+
+def test_the_first_partners_may_raise_the_loss_by_5_and_10_per_cent(given):
+    assert verdict(LossCheck(given), given, 2.0, 2.09, 2.19) is None
+    assert "2.11" in verdict(LossCheck(given), given, 2.0, 2.11, 2.0)
+    assert "2.21" in verdict(LossCheck(given), given, 2.0, 2.0, 2.21)
+
+
+def test_then_4_times_what_is_usual_with_the_mean_and_5_times_with_the_partner_alone(given):
+    assert verdict(taught(given), given, 1.0, 1.039, 1.099) is None
+    assert verdict(taught(given), given, 1.0, 1.041, 1.0) is not None
+    assert verdict(taught(given), given, 1.0, 1.0, 1.101) is not None
+
+
+def test_partners_that_change_nothing_leave_room_of_1_and_2_per_cent(given):
+    check = taught(given, 0.0, 0.0)
+    assert verdict(check, given, 1.0, 1.009, 1.019) is None
+    assert verdict(check, given, 1.0, 1.011, 1.0) is not None
+
+
+def test_who_is_better_is_never_refused(given):
+    assert verdict(taught(given), given, 5.0, 3.0, 1.0) is None
+
+
+def test_a_minority_cannot_widen_the_bounds_but_a_change_for_all_does(given):
+    check = taught(given)
+    for _ in range(40):  # two honest ones, then a hostile one
+        assert verdict(check, given, 1.0, 1.01, 1.02) is None
+        assert verdict(check, given, 1.0, 0.99, 0.98) is None
+        assert verdict(check, given, 1.0, 1.5, 2.0) is not None
+    refused = 0
+    while verdict(check, given, 1.0, 1.5, 1.9) is not None:
+        refused += 1
+        assert refused < 100
+
+
+def test_weights_that_are_no_longer_finite_are_refused_and_a_node_whose_own_are_broken_takes_any(given):
+    assert "finite" in verdict(LossCheck(given), given, 1.0, math.nan, 1.0)
+    assert "finite" in verdict(LossCheck(given), given, 1.0, 1.0, math.inf)
+    assert verdict(LossCheck(given), given, math.nan, 9.0, 9.0) is None
+
+
+def test_a_loss_that_cannot_be_computed_refuses_nobody(given):
+    given.losses = None
+    assert LossCheck(given).problem(KEY, [], []) is None
+
+
+def test_fragments_are_known_one_by_one_and_all_are_forgotten_with_other_weights(given):
+    check = taught(given, 0.001, 0.001)
+    assert verdict(check, given, 1.0, 1.04, 1.0) is not None
+    assert verdict(check, given, 1.0, 1.04, 1.0, fragment=1) is None
+    check.forget()
+    assert verdict(check, given, 1.0, 1.04, 1.0) is None
+
+
+def test_the_screen_tries_what_is_near_enough_and_tells_which_setting_refused_it(given):
+    screen = DistanceScreen(suspect=3.0)
+    screen.loss_check = LossCheck(given)
+    own = [torch.ones(4)]
+    given.losses = (1.0, 2.0, 3.0)
+    assert "loss" in screen.problem(KEY, lambda: own, "peer", [torch.ones(4) * 1.01])
+    (found,) = screen.rejections()
+    assert (found.peer, found.unless) == ("peer", "outer.check_loss=false")
+    given.losses = (1.0, 1.0, 1.0)
+    assert "far" in screen.problem(KEY, lambda: own, "peer", [-torch.ones(4)])
+    assert screen.rejections()[0].unless == "outer.suspect=0"
+    screen = DistanceScreen(suspect=0)
+    screen.loss_check = LossCheck(given)
+    assert screen.problem(KEY, lambda: own, "peer", [-torch.ones(4)]) is None
