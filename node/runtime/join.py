@@ -123,7 +123,7 @@ def wait_for_peers(
         link_file.refresh()
         if line := membership.news():
             log(line)
-        log(waiting_for(wanted - len(directory.members())))
+        log(waiting_for(wanted - directory.size()))
 
 
 def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:

@@ -325,7 +325,8 @@ class TrainingNode:
 
     def _on_round(self, info: RoundInfo) -> None:
         p = self.parts
-        result, report, members = p.result, p.member.on_round(info), p.membership.directory.members()
+        # A partner may have been dealt into another bucket during the round.
+        result, report, members = p.result, p.member.on_round(info), p.membership.directory.everyone()
         partner = next((peer for peer in info.members if peer != p.membership.host.peer_id), None)
         member, rejected = members.get(partner) if partner else None, len(report.rejected)
         over = info.key.fragment >= result.fragments - 1  # of its round: the last fragment, or the last average
