@@ -1,7 +1,9 @@
 """This machine's clock against those of other peers.
 
 The records of a swarm are dated, and the DHT drops those that seem to be of the past or of the future. So a node whose clock is
-wrong sees nobody, or is seen by nobody, and trains alone; it is told so, and what to do, for as long as that lasts.
+wrong sees nobody, or is seen by nobody, and trains alone; it is told so, and what to do, for as long as that lasts. Its directory
+meanwhile goes by the clock of the majority, as far as the DHT, which has this machine's, lets it: it dates records by it, and is in
+the epoch that the others are in.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.membership.dht_record import AHEAD
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, ask
 
 if TYPE_CHECKING:
@@ -29,12 +32,17 @@ SOON_S, LATER_S = 60.0, 600.0  # seconds to the next one while this node is alon
 log = logging.getLogger(__name__)
 
 
+def clock_skew(seen: Sequence[DialBackView]) -> float:
+    """Return the seconds that this machine's clock is behind that of the peers that answered; 0.0 if that does no harm."""
+    if not seen:
+        return 0.0
+    skew = statistics.median(view.skew for view in seen)
+    return 0.0 if abs(skew) <= CLOCK_S + max(view.error for view in seen) else skew
+
+
 def clock_problem(seen: Sequence[DialBackView]) -> str:
     """Return one sentence if this machine's clock is not that of the peers that answered; else, or without answers, nothing."""
-    if not seen:
-        return ""
-    skew = statistics.median(view.skew for view in seen)
-    if abs(skew) <= CLOCK_S + max(view.error for view in seen):
+    if not (skew := clock_skew(seen)):
         return ""
     way, peers = "behind" if skew > 0 else "ahead of", f"{len(seen)} peer{'s' if len(seen) > 1 else ''}"
     return (
@@ -90,10 +98,21 @@ class ClockCheck:
             try:
                 others = set(self._directory.everyone()) - {self._host.peer_id}
                 met = [address.rpartition("/p2p/")[2] for address in self._host.known()]  # with a wrong clock no member is listed
-                problem = clock_problem(await compare_clocks(self._host, [*others, *self._host.entry(), *met]))
-                self._unread = f"This node cannot meet the others: {problem}" if problem else ""
+                problem = self._take(await compare_clocks(self._host, [*others, *self._host.entry(), *met]))
                 pause = SOON_S if problem or not others else LATER_S
             except Exception:  # a bug must not end the node
                 log.warning("the clock was not compared", exc_info=True)
                 pause = LATER_S
             await asyncio.sleep(pause)
+
+    def _take(self, seen: Sequence[DialBackView]) -> bool:
+        """Keep what to say of a comparison, go by the clock of the majority, and return whether this machine's is wrong."""
+        problem, skew = clock_problem(seen), clock_skew(seen)
+        self._unread = f"This node cannot meet the others: {problem}" if problem else ""
+        if len(seen) < ASKED and skew:  # one or two peers are no majority
+            return True
+        if seen and abs(skew) <= AHEAD:
+            self._directory.skew = skew
+            if skew:
+                self._unread += " Until then it dates its records, and counts epochs, by their clock."
+        return bool(problem)

@@ -79,11 +79,9 @@ class Directory:
         self._period = period
         self._cap = cap
         self.skew = 0.0
-        """Seconds to add to this machine's clock for the epochs that the others are in."""
-        self._index = Index(
-            swarm, identity.peer_id, bucket=bucket, epoch_s=epoch_s, clock=lambda: time.time() + self.skew,
-            issued=lambda member: member.issued, cap=cap, limit=limit,
-        )  # fmt: skip
+        """Seconds to add to this machine's clock for that of the others, which epochs and dates of records go by."""
+        dates: dict[str, Callable[..., float]] = {"clock": self._now, "issued": lambda member: member.issued}
+        self._index = Index(swarm, identity.peer_id, bucket=bucket, epoch_s=epoch_s, cap=cap, limit=limit, **dates)
         self._met = {} if met is None else met
         self._room = Room(self._met, limit)
         self.barred = barred
@@ -251,8 +249,11 @@ class Directory:
         self._closed = True
         self._run_future.cancel()
 
+    def _now(self) -> float:
+        return time.time() + self.skew
+
     def _live(self) -> dict[str, Member]:
-        oldest = time.time() - self._ttl
+        oldest = self._now() - self._ttl
         with self._changed:
             seen = {
                 peer: member for peer, member in self._seen.items() if member.issued >= oldest and self.access_policy.admits(peer)
@@ -269,7 +270,7 @@ class Directory:
             swarm=self._swarm,
             peer=self._identity.peer_id,
             addresses=self._host.addresses()[:MAX_ADDRESSES],
-            issued=time.time(),
+            issued=self._now(),
             admission=self.access_policy.ticket,
             **fields,
         )
@@ -354,7 +355,7 @@ class Directory:
         keys = await self._index.read(under, now=self._prefix, known=known)
         self._keys = {prefix: dict.fromkeys(names) for prefix, names in keys.items()}
         found = [member for names in keys.values() for member in names.values() if isinstance(member, Member)]
-        oldest = time.time() - self._ttl
+        oldest = self._now() - self._ttl
         with self._changed:
             seen = {peer: member for peer, member in self._seen.items() if member.issued >= oldest}
             for member in found:
@@ -373,7 +374,7 @@ class Directory:
         member = record.member
         if member.peer != peer or member.swarm != self._swarm or record.prefix != prefix:
             return False
-        if member.issued > time.time() + CLOCK:
+        if member.issued > self._now() + CLOCK:
             if peer not in self._warned and len(self._warned) < 100:
                 self._warned.add(peer)
                 log.warning("peer %s is ignored: its clock, or ours, is wrong by more than %g s", short(peer), CLOCK)
@@ -393,7 +394,7 @@ class Directory:
             member = self._member(fields)
             for prefix in self._index.places(self._prefix, self._keys):
                 value = make_record(prefix, member, self._identity)
-                if not await self._host.store(key_of(self._swarm, prefix), me, value, self._ttl):
+                if not await self._host.store(key_of(self._swarm, prefix), me, value, self._ttl + self.skew):
                     raise NetworkError("no node of the swarm took this node's record.")
                 self._prefix = prefix
             return True

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ from shoal.node.runtime.network import create, join
 from shoal.swarm.access.link import Link
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import clock_check, membership
-from shoal.swarm.membership.clock_check import clock_problem
+from shoal.swarm.membership.clock_check import ClockCheck, clock_problem
 from shoal.swarm.p2p.reachability import DialBackView, ReachabilityProbe
 
 
@@ -36,6 +38,35 @@ def test_the_median_decides(seen, says):
     found = clock_problem(views(*seen))
     assert (says in found) if says else not found
     assert clock_problem(views(5.0, error=2.5)) == ""  # an answer that took five seconds
+
+
+class Bystander:
+    """A host that starts nothing."""
+
+    def submit(self, coroutine):
+        coroutine.close()
+        return Future()
+
+
+@pytest.mark.parametrize(
+    ("skews", "followed", "says"),
+    [
+        ((125.0, 125.5, 126.0), 125.5, "Until then it dates its records, and counts epochs, by their clock."),
+        ((-240.0, -240.5, 0.0), -240.0, "Until then it dates its records, and counts epochs, by their clock."),
+        ((0.5, 0.6, 700.0), 0.0, ""),  # one lies
+        ((125.0, 125.0), 7.0, "set it by NTP"),  # two are no majority, and nor do they take back what one said
+        ((1e5, 1e5, 1e5), 7.0, "set it by NTP"),  # the DHT takes no record that is dated so far off
+        ((), 7.0, ""),
+    ],
+)
+def test_the_directory_goes_by_the_clock_of_the_majority(skews, followed, says):
+    directory = SimpleNamespace(skew=7.0)
+    check = ClockCheck(Bystander(), directory)
+    check._take(views(*skews))
+    assert directory.skew == followed
+    said = check.news()
+    assert (says in said) if says else not said
+    assert not check.news()
 
 
 @pytest.fixture
