@@ -14,6 +14,7 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.memory import free_memory
 from shoal.swarm.access.link import MAX_ADDRESSES, Link
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.state import StateRequest
 
 if TYPE_CHECKING:  # torch may be what is missing
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # torch may be what is missing
     from shoal.node.task import Task
     from shoal.optim.inner.split import Split
 
+ASKED = 3  # members whose buckets are read
+BUCKET_S = 15.0  # seconds to read where one of them can be
 COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte numbers
 
 
@@ -58,6 +61,29 @@ def version(visit: Visit, tell: Tell) -> str:
     if SHOAL_VERSION in versions or usual.split(".")[:2] == SHOAL_VERSION.split(".")[:2]:
         raise Note(f"{sentence}: that may do, but one version everywhere is safer.")
     raise FoundError(f"{sentence}: install the swarm's version here, or ask its members to update.")
+
+
+def bucket(visit: Visit, tell: Tell) -> str:
+    """Check, in a swarm of buckets, that each member that answered has its record where those of its bucket look for it."""
+    from shoal.swarm.membership.bucket_search import is_in_its_bucket
+
+    found, link, host = visit.agreed(), visit.link, visit.running()
+    if not found.bucket:
+        return "no buckets: every member reads all others"
+    assert link is not None
+    peers = list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in visit.reached))[:ASKED]
+    if not peers:
+        raise Skip("no member answered whose bucket could be read.")
+    epoch, missing = int(visit.now() // found.epoch_s), []
+    for peer in peers:
+        if not host.call(is_in_its_bucket(host.get, link.swarm, peer, epoch), BUCKET_S):
+            missing.append(short(peer))
+    if missing:
+        raise Note(
+            f"{' and '.join(missing)} never showed up in the bucket of this epoch, so nobody is paired with it: if it has run "
+            "for more than a minute, set its clock by NTP (`timedatectl set-ntp true`) and restart it."
+        )
+    return f"{many(len(peers), 'member')} looked for, and found in the bucket of this epoch"
 
 
 def model(visit: Visit, tell: Tell) -> str:
@@ -135,5 +161,6 @@ def checks(visit: Visit) -> list[Check]:
     return [
         Check("swarm", differs, partial(swarm, visit), ("bootstrap",), 60.0),
         Check("version", differs, partial(version, visit), ("swarm",), 10.0),
+        Check("bucket", differs, partial(bucket, visit), ("swarm",), 60.0),
         Check("model", differs, partial(model, visit), ("swarm",), 300.0),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.identity import Identity
+from shoal.swarm.membership.clock_check import clock_skew
 from shoal.swarm.p2p.reachability import DialBackView
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.member import Member
@@ -75,6 +77,10 @@ class Visit:
     def members(self) -> dict[str, Member]:
         """Return the members of the swarm, by peer id."""
         return {} if self.directory is None else self.directory.members()
+
+    def now(self) -> float:
+        """Return Unix seconds by the clocks of the peers that said theirs; by this machine's if none did."""
+        return time.time() + clock_skew(self.seen)
 
     def close(self) -> None:
         """End the daemon."""

@@ -159,6 +159,27 @@ def test_in_a_swarm_of_own_loops_there_is_no_task_to_compare():
         agreement.model(SimpleNamespace(agreed=lambda: SimpleNamespace(task=OWN_LOOP)), None)
 
 
+def dealt(peer, *reached):
+    """What a doctor has found when it looks into the buckets of the swarm of ``peer``."""
+    manifest = SimpleNamespace(bucket=64, epoch_s=60.0)
+    return SimpleNamespace(
+        agreed=lambda: manifest, link=Link.parse(peer.link()), running=lambda: peer.host, now=time.time, reached=list(reached)
+    )
+
+
+def test_a_member_that_never_shows_up_in_its_bucket_is_named(healthy):
+    here = healthy.host.addresses()[0]
+    found = agreement.bucket(dealt(healthy, here), None)
+    assert found == "1 member looked for, and found in the bucket of this epoch"
+    with pytest.raises(Note) as said:
+        agreement.bucket(dealt(healthy, here, NOBODY), None)
+    wanted = f"…{NOBODY[-8:]} never showed up in the bucket of this epoch, so nobody is paired with it: if it has run for"
+    assert str(said.value).startswith(wanted)
+    assert "set its clock by NTP" in str(said.value)
+    with pytest.raises(Skip, match="no member answered"):
+        agreement.bucket(dealt(healthy), None)
+
+
 def test_a_skewed_clock_another_version_and_other_shapes_are_named(strange):
     found, code = examined(strange.link())
     assert {name for name, finding in found.items() if finding.outcome == "failed"} == {"clock", "version", "model"}
