@@ -30,7 +30,7 @@ from typing import Any
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.membership import dht_index
 from shoal.swarm.membership.dht_index import Names
-from shoal.swarm.membership.dht_record import bits_in, bits_of, bucket_prefix
+from shoal.swarm.membership.dht_record import bits_in, bits_of, bucket_prefix, key_of, open_record
 
 DEEPEST = 12  # bits of a bucket's prefix: 4,096 buckets
 FULL, SPARSE = 0.75, 0.3  # of the most in a bucket: the mean number in it beyond which the next epoch is deeper, or less deep
@@ -41,6 +41,7 @@ SMOOTH = 0.25  # weight of an epoch in the estimate of the swarm's size
 LEAD, LOOK = 19.0, 9.5
 
 Get = Callable[[str], Awaitable[Names]]
+GetBytes = Callable[[str], Awaitable[Mapping[str, bytes]]]
 
 
 @dataclass
@@ -285,3 +286,30 @@ class Index:
         draw.elsewhere = frozenset(gone) if depth == draw.depth else frozenset()
         draw.depth = depth
         draw.count = 1 + sum(position(peer).startswith(draw.bits[:depth]) for peer in newest)
+
+
+async def is_in_its_bucket(get: GetBytes, swarm: str, peer: str, epoch: int) -> bool:
+    """Return whether ``peer`` has a record under any key at which its bucket of ``epoch`` can be, or in the trie of all.
+
+    ``get`` returns the records under a key, by peer id. A key that cannot be read counts as one without the record.
+
+    Raises:
+        NetworkError: no key at all can be read.
+    """
+    own, trie = bits_in(swarm, epoch, peer), bits_of(peer)
+    prefixes = [bucket_prefix(epoch, own[:depth]) for depth in range(1, DEEPEST + 1)]
+    prefixes += [trie[:depth] for depth in range(DEEPEST + 1)]
+    answers = await asyncio.gather(*(get(key_of(swarm, prefix)) for prefix in prefixes), return_exceptions=True)
+    read = 0
+    for prefix, answer in zip(prefixes, answers, strict=True):
+        if isinstance(answer, NetworkError):
+            continue
+        if isinstance(answer, BaseException):
+            raise answer
+        read += 1
+        record = open_record(answer[peer]) if peer in answer else None
+        if record is not None and record.prefix == prefix and record.member.peer == peer and record.member.swarm == swarm:
+            return True
+    if not read:
+        raise NetworkError("no key of the peer's bucket could be read.")
+    return False
