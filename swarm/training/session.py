@@ -46,7 +46,7 @@ from shoal.swarm.training.child_signals import keep_child_signals
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import RoundReport, TrainingMember
 from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
-from shoal.swarm.training.session_setup import SessionError, SessionExchange, begin, new_swarm, parameters_of
+from shoal.swarm.training.session_setup import EPOCH_S, SessionError, SessionExchange, begin, new_swarm, parameters_of
 from shoal.swarm.training.shard import Shard, least_used
 
 ANNOUNCE_S = 1.0  # seconds between two announcements within a round
@@ -273,6 +273,8 @@ def create(
     shards: int = 8,
     seed: int = 0,
     invite_only: bool = False,
+    bucket: int = 0,
+    epoch_s: float = EPOCH_S,
     network: NetworkOptions | None = None,
     identity: Identity | str | os.PathLike[str] | None = None,
     **outer: Any,
@@ -287,6 +289,8 @@ def create(
         shards: parts that the data is dealt into.
         seed: of the pairing and everything else that peers draw alike.
         invite_only: admit only peers with an invitation of `shoal invite`, which needs this node's ``identity``: name a file.
+        bucket: most members that one node reads and averages with at a time, 4 to 64; 0: all. For swarms of hundreds.
+        epoch_s: seconds after which members are dealt into other buckets, at least 30; best four to eight rounds.
         network: where this node listens, and other options of the network.
         identity: a key, or the file of one, made if it is not there; None: a new one that is not kept.
         outer: ``method``, ``every`` and whatever else ``OuterSettings`` has.
@@ -298,7 +302,7 @@ def create(
     params, node, key = parameters_of(state), _name(node), _identity(identity)
     sealed = new_swarm(
         key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer,
-        model=state if isinstance(state, nn.Module) else None,
+        model=state if isinstance(state, nn.Module) else None, bucket=bucket, epoch_s=epoch_s,
     )  # fmt: skip
     membership = members.create(key, sealed, network or NetworkOptions())
     return _session(membership, state, params, node, first=True)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 START = "start"
 """The task option of an own-loop swarm that holds the digest of the first weights."""
+EPOCH_S: float = Manifest.model_fields["epoch_s"].default
 PATIENCE_S = 600.0  # seconds to wait for the start of the swarm, or for its weights
 LOOK_S = 0.2
 REMIND_S = 10.0
@@ -79,11 +80,15 @@ def new_swarm(
     invite_only: bool,
     outer: dict[str, object],
     model: nn.Module | None = None,
+    bucket: int = 0,
+    epoch_s: float = EPOCH_S,
 ) -> bytes:
     """Return the sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used.
 
     ``model`` is what is cut into fragments; without one the parameters are sent as one, if ``outer`` has no number of them.
     """
+    if not bucket and epoch_s != EPOCH_S:
+        raise SessionError("The setting epoch_s is one of buckets: leave it out, or set bucket too, such as 64.")
     try:
         settings = OuterSettings.model_validate(outer).resolved()
         if model is not None:
@@ -104,6 +109,8 @@ def new_swarm(
             start_when=start_when,
             shards=shards,
             invite_only=invite_only,
+            bucket=bucket,
+            epoch_s=epoch_s,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -168,7 +175,7 @@ def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: 
         if time.monotonic() >= reminder:
             log.warning("waiting for a peer that hands out the weights to begin with")
             reminder += REMIND_S
-        directory.wait_for(len(directory.members()) + 1, LOOK_S)
+        directory.wait_for(directory.size() + 1, LOOK_S)
 
 
 def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: TrainingMember) -> None:
@@ -180,10 +187,11 @@ def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: Trainin
         if any(other.state == "training" and other.round > 0 for other in others):
             return
         member.sync.offer()  # newcomers may wait for these weights
+        here = directory.size()
         if time.monotonic() >= end:
-            raise SessionError(f"Only {len(others)} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again.")
+            raise SessionError(f"Only {here} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again.")
         if time.monotonic() >= reminder:
-            log.warning("%s", waiting_for(wanted - len(others)))
+            log.warning("%s", waiting_for(wanted - here))
             reminder += REMIND_S
 
 

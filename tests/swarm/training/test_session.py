@@ -48,6 +48,12 @@ def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(given, written)
     assert open_manifest(sealed).outer.fragments == written
 
 
+def test_a_swarm_is_made_with_buckets():
+    with shoal.create(state=model(0), bucket=16, epoch_s=90.0, network=HERE) as session:
+        manifest = session._membership.manifest
+        assert (manifest.bucket, manifest.epoch_s) == (16, 90.0)
+
+
 def together(*jobs):
     """Run the jobs in threads; their results, or the first exception."""
     results, errors = [None] * len(jobs), []
@@ -311,6 +317,9 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
         ({"every": 0}, "made with every as given"),
         ({"method": "diloco", "fragments": 4}, "the method 'diloco' has no fragments"),
         ({"start_when": 0}, "made with start_when as given"),
+        ({"bucket": 3}, "made with bucket as given: a bucket holds 4 to 64 members"),
+        ({"bucket": 64, "epoch_s": 5.0}, "made with epoch_s as given: an epoch takes 30 to 86400 seconds"),
+        ({"epoch_s": 90.0}, "The setting epoch_s is one of buckets: leave it out, or set bucket too"),
     ],
 )
 def test_settings_that_cannot_be_used_are_named_before_anything_starts(settings, sentence):
