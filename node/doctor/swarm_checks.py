@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # torch may be what is missing
 
     from shoal.node.task import Task
     from shoal.optim.inner.split import Split
+    from shoal.swarm.wire.member import Member
 
 ASKED = 3  # members whose buckets are read
 BUCKET_S = 15.0  # seconds to read where one of them can be
@@ -43,7 +45,18 @@ def swarm(visit: Visit, tell: Tell) -> str:
     visit.directory = open_directory(visit.identity, host, visit.link, visit.manifest)
     found = visit.manifest
     named = found.outer.resolved()
-    return f"{found.name!r} trains {found.task} by {named.method}, {named.codec}, {many(len(visit.members()), 'peer')} in view"
+    about = in_view(visit.members(), visit.directory.size())
+    return f"{found.name!r} trains {found.task} by {named.method}, {named.codec}{about}"
+
+
+def in_view(members: Mapping[str, Member], size: int) -> str:
+    """Return how many ``members`` are in view, to go on with; of a swarm of buckets what all do, estimated by them."""
+    from shoal.swarm.membership.overview import totals, totals_said
+
+    if size <= len(members):
+        return f", {many(len(members), 'peer')} in view"
+    said = totals_said(totals(members, size))
+    return f": {said[0].lower()}{said[1:].removesuffix('.')}"
 
 
 def version(visit: Visit, tell: Tell) -> str:
@@ -65,7 +78,7 @@ def version(visit: Visit, tell: Tell) -> str:
 
 def bucket(visit: Visit, tell: Tell) -> str:
     """Check, in a swarm of buckets, that each member that answered has its record where those of its bucket look for it."""
-    from shoal.swarm.membership.bucket_search import is_in_its_bucket
+    from shoal.swarm.membership.buckets import is_in_its_bucket
 
     found, link, host = visit.agreed(), visit.link, visit.running()
     if not found.bucket:

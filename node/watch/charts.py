@@ -65,7 +65,8 @@ def headline(view: SwarmView) -> str:
         parts.append(plural(totals["connected"], "connection") + ", no status yet")
     else:
         low, high = totals["round_min"], totals["round_max"]
-        parts.append(f"{totals['peers']} of {totals['known']} peers")
+        about = f"about {totals['size']:,} peers (estimated from {totals['peers']})"
+        parts.append(about if totals["sampled"] else f"{totals['peers']} of {totals['known']} peers")
         if low is not None:
             parts.append(f"round {low}" if low == high else f"rounds {low} to {high}")
         parts.append(f"loss {number(totals['loss'])}")
@@ -74,7 +75,8 @@ def headline(view: SwarmView) -> str:
         parts.append(f"{totals['steps_per_s']:.1f} steps/s")
         if totals["tokens_per_s"]:
             parts.append(f"{totals['tokens_per_s']:,.0f} tokens/s")
-        parts.append(f"{nbytes(totals['sent_per_s'])}/s sent, {nbytes(totals['sent'])} in all")
+        by = " by those" if totals["sampled"] else ""
+        parts.append(f"{nbytes(totals['sent_per_s'])}/s sent, {nbytes(totals['sent'])} in all{by}")
         if totals["rollouts_own"] is not None:
             parts.append(f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of others")
         if totals["claims"] is not None:

@@ -140,7 +140,7 @@ class SwarmView:
     def tick(self, now: float) -> None:
         """Mark peers without a recent status as silent."""
         self.now = max(self.now, now)
-        limit = max(SILENT_S, MISSED * len(self.peers) / PER_SECOND)
+        limit = max(SILENT_S, MISSED * max(len(self.peers), self.size()) / PER_SECOND)
         for peer in self.peers.values():
             if peer.here and self.now - peer.heard > limit:
                 peer.silent = True
@@ -254,22 +254,35 @@ class SwarmView:
         """Count the exchanges of each pair, by the ends of their ids; in the newest ``rounds`` rounds if that is not 0."""
         return self.meetings.pairs(rounds)
 
-    def totals(self) -> dict[str, Any]:
-        """Summarise the swarm: peers, rounds (lowest, highest), mean loss; steps, tokens (without waiting) and bytes a second."""
+    def size(self) -> int:
+        """Return about how many peers take part: those heard of, or in buckets the median of their estimates, if that is more."""
         here = self.here()
+        said = [peer.status.peers for peer in here if peer.status.peers is not None]
+        return max(len(here), round(statistics.median(said)) if said else 0)
+
+    def totals(self) -> dict[str, Any]:
+        """Summarise the swarm: peers, rounds (lowest, highest), mean loss; steps, tokens (without waiting) and bytes a second.
+
+        Of a swarm of buckets not everybody is heard of at once: then it is ``sampled``, ``size`` is the estimated number of its
+        peers, and what is said a second is that of the ``peers`` heard of, times the share that they are.
+        """
+        here, size = self.here(), self.size()
+        scale = size / max(len(here), 1)
         rounds = [peer.status.round for peer in here]
         return {
             "peers": len(here),
+            "size": size,
+            "sampled": size > len(here),
             "known": len(self.peers),
             "connected": len(self.connected),
             "round_min": min(rounds, default=None),
             "round_max": max(rounds, default=None),
             "loss": _mean(peer.status.loss for peer in here),
             "reward": _mean(peer.status.reward for peer in here),
-            "steps_per_s": sum(peer.status.steps_per_s for peer in here),
-            "tokens_per_s": sum(peer.status.tokens_per_s for peer in here),
-            "sent_per_s": sum(peer.sent_rate for peer in here),
-            "received_per_s": sum(peer.received_rate for peer in here),
+            "steps_per_s": sum(peer.status.steps_per_s for peer in here) * scale,
+            "tokens_per_s": sum(peer.status.tokens_per_s for peer in here) * scale,
+            "sent_per_s": sum(peer.sent_rate for peer in here) * scale,
+            "received_per_s": sum(peer.received_rate for peer in here) * scale,
             "sent": sum(peer.status.sent for peer in self.peers.values()),
             "received": sum(peer.status.received for peer in self.peers.values()),
             "rollouts_own": _sum(peer.status.rollouts_own for peer in self.peers.values()),

@@ -56,7 +56,8 @@ class Status(Message):
     ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
     reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
     ``faults``: kind of fault -> count. ``projection``: the number of a recent exchange, and of the slow weights
-    after it the norm and a random projection (`shoal.optim.outer.sketch`).
+    after it the norm and a random projection (`shoal.optim.outer.sketch`). ``peers``: about how many members the swarm has, where
+    the author sees one bucket of it.
     """
 
     KIND, VERSION, LIMIT, AUTHOR = "status", 4, 8 * KIB, "peer"
@@ -91,10 +92,12 @@ class Status(Message):
     projection: (
         tuple[Count, Projected, Annotated[tuple[Projected, ...], Field(min_length=PROJECTED, max_length=PROJECTED)]] | None
     ) = None
+    peers: Count | None = None
 
     @model_serializer(mode="wrap")
     def _without_unknown(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what version 1 did not have, where there is none of it: recordings of then stay the same, byte by byte."""
         found: dict[str, Any] = serialized(self)
-        none = {"doing": None, "tokens_per_s": 0.0, "mfu": None, "lag": 0, "lag_auto": False, "late": 0, "projection": None}
+        none = {"doing": None, "tokens_per_s": 0.0, "mfu": None, "lag": 0, "lag_auto": False, "late": 0}
+        none |= {"projection": None, "peers": None}
         return {name: value for name, value in found.items() if name not in none or value != none[name]}

@@ -142,7 +142,8 @@ class StatusReporter:
 
     def status(self) -> Status:
         """Return this node's current status."""
-        host = self._membership.host
+        host, directory = self._membership.host, self._membership.directory
+        in_a_bucket = bool(self._membership.manifest.bucket) and (size := directory.size()) > len(directory.members())
         with self._lock:
             now, more, rounds = dict(self._now), dict(self._more), tuple(self._rounds)
             faults = self._faults + Counter({"daemon-restarts": host.restarts})
@@ -157,6 +158,7 @@ class StatusReporter:
             faults=tuple(sorted(faults.items())),
             issued=time.time(),
             version=SHOAL_VERSION,
+            peers=size if in_a_bucket else None,
             **now,
             **more,
         )

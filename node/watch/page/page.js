@@ -46,8 +46,8 @@ function tiles(picture) {
   const t = picture.totals, apart = picture.charts.consensus.each[0];
   const rounds = t.round_min === null ? "–" : t.round_min === t.round_max ? `${t.round_min}` : `${t.round_min} to ${t.round_max}`;
   const shown = [
-    ["Peers", `${t.peers} of ${t.known}`], ["Round", rounds], ["Loss", number(t.loss)], ["Consensus distance", distance(apart[apart.length - 1])],
-    ["Steps/s", number(t.steps_per_s, 1)], ["Tokens/s", tokens(t.tokens_per_s)], ["Sent/s", bytes(t.sent_per_s)], ["Sent in all", bytes(t.sent)],
+    ["Peers", t.sampled ? `about ${t.size.toLocaleString("en")} (estimated from ${t.peers})` : `${t.peers} of ${t.known}`], ["Round", rounds], ["Loss", number(t.loss)], ["Consensus distance", distance(apart[apart.length - 1])],
+    ["Steps/s", number(t.steps_per_s, 1)], ["Tokens/s", tokens(t.tokens_per_s)], ["Sent/s", bytes(t.sent_per_s)], [t.sampled ? "Sent in all, by those" : "Sent in all", bytes(t.sent)],
   ];
   if (t.reward !== null) shown.push(["Reward", number(t.reward)]);
   if (t.rollouts_own !== null) shown.push(["Groups learnt, own + others'", `${t.rollouts_own} + ${t.rollouts_foreign}`]);
@@ -157,7 +157,8 @@ function show(picture) {
   last = picture;
   const title = picture.title ? `${picture.title.name} · ${picture.title.task} · ${picture.title.method}` : "shoal watch";
   byId("title").textContent = title;
-  document.title = `${picture.totals.peers} peers · ${title}`;
+  const about = picture.totals;
+  document.title = `${about.sampled ? `about ${about.size.toLocaleString("en")}` : about.peers} peers · ${title}`;
   const silent = picture.totals.connected === 0 && !picture.ended && !picture.span;
   byId("state").textContent = picture.ended ? "end of the recording" : picture.span ? "recording" : silent ? "no connection to any peer" : `live, ${plural(picture.totals.connected, "connection")}`;
   replayBar(picture);

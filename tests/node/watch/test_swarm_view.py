@@ -52,6 +52,31 @@ def test_peers_and_totals(authors):
     assert totals["claims"] is totals["rollouts_own"] is totals["reward"] is None
 
 
+def test_of_a_swarm_of_buckets_size_and_speed_are_estimated_by_those_heard_of(authors):
+    anna, bert, carl = authors
+    view = view_of(
+        anna.heard(anna.round(3, [bert]), peers=1100, tokens_per_s=10.0),
+        bert.heard(bert.round(3, [anna]), peers=1200, tokens_per_s=20.0),
+        carl.heard(carl.round(3), peers=10**6, tokens_per_s=30.0),  # one lies
+    )
+    totals = view.totals()
+    assert (totals["peers"], totals["size"], totals["sampled"]) == (3, 1200, True)
+    assert totals["tokens_per_s"] == pytest.approx(60.0 * 400)
+    assert totals["steps_per_s"] == pytest.approx(15.0 * 400)
+    assert totals["loss"] == 1.0
+    assert "   about 1,200 peers (estimated from 3)   round 3   " in headline(view)
+    assert "3.0 kB in all by those" in headline(view)
+    # In so large a swarm each says something every two minutes.
+    view.tick(NOW + 2 * SILENT_S)
+    assert view.totals()["peers"] == 3
+
+
+def test_who_was_heard_of_is_counted_where_that_is_more_than_was_estimated(authors):
+    view = view_of(*(author.heard(author.round(3), peers=2) for author in authors))
+    assert (view.totals()["size"], view.totals()["sampled"]) == (3, False)
+    assert "3 of 3 peers" in headline(view)
+
+
 def test_a_round_is_over_when_each_fragment_was_exchanged(authors):
     anna, bert, _ = authors
     title = Described(time=NOW, name="first", task="text", method="noloco", fragments=4)

@@ -14,7 +14,7 @@ PEERS = [Identity.ephemeral().peer_id for _ in range(12)]
 ME = PEERS[0]
 
 
-def membership(method="noloco"):
+def membership(method="noloco", bucket=0, seen=25):
     host = SimpleNamespace(
         peer_id=ME,
         restarts=0,
@@ -27,8 +27,8 @@ def membership(method="noloco"):
         host=host,
         swarm=swarm_id(b""),
         gossip=gossip,
-        directory=SimpleNamespace(size=lambda: 400),
-        manifest=SimpleNamespace(outer=SimpleNamespace(method=method)),
+        directory=SimpleNamespace(size=lambda: 400, members=lambda: dict.fromkeys(range(seen))),
+        manifest=SimpleNamespace(outer=SimpleNamespace(method=method), bucket=bucket),
     )
 
 
@@ -44,6 +44,13 @@ def status_reporter():
 
 def test_in_a_swarm_of_which_it_sees_a_part_it_sends_as_rarely_as_the_whole_demands(status_reporter):
     assert status_reporter._publisher.gaps() == (400 / PER_SECOND, 400 / PER_SECOND)
+
+
+@pytest.mark.parametrize(("bucket", "seen", "said"), [(0, 25, None), (64, 25, 400), (64, 400, None)])
+def test_where_it_sees_one_bucket_it_says_how_many_peers_there_are_about(bucket, seen, said):
+    status = StatusReporter(membership(bucket=bucket, seen=seen), "anna").status()
+    assert status.peers == said
+    assert ("peers" in status.model_dump()) == (said is not None)
 
 
 def test_before_anything_happened_it_waits(status_reporter):
