@@ -5,20 +5,22 @@ import json
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 
 import pytest
 
 from shoal.node.watch.recording import Recorder
 from tests.node.watch.conftest import NOW
 
-pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+SPOKEN = find_spec("aiohttp") is not None
+if SPOKEN:
+    from bench._browser import browser, chromium
 
-from bench._browser import browser, chromium
-
-CHROMIUM = chromium()
+CHROMIUM = chromium() if SPOKEN else None
 ENDED = "document.getElementById('state')?.textContent === 'end of the recording'"
 pytestmark = [
     pytest.mark.slow(reason="starts Chromium"),
+    pytest.mark.skipif(not SPOKEN, reason="aiohttp is not installed"),
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
 ]
 
