@@ -6,7 +6,9 @@
 #   --build-arg PIP_ARGS="--extra-index-url INDEX" --build-arg TORCH_SPEC="torch==2.13.0+cpu"
 # where INDEX is the one that PyTorch's install page names. For CUDA likewise with +cu130 or another version; then run the image
 # with --gpus all. linux/amd64, because the network daemon in hivemind's wheel is built for Linux x86-64.
-FROM python:3.11-slim
+# docker/check.sh, which builds without a registry, names a base of its own.
+ARG BASE=python:3.11-slim
+FROM ${BASE}
 
 ARG TORCH_SPEC="torch==2.13.0"
 ARG PIP_ARGS=""

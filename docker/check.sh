@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Builds the image of the Dockerfile without a Docker engine and without an image from a registry, and runs a demo in it: buildah
+# builds on a base that debootstrap makes from Debian's packages. Needs root, buildah, debootstrap and a package index of Python.
+#
+#   sudo docker/check.sh
+#   sudo PIP_ARGS="--find-links /opt/wheels" VOLUME=/opt/wheels docker/check.sh      # wheels that are on this machine
+#
+# MIRROR names a mirror of Debian; VOLUME a folder that pip may read in the build. Nothing is left behind.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+exec </dev/null
+
+work=$(mktemp -d)
+export STORAGE_DRIVER=vfs BUILDAH_ISOLATION=chroot  # both work inside a container too
+store=(--root "$work/store" --runroot "$work/run")
+end() {
+    buildah "${store[@]}" rm --all >/dev/null 2>&1 || true
+    buildah "${store[@]}" rmi --all --force >/dev/null 2>&1 || true
+    rm -rf --one-file-system "$work"
+}
+trap end EXIT
+step() { printf '\n== %s (at %d s)\n' "$1" "$SECONDS"; }
+
+step "base: Debian with Python"
+timeout 900 debootstrap --variant=minbase --include=python3,python3-pip,python3-venv,ca-certificates bookworm "$work/base" \
+    ${MIRROR:+"$MIRROR"} >"$work/log" || { tail -n 20 "$work/log"; exit 1; }
+# As in the image of Python that the Dockerfile names: pip installs for the system. Certificates are those of this machine.
+rm -f "$work"/base/usr/lib/python3*/EXTERNALLY-MANAGED
+cp -L /etc/ssl/certs/ca-certificates.crt "$work/base/etc/ssl/certs/ca-certificates.crt"
+base=$(buildah "${store[@]}" from scratch)
+buildah "${store[@]}" copy --quiet "$base" "$work/base" / >/dev/null
+buildah "${store[@]}" config --env PIP_CERT=/etc/ssl/certs/ca-certificates.crt "$base"
+buildah "${store[@]}" commit --quiet --rm "$base" localhost/python >/dev/null
+rm -rf --one-file-system "$work/base"
+
+step "image"
+timeout 1800 buildah "${store[@]}" build --quiet --pull-never --tag shoal --build-arg BASE=localhost/python \
+    --build-arg PIP_ARGS="${PIP_ARGS:-}" ${VOLUME:+--volume "$VOLUME:$VOLUME:ro"} .
+node=$(buildah "${store[@]}" from --pull-never localhost/shoal)
+inside() { timeout 600 buildah "${store[@]}" run "$node" -- "$@"; }
+
+step "check"
+[ "$(inside id -u)" = 1000 ] || { echo "the image does not run as a user of its own" >&2; exit 1; }
+[ "$(buildah "${store[@]}" inspect --type image --format '{{.OCIv1.Config.Entrypoint}} {{.OCIv1.Config.Cmd}}' localhost/shoal)" \
+    = "[shoal] [--help]" ] || { echo "the image does not run shoal" >&2; exit 1; }
+inside shoal id new --identity /data/node.key
+inside shoal demo --peers 2 --rounds 2 --every 5 --no-compare
+
+step "done"
