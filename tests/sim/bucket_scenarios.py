@@ -70,9 +70,10 @@ def epoch_change(swarm: BucketSwarm, chance: random.Random) -> None:
         swarm.run(0.002)
         agree(swarm, "after it began")
         swarm.run(chance.uniform(0.0, 2.0))
+        agree(swarm, "a while after it began")
         there = swarm.there()
         for one, other in partners.items():
-            if other not in there[one].everyone():
+            if partners.get(other) == one and other not in there[one].everyone():
                 raise BucketBroken(f"a peer has forgotten the partner of its round at {swarm.loop.time():.3f} s")
     if max(swarm.depths()) == 0:
         raise BucketBroken("there was one bucket only")
@@ -121,7 +122,7 @@ def eclipse(swarm: BucketSwarm, chance: random.Random) -> None:
     swarm.until(ends + 0.001)
     agree(swarm, "an epoch after the made-up peers")
     seen = len(set(directory.members()) & set(forged))
-    if 2 * seen > max(len(forged), 4):
+    if len(forged) >= 8 and 4 * seen > 3 * len(forged):  # of a few, chance may deal most to the victim again
         raise BucketBroken(f"{seen} of {len(forged)} made-up peers of the epoch before are in the victim's bucket")
 
 
