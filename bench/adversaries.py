@@ -172,11 +172,31 @@ def table(found: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def harms(found: Sequence[Row]) -> list[Row]:
+    """How much higher the loss is than without attackers and defence, as a part, for each method, attack and defence.
+
+    None where a run diverged, or where no plain run has its seed.
+    """
+    plain = {
+        (row["method"], row["seed"]): row["loss"] for row in found if (row["attack"], row["defence"]) == ("none", "undefended")
+    }
+    cells: dict[tuple[str, str, str], list[Row]] = {}
+    for row in found:
+        cells.setdefault((row["method"], row["attack"], row["defence"]), []).append(row)
+    harms = []
+    for (method, attack, screen), rows in cells.items():
+        losses = [row["loss"] for row in rows if row["loss"] is not None]
+        before = [value for row in rows if (value := plain.get((method, row["seed"]))) is not None]
+        harm = mean(losses) / mean(before) - 1 if len(losses) == len(before) == len(rows) else None
+        harms.append({"method": method, "attack": attack, "defence": screen, "harm": harm, "seeds": len(rows)})
+    return harms
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
-    parser.add_argument("--defences", nargs="+", choices=DEFENCES, default=["undefended", "defended"])
+    parser.add_argument("--defences", nargs="+", choices=DEFENCES, default=["undefended", "public"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--hostile", type=int, default=2)
@@ -208,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file.write(json.dumps(row) + "\n")
     if options.into is not None:
         put_into(options.into, table(found), BEGIN, END)
-    print(json.dumps({"setting": setting(options), "runs": found}) if options.json else table(found))
+    print(json.dumps({"setting": setting(options), "rows": harms(found), "runs": found}) if options.json else table(found))
     return 0
 
 

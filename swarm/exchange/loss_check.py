@@ -5,8 +5,8 @@ or an old state sent again, lies no farther away than an honest peer's weights. 
 et al., 2019, 1805.10032), which ranks many gradients at a server; here each peer tries its one partner, on batches that no other
 peer knows.
 
-A contribution is refused if the mean of both sets of weights has a higher loss than the own weights, by more than 4 times the
-median of what the last 16 partners changed, or the partner's own weights have, by more than 5 times. Until 5 are known the bounds
+A contribution is refused if the mean of both sets of weights has a higher loss than the own weights, by more than 6 times the
+median of what the last 16 partners changed, or the partner's own weights have, by more than 8 times. Until 5 are known the bounds
 are 5 % and 10 % of the loss, and they are never below 1 % and 2 %. A refused one counts as 1.5 times the usual, so that a few
 hostile partners cannot widen the bounds. A peer whose own weights are bad refuses nobody who is better.
 """
@@ -54,7 +54,7 @@ class LossCheck:
 
     def __init__(self, losses: Losses) -> None:
         self._losses, self._lock = losses, threading.Lock()
-        self._mean, self._alone = _Bound(4.0, 0.01, 0.05), _Bound(5.0, 0.02, 0.1)
+        self._mean, self._alone = _Bound(6.0, 0.01, 0.05), _Bound(8.0, 0.02, 0.1)
 
     def problem(self, key: RoundKey, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
         """Return in a few words why the contribution must not count, or None. Neither tensor is changed."""

@@ -29,8 +29,11 @@ def test_the_undefended_run_is_ruined_and_the_defended_one_is_not(page, capsys):
         clean = loss[method, "none", "undefended"]
         ruined = loss[method, "x1000", "undefended"]
         assert ruined is None or ruined > 1.2 * clean
-        assert loss[method, "x1000", "defended"] < 1.1 * clean
-        assert loss[method, "none", "defended"] == pytest.approx(clean, rel=0.05)
+        assert loss[method, "x1000", "public"] < 1.1 * clean
+        assert loss[method, "none", "public"] == pytest.approx(clean, rel=0.05)
+    harm = {(row["method"], row["attack"], row["defence"]): row["harm"] for row in found["rows"]}
+    for cell, value in harm.items():
+        assert value is None if loss[cell] is None else value == pytest.approx(loss[cell] / loss[cell[0], "none", "undefended"] - 1)
 
 
 def test_the_table_stands_between_its_marks(page):

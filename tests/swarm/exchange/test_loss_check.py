@@ -47,10 +47,10 @@ def test_the_first_partners_may_raise_the_loss_by_5_and_10_per_cent(given):
     assert "2.21" in verdict(LossCheck(given), given, 2.0, 2.0, 2.21)
 
 
-def test_then_4_times_what_is_usual_with_the_mean_and_5_times_with_the_partner_alone(given):
-    assert verdict(taught(given), given, 1.0, 1.039, 1.099) is None
-    assert verdict(taught(given), given, 1.0, 1.041, 1.0) is not None
-    assert verdict(taught(given), given, 1.0, 1.0, 1.101) is not None
+def test_then_6_times_what_is_usual_with_the_mean_and_8_times_with_the_partner_alone(given):
+    assert verdict(taught(given), given, 1.0, 1.059, 1.159) is None
+    assert verdict(taught(given), given, 1.0, 1.061, 1.0) is not None
+    assert verdict(taught(given), given, 1.0, 1.0, 1.161) is not None
 
 
 def test_partners_that_change_nothing_leave_room_of_1_and_2_per_cent(given):
