@@ -32,7 +32,9 @@ def searched(keys, broken=()):
 
 
 @pytest.mark.parametrize(
-    "prefix", ["", bits_of(PEER.peer_id)[:3], bucket_prefix(EPOCH, OWN[:1]), bucket_prefix(EPOCH, OWN[:DEEPEST])]
+    "prefix",
+    ["", bits_of(PEER.peer_id)[:3], bucket_prefix(EPOCH, OWN[:1]), bucket_prefix(EPOCH, OWN[:DEEPEST])],
+    ids=["everyone", "another", "one bit", "deepest"],
 )
 def test_a_record_is_found_at_any_depth(prefix):
     assert searched(table(prefix))
