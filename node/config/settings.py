@@ -88,7 +88,7 @@ class SwarmSettings(_Table):
     )
     epoch_s: EpochSeconds = Field(
         default=60.0,
-        description="bucket: seconds after which members are dealt into others, at least 30; four rounds mix 4 to 7 % worse than "
+        description="bucket: seconds after which members are dealt into others, at least 30; four rounds mix 4 to 8 % worse than "
         "all with all.",
     )
 
