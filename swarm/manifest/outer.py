@@ -225,6 +225,12 @@ class OuterSettings(BaseModel):
             )
         return self
 
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what came later and is not used: peers of earlier versions read the manifest, and its bytes stay the same."""
+        found: dict[str, Any] = handler(self)
+        return {name: value for name, value in found.items() if name != "check_loss" or value}
+
     def _fits_the_round(self) -> None:
         overlap = self.overlap()
         if not overlap:
