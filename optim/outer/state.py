@@ -241,8 +241,11 @@ class OuterState(FlightsState):
         return self._weights.sketch(self._parts[fragment])
 
     def projection_of(self, fragment: int) -> tuple[float, ...]:
-        """Return the ``projection`` of the slow weights of a fragment; empty in a peer of several ranks."""
-        return self._weights.projection(self._parts[fragment])
+        """Return the ``projection`` of the slow weights of a fragment; empty in a peer of several ranks.
+
+        Empty too for the number after the last fragment's, which the mean at the end has (`finish`).
+        """
+        return self._weights.projection(self._parts[fragment]) if fragment < len(self._parts) else ()
 
     @property
     def shapes(self) -> Sequence[Shape]:

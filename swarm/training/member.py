@@ -156,12 +156,10 @@ class TrainingMember:
     def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> None:
         """Send what a round came to, to those who watch. ``loss``: this node's training loss, nats."""
         if self.reporter is not None:
-            fragment = info.key.fragment
             self.reporter.round(
                 info.members, round=info.key.round, step=info.step, loss=loss, sent=report.sent, received=report.received,
                 wait_s=report.wait_s, suspicious=len(report.rejected), odd=report.odd,
-                # The mean at the end (`OuterOptimizer.finish`) is of no fragment.
-                projection=self._opt.projection_of(fragment) if fragment < self._opt.fragments else (),
+                projection=self._opt.projection_of(info.key.fragment),
             )  # fmt: skip
 
     def after_step(self) -> bool:

@@ -339,7 +339,10 @@ def test_finish_counts_the_steps_since_the_last_round():
         opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=50, lr=1.0, momentum=0.0)
         train(net, opt, 70, first=1000 * ord(exchange.peer))
         before = weights(net)
+        told = []
+        opt.on_round = lambda info: told.append(opt.projection_of(info.key.fragment))
         opt.finish(average=True)
+        assert [bool(projection) for projection in told] == [True, False]  # of the last steps, and of the mean of everything
         return before, weights(net)
 
     ends = Simulation(["a", "b"]).run(peer)
