@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import linear_regression
 from typing import Any
 
 COSTS = {
@@ -27,12 +27,9 @@ def exponent(points: Sequence[tuple[float, float]]) -> float | None:
 
     None for fewer than two sizes, and if a cost is 0.
     """
-    if any(cost <= 0 for _, cost in points):
+    if len({peers for peers, _ in points}) < 2 or any(cost <= 0 for _, cost in points):
         return None
-    logs = [(math.log(peers), math.log(cost)) for peers, cost in points]
-    middle = fmean(x for x, _ in logs) if logs else 0.0
-    width = sum((x - middle) ** 2 for x, _ in logs)
-    return sum((x - middle) * y for x, y in logs) / width if width > 0 else None
+    return linear_regression([math.log(peers) for peers, _ in points], [math.log(cost) for _, cost in points]).slope
 
 
 def exponents(sizes: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -64,8 +64,8 @@ class LossTrial:
             began = time.monotonic()
             places = self._opt.positions(fragment)
             mine, other = self._weights(places, own), self._weights(places, theirs)
-            for parameter, slow in zip(self._params, self._opt.slow, strict=True):
-                parameter.copy_(slow)
+            for place in {*range(len(self._params))}.difference(places):
+                self._params[place].copy_(self._opt.slow[place])
             batches = [to_device(next(self._batches), self._device) for _ in range(BATCHES)]
             mean = [(a + b) / 2 for a, b in zip(mine, other, strict=True)]
             first, second, third = (self._loss(places, weights, batches) for weights in (mine, mean, other))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -73,6 +74,11 @@ def _checked(text: str) -> str:
 
 
 RoundSetting = Annotated[str, Field(max_length=32), AfterValidator(_checked)]
+
+
+def _without_unused(model: type[BaseModel], found: dict[str, Any], later: Sequence[str]) -> dict[str, Any]:
+    """Return ``found`` without what came later and is not set: peers of earlier versions read the manifest, its bytes unchanged."""
+    return {name: value for name, value in found.items() if name not in later or value != model.model_fields[name].default}
 
 
 class OuterSettings(BaseModel):
@@ -227,9 +233,8 @@ class OuterSettings(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what came later and is not used: peers of earlier versions read the manifest, and its bytes stay the same."""
-        found: dict[str, Any] = handler(self)
-        return {name: value for name, value in found.items() if name != "check_loss" or value}
+        """See `_without_unused`."""
+        return _without_unused(type(self), handler(self), ("check_loss",))
 
     def _fits_the_round(self) -> None:
         overlap = self.overlap()
@@ -375,6 +380,5 @@ class TrainSettings(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what came later and is not set: peers of earlier versions read the manifest, and its bytes stay the same."""
-        found: dict[str, Any] = handler(self)
-        return {name: value for name, value in found.items() if name not in LATER or value != type(self).model_fields[name].default}
+        """See `_without_unused`."""
+        return _without_unused(type(self), handler(self), LATER)
