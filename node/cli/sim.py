@@ -22,6 +22,10 @@ from shoal.node.json_output import dumps
 @click.option(
     "--minutes", type=click.FloatRange(0, 10_000, min_open=True), help="Virtual minutes.  [default: 2, for several sizes 0.5]"
 )
+@click.option(
+    "--warm-up", type=click.FloatRange(0), default=0.0, show_default=True,
+    help="Of the minutes, how many count for no cost: peers begin in step, and fall out of it.",
+)  # fmt: skip
 @click.option("--seed", type=click.IntRange(0), help="Random seed.  [default: train.seed]")
 @click.option("--method", metavar="METHOD", help="How to average, as for shoal up.  [default: noloco]")
 @click.option("--codec", metavar="CODEC", help="Number format on the wire.  [default: the method's]")

@@ -14,7 +14,10 @@ from shoal.swarm.sim.network import Links, SimNetwork
 
 @dataclass(frozen=True)
 class SimPlan:
-    """The plan of a simulation. ``churn``: kills a minute; ``minutes``: virtual; ``uneven``: deviation of the log of step times."""
+    """The plan of a simulation. ``churn``: kills a minute; ``minutes``: virtual; ``uneven``: deviation of the log of step times.
+
+    ``warm_up``: of the minutes, the first, whose costs do not count.
+    """
 
     peers: int
     links: Links
@@ -29,6 +32,7 @@ class SimPlan:
     uneven: float = 0.2
     bucket: int = 0
     epoch_s: float = 60.0
+    warm_up: float = 0.0
 
 
 class Surroundings(Protocol):

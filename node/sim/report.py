@@ -36,6 +36,7 @@ def run_sim(
     net: str = "wan",
     churn: str = "0",
     minutes: float | None = None,
+    warm_up: float = 0.0,
     seed: int | None = None,
     parameters: int = 2000,
     step_seconds: float = 0.1,
@@ -58,7 +59,7 @@ def run_sim(
     plans = [
         SimPlan(
             size, parse_net(net), settings.outer.resolved(), parse_churn(churn), minutes, settings.train.seed, settings.train.steps,
-            parameters, step_seconds, uneven, bucket, settings.swarm.epoch_s,
+            parameters, step_seconds, uneven, bucket, settings.swarm.epoch_s, warm_up,
         )
         for size in sizes
     ]  # fmt: skip
@@ -76,6 +77,8 @@ def run_sim(
 
 
 def _check(plan: SimPlan) -> None:
+    if not plan.warm_up < plan.minutes:
+        raise ConfigError(f"A warm-up of {plan.warm_up:g} minutes leaves none of {plan.minutes:g}: give more with --minutes.")
     if plan.churn * plan.minutes > 100 * plan.peers:
         raise ConfigError(f"A churn of {plan.churn:g} kills a minute would kill each peer a hundred times: choose a smaller one.")
 
@@ -88,7 +91,8 @@ def simulate(plan: SimPlan, net: str) -> dict[str, Any]:
 def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
     """Return the report of a simulation. Seconds are virtual but for ``wall_s`` and ``cpu_s``.
 
-    ``exchanges`` of all peers, in ``rounds`` (of the median peer). ``alone``: share of the exchanges without a partner.
+    Costs and ``exchanges``, of all peers, are those after the warm-up; ``rounds``: of the median peer, since the start. ``alone``:
+    share of the exchanges without a partner.
     ``bytes_per_peer_round``: sent by a peer for each round, weights taken over by newcomers included; ``control_...``: of them
     messages (offers, confirms and so on). ``directory_...``: of records read and stored; ``_calls_``: keys, ``_requests_``: those
     of the DHT for them, as modelled. ``wait_...``: seconds that training stood still for an exchange, or for all of a round;
@@ -100,7 +104,8 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
     last, exchanges = result.samples[-1], len(counts.waits)
     method = method_named(outer.method)
     rounds = max(exchanges / _fragments(plan), 1)
-    calls = counts.directory_calls / plan.peers / result.virtual_s * 60
+    counted_s = max(result.virtual_s - 60 * plan.warm_up, 1e-9)  # peers that train a number of steps may end before
+    calls = counts.directory_calls / plan.peers / counted_s * 60
     waits = sorted(counts.waits)
     return {
         "peers": plan.peers,
@@ -117,13 +122,14 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
         "parameters": plan.parameters,
         "step_seconds": plan.step_seconds,
         "uneven": plan.uneven,
+        "warm_up_s": 60 * plan.warm_up,
         "rounds": last.rounds,
         "exchanges": exchanges,
         "alone": counts.alone / max(exchanges, 1),
         "bytes_per_peer_round": (counts.payload_bytes + counts.message_bytes) / rounds,
         "control_bytes_per_peer_round": counts.message_bytes / rounds,
         "messages_per_peer_round": counts.messages / rounds,
-        "directory_bytes_per_peer_second": counts.directory_bytes / plan.peers / result.virtual_s,
+        "directory_bytes_per_peer_second": counts.directory_bytes / plan.peers / counted_s,
         "directory_calls_per_peer_minute": calls,
         "directory_requests_per_peer_minute": calls * hops(plan.peers),
         "wait_s_per_peer_round": sum(waits) / rounds,
@@ -131,7 +137,7 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
         "wait_median_s": _quantile(waits, 0.5),
         "wait_p95_s": _quantile(waits, 0.95),
         "wait_max_s": _quantile(waits, 1.0),
-        "waiting": sum(waits) / (plan.peers * result.virtual_s),
+        "waiting": sum(waits) / (plan.peers * counted_s),
         "loss_first": result.samples[0].loss,
         "loss_last": last.loss,
         "loss_own": last.own,

@@ -97,6 +97,8 @@ class World:
         self._born = self._ended = 0
         self._chance = random.Random(f"churn {plan.seed}")
         self._samples: list[WeightsSample] = []
+        self._uncounted = (0, 0, 0)
+        """Bytes sent, and the directories' bytes and keys, before costs counted."""
         creator = self.network.identity(f"{plan.seed} p0")
         model = model_digest(list(ToyModel(plan.parameters).parameters()))
         self.manifest = Manifest(
@@ -149,6 +151,8 @@ class World:
                     loop.call_at(end * number / SAMPLES, self._sample, context=NOTHING)
                 loop.call_later(SWEEP_S, self._sweep, context=NOTHING)
                 self._plan_kill()
+                if plan.warm_up:
+                    loop.call_at(60 * plan.warm_up, self._begin_counting, context=NOTHING)
                 loop.call_at(end, loop.stop, context=NOTHING)
                 self._sample()
                 try:
@@ -188,6 +192,20 @@ class World:
         self._bear(newcomer=True)
         self._plan_kill()
 
+    def _begin_counting(self) -> None:
+        """Forget the costs up to now."""
+        counts, self._uncounted = self.counts, self._totals()
+        counts.waits.clear()
+        counts.alone = counts.messages = counts.message_bytes = 0
+
+    def _totals(self) -> tuple[int, int, int]:
+        everyone = [*self.live, *self._dead]
+        return (
+            sum(peer.host.traffic.sent for peer in everyone),
+            sum(peer.directory.nbytes for peer in everyone),
+            sum(peer.directory.calls for peer in everyone),
+        )
+
     def _sweep(self) -> None:
         gc.collect()
         self.loop.call_later(SWEEP_S, self._sweep, context=NOTHING)
@@ -209,11 +227,10 @@ class World:
 
     def _result(self, began: tuple[float, float]) -> SimResult:
         self._sample()
-        counts, everyone = self.counts, [*self.live, *self._dead]
-        sent = sum(peer.host.traffic.sent for peer in everyone)
+        counts = self.counts
+        counted = (now - before for now, before in zip(self._totals(), self._uncounted, strict=True))
+        sent, counts.directory_bytes, counts.directory_calls = counted
         counts.payload_bytes = sent - counts.message_bytes
-        counts.directory_bytes = sum(peer.directory.nbytes for peer in everyone)
-        counts.directory_calls = sum(peer.directory.calls for peer in everyone)
         for peer in self.live:
             if peer.member is not None:
                 counts.failures.update(dict(peer.exchange.stats.report()["failures"]))

@@ -111,7 +111,8 @@ class Index:
     """The keys that one peer reads and publishes under: of its buckets, or with a ``bucket`` of 0 of the whole trie.
 
     ``bucket``: most records in one. ``clock`` returns Unix seconds, ``issued`` when a record was made. ``cap`` and ``limit``: of
-    the trie. All but `shows`, `belongs`, `depth` and `size` run on one loop.
+    the trie. ``breadth``: a visitor's, who is paired with nobody: it sees 2^breadth buckets, its own among them, or all if there
+    are no more. All but `shows`, `belongs`, `depth` and `size` run on one loop.
     """
 
     def __init__(
@@ -125,8 +126,9 @@ class Index:
         issued: Callable[[Any], float],
         cap: int = dht_index.CAP,
         limit: int,
+        breadth: int = 0,
     ) -> None:
-        self._swarm, self._me, self._bucket, self._epoch_s = swarm, me, bucket, epoch_s
+        self._swarm, self._me, self._bucket, self._epoch_s, self._breadth = swarm, me, bucket, epoch_s, breadth
         self._clock, self._issued, self._cap, self._limit = clock, issued, cap, limit
         self._draws: tuple[Draw, ...] = ()
         """The newest that may be in effect first."""
@@ -143,20 +145,26 @@ class Index:
         return 0 if draw is None else draw.depth
 
     def shows(self, peer: str) -> bool:
-        """Return whether ``peer``, if it is a member, is in this peer's bucket now."""
+        """Return whether ``peer``, if it is a member, is in this peer's bucket now, or in one of those that a visitor sees."""
         draw = self._current()
-        if draw is None or not draw.depth:
+        if draw is None or not self._top(draw):
             return True
-        return bits_in(self._swarm, draw.epoch, peer).startswith(draw.bits[: draw.depth]) and peer not in draw.elsewhere
+        here = bits_in(self._swarm, draw.epoch, peer).startswith(draw.bits[: self._top(draw)])
+        return here and (self._breadth > 0 or peer not in draw.elsewhere)
 
     def size(self, count: int) -> int:
-        """Return about how many members a swarm has of which ``count`` are in this peer's bucket; the very number at depth 0."""
-        return count << self.depth
+        """Return about how many members a swarm has of which this peer sees ``count``; the very number if it sees all buckets."""
+        draw = self._current()
+        return count if draw is None else count << self._top(draw)
 
     def changes(self) -> float:
         """Return the Unix second at which the bucket changes next by itself; infinity if that is not known."""
         draw = self._current()
         return min((d.epoch * self._epoch_s for d in self._draws if d.read and draw and d.epoch > draw.epoch), default=float("inf"))
+
+    def _top(self, draw: Draw) -> int:
+        """Return the depth of the part of the swarm that this peer sees: its bucket, or for a visitor so many levels above it."""
+        return max(draw.depth - self._breadth, 0)
 
     def _current(self) -> Draw | None:
         draws = self._draws
@@ -203,7 +211,25 @@ class Index:
         self._forget()
         if current is not None and not self._has(current, found):
             raise NetworkError("the keys of this node's bucket could not be read.")
+        if self._breadth and not self.moved and current is not None and current.depth:
+            await self._read_around(get, current, found)
         return found
+
+    async def _read_around(self, get: Get, draw: Draw, found: dict[str, Names]) -> None:
+        """Read the other buckets of the part that a visitor sees, one level deeper too; keys that cannot be read are left out."""
+        tops = [draw.bits[: self._top(draw)]]
+        for _ in range(self._top(draw), draw.depth + 2):
+            keys = [bucket_prefix(draw.epoch, bits) for bits in tops if bits]
+            keys = [key for key in keys if key not in found]
+            for at in range(0, len(keys), dht_index.AT_ONCE):
+                batch = keys[at : at + dht_index.AT_ONCE]
+                answers = await asyncio.gather(*map(get, batch), return_exceptions=True)
+                for key, answer in zip(batch, answers, strict=True):
+                    if not isinstance(answer, BaseException):
+                        found[key] = answer
+                    elif not isinstance(answer, NetworkError):
+                        raise answer
+            tops = [bits + bit for bits in tops for bit in "01"]
 
     def places(self, now: str | None, seen: Mapping[str, Names], chance: float | None = None) -> tuple[str, ...]:
         """Return the prefixes to publish under, that of the trie last; ``now``, ``seen``, ``chance`` as in `dht_index.place`."""

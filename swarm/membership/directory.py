@@ -39,6 +39,7 @@ GAP = 1.0  # seconds between two publications or two readings, at least
 HASTE = 0.5  # seconds between readings while a caller waits for members
 SLOW, REST = 1.0, 3.0  # seconds of a reading, or of a publication, beyond which so many times as many follow in which there is none
 CLOCK = 60.0  # seconds a record may be dated ahead of our clock
+AGAIN = 2  # readings after the first one of a stranger, which finds where in the swarm's buckets it is
 MAX_ADDRESSES = 8
 HERE: tuple[State, ...] = ("waiting", "training")
 
@@ -48,7 +49,8 @@ class Directory:
 
     ``ttl``: seconds after which a silent peer is no longer a member, the same in all of a swarm. ``period``: seconds between two
     publications, and two readings. ``cap``: records per DHT key. ``limit``: the largest number of members in view, and
-    about as many are read. ``met``: where this node met a peer, the newest last (`Room`). ``bucket``, ``epoch_s``: a manifest's.
+    about as many are read. ``met``: where this node met a peer, the newest last (`Room`). ``bucket``, ``epoch_s``: a manifest's;
+    ``breadth``: of a visitor's view (`Index`).
     ``barred``: predicate of peers to leave out of ``members`` and ``departed``; it is called often, from any thread, and must be
     quick. It may be set later, because bans are known only after the directory exists. ``access_policy``: a peer that it does not
     admit is never listed, whatever the records say.
@@ -69,19 +71,16 @@ class Directory:
         met: Mapping[str, str] | None = None,
         bucket: int = 0,
         epoch_s: float = 60.0,
+        breadth: int = 0,
     ) -> None:
         if not 0 < period < ttl < MAX_TTL:
             raise ValueError(f"0 < period < ttl < {MAX_TTL:g} seconds, please")
-        self._host = host
-        self._identity = identity
-        self._swarm = swarm
-        self._ttl = ttl
-        self._period = period
-        self._cap = cap
+        self._host, self._identity, self._swarm = host, identity, swarm
+        self._ttl, self._period, self._cap = ttl, period, cap
         self.skew = 0.0
         """Seconds to add to this machine's clock for that of the others, which epochs and dates of records go by."""
         dates: dict[str, Callable[..., float]] = {"clock": self._now, "issued": lambda member: member.issued}
-        self._index = Index(swarm, identity.peer_id, bucket=bucket, epoch_s=epoch_s, cap=cap, limit=limit, **dates)
+        self._index = Index(swarm, identity.peer_id, bucket=bucket, epoch_s=epoch_s, cap=cap, limit=limit, breadth=breadth, **dates)
         self._met = {} if met is None else met
         self._room = Room(self._met, limit)
         self.barred = barred
@@ -126,18 +125,9 @@ class Directory:
             ValidationError (pydantic's): `Member` does not allow a field.
         """
         fields = {
-            "name": name,
-            "round": round,
-            "step": step,
-            "loss": loss,
-            "steps_per_s": steps_per_s,
-            "shard": shard,
-            "shards": shards,
-            "model": model,
-            "state": state,
-            "version": version,
-            **(details or {}),
-        }
+            "name": name, "round": round, "step": step, "loss": loss, "steps_per_s": steps_per_s, "shard": shard, "shards": shards,
+            "model": model, "state": state, "version": version, **(details or {}),
+        }  # fmt: skip
         self._member(fields)
         with self._changed:
             old = self._mine
@@ -208,8 +198,12 @@ class Directory:
         return credible
 
     def refresh(self, timeout: float) -> None:
-        """Read the directory now. Raises NetworkError if that fails or takes more than ``timeout`` seconds."""
+        """Read now, and again where the depth of the bucket moved. NetworkError: the first fails, or takes ``timeout`` seconds."""
+        until = time.monotonic() + timeout
         self._host.call(self._read(), timeout)
+        with contextlib.suppress(NetworkError):  # the first reading will do
+            for _ in range(AGAIN * self._index.moved):
+                self._host.call(self._read(), max(until - time.monotonic(), 0.01))
 
     def wait_for(self, count: int, timeout: float, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait until there are ``count`` members (`size`), this node included; return False after ``timeout`` seconds or a stop."""

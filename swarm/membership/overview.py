@@ -57,7 +57,7 @@ def totals_said(found: Mapping[str, Any]) -> str:
     """Return `totals` in one sentence, which says so where they are estimates."""
     number = f"{found['peers']:,} peer{'' if found['peers'] == 1 else 's'}"
     if found["sampled"]:
-        number = f"About {number} (± {100 * found['error']:.0f} %), estimated from the {found['listed']} of one bucket"
+        number = f"About {number} (± {100 * found['error']:.0f} %), estimated from the {found['listed']} in view"
     said = [f"{found['tokens_per_s']:,.0f} tokens a second in all"] if found["tokens_per_s"] else []
     said += [f"median loss {found['loss']:.4f}"] if found["loss"] is not None else []
     return f"{number}{': ' if said else ''}{', '.join(said)}."

@@ -36,7 +36,7 @@ def test_nodes_of_a_swarm_of_buckets_train_and_meet_others_in_every_epoch(shoal,
         node.signal(signal.SIGINT)
     assert [node.wait() for node in nodes] == [130] * PEERS, [node.said() for node in nodes]
 
-    # What a visitor of one bucket estimates is a multiple of what it sees.
+    # A visitor sees eight buckets, and estimates a multiple of what is in them; here it sees them all, or nearly.
     totals = seen["totals"]
     assert 1 <= totals["listed"] <= PEERS
     assert totals["peers"] % totals["listed"] == 0

@@ -183,9 +183,7 @@ def test_a_member_that_never_shows_up_in_its_bucket_is_named(healthy):
 def test_of_a_swarm_of_buckets_it_says_that_size_and_speed_are_estimated():
     members = {str(number): SimpleNamespace(state="training", loss=2.0, tokens_per_s=10.0, steps_per_s=1.0) for number in range(48)}
     assert agreement.in_view(members, 48) == ", 48 peers in view"
-    estimated = (
-        ": about 1,536 peers (± 14 %), estimated from the 48 of one bucket: 15,360 tokens a second in all, median loss 2.0000"
-    )
+    estimated = ": about 1,536 peers (± 14 %), estimated from the 48 in view: 15,360 tokens a second in all, median loss 2.0000"
     assert agreement.in_view(members, 1536) == estimated
 
 

@@ -101,6 +101,20 @@ def test_several_sizes_are_all_simulated_and_their_growth_told(monkeypatch):
     assert json.loads(json.dumps(found)) == found
 
 
+def test_costs_of_the_warm_up_do_not_count_and_the_run_is_the_same():
+    first, whole, rest = small(minutes=0.15), small(), small(warm_up=0.15)
+    assert rest["trace"] == whole["trace"]
+    assert 0 < rest["exchanges"] == whole["exchanges"] - first["exchanges"]
+
+    def sent(report):
+        return report["bytes_per_peer_round"] * report["exchanges"]
+
+    assert sent(rest) == pytest.approx(sent(whole) - sent(first))
+    assert 18 * whole["directory_bytes_per_peer_second"] == pytest.approx(
+        9 * first["directory_bytes_per_peer_second"] + 9 * rest["directory_bytes_per_peer_second"]
+    )
+
+
 def test_without_buckets_there_is_no_mixing_to_measure():
     found = small(peers="2,3", minutes=0.1, overrides={"outer.every": 5, "swarm.bucket": 0})
     assert found["mixing"] is None
@@ -165,7 +179,7 @@ def test_nets_churn_and_sizes_are_read():
         {"net": "moon"}, {"net": "1.2.3:4"}, {"net": "5:0"}, {"churn": "many"}, {"churn": "-1/min"}, {"churn": "9999/min"},
         {"peers": "1,2"}, {"peers": "some"}, {"peers": "16,"}, {"peers": "70000"}, {"peers": ",".join(["2"] * 17)},
         {"overrides": {"swarm.bucket": 3}}, {"overrides": {"swarm.bucket": 65}}, {"overrides": {"outer.method": "nope"}},
-        {"overrides": {"outer.mix": 0.3}},
+        {"overrides": {"outer.mix": 0.3}}, {"warm_up": 0.3},
         {"overrides": {"outer.lag": 50}},
         {"overrides": {"outer.method": "streaming", "outer.every": 2, "outer.fragments": 3}},
     ],

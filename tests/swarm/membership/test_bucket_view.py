@@ -88,3 +88,16 @@ def test_a_node_whose_clock_is_minutes_off_is_in_the_epoch_of_the_others_and_is_
     theirs = Member(swarm=SWARM, peer=peer.peer_id, addresses=(), issued=now - 1.0, **ABOUT)
     assert wrong.hear(theirs)
     assert peer.peer_id in wrong.everyone()
+
+
+def test_a_visitor_reads_again_once_it_knows_where_its_bucket_is_and_sees_the_ones_beside():
+    shelf, epoch = Shelf(), int(time.time() // EPOCH_S)
+    directory = Directory(shelf, Identity.ephemeral(), SWARM, bucket=16, epoch_s=EPOCH_S, breadth=3)
+    for _ in range(40):
+        peer = Identity.ephemeral()
+        for at in (epoch, epoch + 1):  # in case an hour ends here
+            prefix = bucket_prefix(at, bits_in(SWARM, at, peer.peer_id)[:2])
+            member = Member(swarm=SWARM, peer=peer.peer_id, addresses=(), issued=time.time(), **ABOUT)
+            shelf.keys[key_of(SWARM, prefix)][peer.peer_id] = make_record(prefix, member, peer)
+    directory.refresh(5)
+    assert len(directory.members()) == directory.size() == 40

@@ -1,6 +1,7 @@
 """Epoch buckets: positions, the depth of a bucket and how peers agree on it, and the keys that are read and written."""
 
 import asyncio
+import math
 from collections import Counter
 
 import msgpack
@@ -304,3 +305,40 @@ def test_the_estimate_is_smoothed_but_for_a_great_change():
         index._estimate = 80.0
         index._learn(draw)
         assert index._estimate == pytest.approx(expected)
+
+
+# -- visitors ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_visitor_counts_the_members_of_eight_buckets_and_is_nearer_to_the_truth_than_by_one():
+    shelf, peers = Shelf(), 1500
+    shelf.fill(EPOCH, 5, peers)
+    errors = {}
+    for breadth in (0, 3):
+        estimates = []
+        for number in range(24):
+            index = shelf.index(f"visitor{number}", bucket=64, breadth=breadth)
+            shelf.read(index)
+            assert index.moved
+            found = shelf.read(index)
+            seen = {peer for names in found.values() for peer in names if index.shows(peer)}
+            estimates.append(index.size(len(seen)) / peers - 1)
+        errors[breadth] = math.sqrt(sum(error**2 for error in estimates) / len(estimates))
+    assert errors[3] < 0.1 < errors[0]
+    assert len(shelf.asked) == len(set(shelf.asked)) < 40, "31 keys at most, and the level above its bucket's way"
+
+
+def test_a_visitor_sees_all_of_a_swarm_of_a_few_buckets_whatever_level_they_are_at():
+    shelf, peers = Shelf(), 60
+    for number in range(peers):
+        bits = bits_in(SWARM, EPOCH, f"peer{number}")
+        shelf.keys.setdefault(bucket_prefix(EPOCH, bits[: 3 if bits[0] == "0" else 2]), {})[f"peer{number}"] = shelf.now
+    west = next(f"visitor{number}" for number in range(99) if bits_in(SWARM, EPOCH, f"visitor{number}")[0] == "0")
+    for visitor, broken in (("visitor0", ""), ("visitor1", ""), (west, ""), (west, bucket_prefix(EPOCH, "11"))):
+        index = shelf.index(visitor, breadth=3)
+        shelf.read(index)
+        shelf.broken = {broken}
+        found = shelf.read(index)
+        seen = {peer for names in found.values() for peer in names if index.shows(peer)}
+        assert len(seen) == index.size(len(seen)) == peers - len(shelf.keys.get(broken, ()))
+        shelf.broken = set()

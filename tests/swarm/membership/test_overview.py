@@ -1,4 +1,4 @@
-"""What `shoal status` says of the whole swarm: exact where all members are in view, else estimated from those of one bucket."""
+"""What `shoal status` says of the whole swarm: exact where all members are in view, else estimated from those in view."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_of_a_sample_sums_are_scaled_and_it_is_said_how_sure_they_are():
     assert found["tokens_per_s"] == pytest.approx(25 * 100 * 16)
     assert found["error"] == 0.2, "a bucket of 25 is 25 give or take 5"
     said = totals_said(found)
-    assert said.startswith("About 400 peers (± 20 %), estimated from the 25 of one bucket: ")
+    assert said.startswith("About 400 peers (± 20 %), estimated from the 25 in view: ")
     assert said.endswith(": 40,000 tokens a second in all, median loss 12.0000.")
 
 
@@ -49,7 +49,7 @@ def test_the_table_says_so_and_stays_short():
     link = {"link": "shoal://x", "invite_only": False}
     shown = table({**overview("a" * 52, manifest, members(MOST + 2), 1e9, 16 * (MOST + 2)), **link})
     assert "about 1,056 peers" in shown
-    assert "About 1,056 peers (± 12 %), estimated from the 66 of one bucket" in shown
+    assert "About 1,056 peers (± 12 %), estimated from the 66 in view" in shown
     assert shown.count("training") == MOST
     assert "2 more members are in view; --json lists all of them." in shown
     few = table({**overview("a" * 52, manifest, members(2), 1e9), **link})
