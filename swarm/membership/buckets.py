@@ -53,7 +53,7 @@ class Draw:
     depth: int
     read: bool = False
     count: int = 1
-    """Members seen in the bucket, this peer among them."""
+    """Members seen in the bucket, this peer among them, and those that went deeper."""
     elsewhere: frozenset[str] = frozenset()
     """Peers that went one level deeper, into the other half of this bucket."""
 
@@ -311,7 +311,8 @@ class Index:
         self.moved = self.moved or depth != draw.depth
         draw.elsewhere = frozenset(gone) if depth == draw.depth else frozenset()
         draw.depth = depth
-        draw.count = 1 + sum(position(peer).startswith(draw.bits[:depth]) for peer in newest)
+        # With those who went deeper: without them the others would take the swarm for smaller than it is, and never follow.
+        draw.count = 1 + sum(position(peer).startswith(draw.bits[:depth]) for peer in gone.union(newest))
 
 
 async def is_in_its_bucket(get: GetBytes, swarm: str, peer: str, epoch: int) -> bool:

@@ -29,6 +29,16 @@ def test_seeds(scenario, first):
     check(scenario, range(first, first + BLOCK))
 
 
+FOUND = {
+    182: "half of a swarm did not count the other half, which had gone a level deeper, and stayed with too many for four epochs",
+}
+"""Seeds of a partition that failed once, and how."""
+
+
+def test_seeds_that_failed_once():
+    check("partition", FOUND)
+
+
 def test_one_seed_is_one_trace(monkeypatch):
     traces = []
     end = run_scenario.__globals__["BucketSwarm"].end
