@@ -198,8 +198,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         time.sleep(2 * options.period)
         quiet = window()
         sights = [sight for found in ask("sight", everyone) for sight in found]
-        memory, pids = resident(below(os.getpid())), below(os.getpid())
-        daemons = {pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().startswith("p2pd")}
+        memory = resident(below(os.getpid()))
         found = newcomers(options, bootstrap)
         ask("talk")
         time.sleep(options.period)
@@ -216,7 +215,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "peers": options.peers, "processes": options.processes, "bucket": options.bucket, "epoch_s": options.epoch_s,
         "period_s": options.period, "seconds": options.seconds, "torch": torch, "started_s": started,
-        "memory_mb": memory, "daemon_mb": resident(daemons) / max(len(daemons), 1),
+        "memory_mb": memory,
         "depths": sorted({depth for *_, depth in sights}), "in_bucket": statistics.mean(there for _, there, _ in sights),
         "listed": statistics.mean(listed), "listed_least": min(listed), **quiet,
         "found_s": found, "gossip_bytes": loud["link_bytes"] - quiet["link_bytes"], "statuses": loud["statuses"],

@@ -21,7 +21,7 @@ def test_a_few_peers_list_each_other_and_a_stranger_finds_newcomers(called, monk
     assert max(found["found_s"]) < 60
     assert 0 < found["record_bytes"] < found["link_bytes"]
     assert found["statuses"] > 0
-    assert found["daemon_mb"] > 1
+    assert found["memory_mb"] > 1
 
 
 @pytest.mark.parametrize("options", [("--peers", "1"), ("--processes", "0"), ("--period", "30")])
