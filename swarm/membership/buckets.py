@@ -54,6 +54,8 @@ class Draw:
     read: bool = False
     count: int = 1
     """Members seen in the bucket, this peer among them, and those that went deeper."""
+    above: int = 0
+    """Members of the bucket one level above that are not of this one, and publish there."""
     elsewhere: frozenset[str] = frozenset()
     """Peers that went one level deeper, into the other half of this bucket."""
 
@@ -265,7 +267,10 @@ class Index:
 
     def _learn(self, draw: Draw) -> None:
         """Take what an epoch showed into the estimate of the swarm's size."""
-        size, before = float(draw.count << draw.depth), self._estimate
+        # Where the other half of the bucket above has come up, both are counted, in place of twice this one.
+        up = draw.depth == 1 and 4 * draw.above >= draw.count
+        size = float(draw.count + draw.above << draw.depth - 1 if up else draw.count << draw.depth)
+        before = self._estimate
         # At depth 0 it is no estimate, and far from the last one it is no chance.
         new = before is None or not draw.depth or not before / 2 <= size <= 2 * before
         self._estimate = size if new or before is None else before + SMOOTH * (size - before)
@@ -313,6 +318,7 @@ class Index:
         draw.depth = depth
         # With those who went deeper: without them the others would take the swarm for smaller than it is, and never follow.
         draw.count = 1 + sum(position(peer).startswith(draw.bits[:depth]) for peer in gone.union(newest))
+        draw.above = sum(not position(peer).startswith(draw.bits[:depth]) for peer in there.get(depth - 1, ()))
 
 
 async def is_in_its_bucket(get: GetBytes, swarm: str, peer: str, epoch: int) -> bool:
