@@ -111,8 +111,8 @@ rl_options = titled(
     click.option(
         "--loss",
         metavar="LOSS",
-        shell_complete=one_of("sapo", "tis", "decoupled", "positive"),
-        help="Loss: sapo, tis, decoupled or positive.  [default: what suits the policy]",
+        shell_complete=one_of("sapo", "tis", "decoupled", "positive", "prime"),
+        help="Loss: sapo, tis, decoupled, positive or prime.  [default: what suits the policy]",
     ),
     click.option("--share-only", is_flag=True, default=None, help="Share rollouts, but do not learn."),
     click.option("--learn-only", is_flag=True, default=None, help="Learn, but share nothing."),

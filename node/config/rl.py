@@ -32,9 +32,9 @@ class RLSettings(BaseModel):
     max_tokens: int = Field(
         default=0, ge=0, le=16_384, description="Largest number of tokens of a completion; 0: what suits the policy."
     )
-    loss: Literal["sapo", "tis", "decoupled", "positive"] | None = Field(
+    loss: Literal["sapo", "tis", "decoupled", "positive", "prime"] | None = Field(
         default=None,
-        description="Loss: sapo, tis, decoupled or positive (shoal.optim.rl.losses); not given, what suits the policy.",
+        description="Loss: sapo, tis, decoupled, positive or prime (shoal.optim.rl.losses); not given, what suits the policy.",
     )
     lr: float | None = Field(default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy.")
     age: int = Field(default=2, ge=0, le=1_000_000, description="Rounds for which another peer's group is of use once it came.")

@@ -5,7 +5,7 @@
     policy_loss(batch).backward()                                   # or policy_loss(batch, LOSSES["decoupled"])
 
 A group is one question with its G completions. The paper's loss is GRPO's with an asymmetric clip and without a KL term, in which
-"old" is the receiver's own policy at the start of the update, also for foreign completions. Three more losses correct for the
+"old" is the receiver's own policy at the start of the update, also for foreign completions. Four more losses correct for the
 policy that wrote a completion; any function of `Completions` that returns one number per token can be used instead.
 `shoal.optim.rl.selection` selects the foreign groups to learn from.
 
@@ -94,6 +94,10 @@ class Completions:
         """Return new over old policy, (B, T), at least float32; 1 where the mask is not set."""
         return self._ratio(self.new, self.old.detach())
 
+    def ratio_to(self, below: Tensor) -> Tensor:
+        """Return new policy over the one with the log-probabilities ``below`` (B, T); 1 where the mask is not set."""
+        return self._ratio(self.new, below)
+
     def weight(self) -> Tensor:
         """Return old policy over the one that wrote the token, (B, T), without gradient; 1 where the latter is not known."""
         return self._ratio(self.old, self.old if self.behaviour is None else self.behaviour).detach()
@@ -154,7 +158,27 @@ def positive(batch: Completions, low: float = LOW, high: float = HIGH) -> Tensor
     return clipped(batch.ratio(), batch.advantages.clamp(min=0), low, high)
 
 
-LOSSES: dict[str, TokenLoss] = {"sapo": sapo, "tis": tis, "decoupled": decoupled, "positive": positive}
+def prime(
+    batch: Completions, token: tuple[float, float] = (0.125, 8.0), geometric: tuple[float, float] = (0.1, 10.0),
+    penalty: float = 1e-3, scale: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Return -ratio x ``scale`` x A + ``penalty`` x log(ratio)^2 per token, the ratio being new / behaviour, after prime-rl.
+
+    Tokens whose ratio is outside ``token`` are left out, as are completions whose geometric mean is outside ``geometric``.
+    Masks and scale (adv_tau) are those of prime-rl's loss by ratios, the penalty (kl_tau) is that of its later one. There the
+    penalty holds for masked tokens too; here a masked token has no gradient, because strangers state its log-probability.
+    """
+    told = batch.old if batch.behaviour is None else batch.behaviour
+    ratio = batch.ratio_to(told.detach())
+    log = ratio.log()
+    mean = (log.detach().sum(1) / batch.mask.sum(1).clamp(min=1)).exp()[:, None]
+    seen = ratio.detach()
+    kept = (seen >= token[0]) & (seen <= token[1]) & (mean >= geometric[0]) & (mean <= geometric[1])
+    terms = penalty * log.square() - scale * ratio * batch.advantages[:, None].to(ratio.dtype)
+    return torch.where(kept, terms, 0.0)
+
+
+LOSSES: dict[str, TokenLoss] = {"sapo": sapo, "tis": tis, "decoupled": decoupled, "positive": positive, "prime": prime}
 """Losses by the names used in settings. For other parameters use ``functools.partial(tis, cap=4.0)``."""
 
 

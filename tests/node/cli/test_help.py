@@ -91,7 +91,7 @@ def test_the_options_of_a_new_swarm_are_in_the_order_in_which_one_needs_them():
 
 def test_names_of_methods_are_those_of_the_library_and_are_completed():
     assert set(options.METHODS) == set(METHODS)
-    assert set(re.findall(r"sapo|tis|decoupled|positive", help_of("up").partition("--loss")[2])) >= set(LOSSES)
+    assert set(re.findall(r"sapo|tis|decoupled|positive|prime", help_of("up").partition("--loss")[2])) >= set(LOSSES)
 
     def completed(*words):
         return [
