@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from bench._quality_methods import FRAGMENTS
-from bench._table.methods import RECIPES, TORCHFT, TORCHFT_STREAMING, TUNED_PEERS, lag
+from bench._table.methods import RECIPES, TORCHFT, TUNED_PEERS, fragments, lag
 from shoal.swarm.exchange.cost import AT_HAND, MEASURED, Costs, Forecast, Line, Work, forecast
 
 LINKS = tuple((mbit, delay) for mbit in (1000, 100, 20) for delay in (0, 50, 200))
@@ -29,7 +28,6 @@ def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float
     nothing else. DDP hides all of it behind one step of computing.
     """
     recipe = RECIPES[method]
-    pieces = FRAGMENTS if recipe.overlap or method == TORCHFT_STREAMING else 1
     late = 1 if method == "ddp" else "auto" if recipe.overlap else lag(method, every)
     nbytes = math.ceil(bytes_per_param * PARAMETERS)
     group = "nobody" if peers == 1 else recipe.group
@@ -38,7 +36,7 @@ def work(method: str, codec: str, peers: int, every: int, bytes_per_param: float
     if method == "ddp" or method in TORCHFT:
         costs = Costs(round_trips=peers - 1, handling=0, at_hand=0 if method == "ddp" else AT_HAND)
     return Work(
-        group, nbytes, PARAMETERS, peers, every, STEP_S, pieces, late, sums=codec == "float32", costs=costs,  # type: ignore[arg-type]
+        group, nbytes, PARAMETERS, peers, every, STEP_S, fragments(method, every), late, sums=codec == "float32", costs=costs,  # type: ignore[arg-type]
     )  # fmt: skip
 
 

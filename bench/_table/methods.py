@@ -147,10 +147,17 @@ SMALL = [
 """What the aims are about, and one row of each other method."""
 
 
+def fragments(method: str, every: int) -> int:
+    """Parts of the model that are sent one after another in a round; torchft wants their number to divide its steps."""
+    if method == TORCHFT_STREAMING:
+        return next(count for count in range(FRAGMENTS, 0, -1) if every % count == 0)
+    return FRAGMENTS if RECIPES[method].overlap else 1
+
+
 def lag(method: str, every: int) -> int:
     """Inner steps from sending to applying in the runs."""
     if method == "co2":
         return every
     if method == TORCHFT_STREAMING:
-        return every // FRAGMENTS - 1
+        return every // fragments(method, every) - 1
     return (LAG if every >= 2 * LAG else max(1, every // 5)) if RECIPES[method].overlap else 0

@@ -2,7 +2,8 @@
 
 Batches, inner optimizer and evaluation are those of the other rows. The outer optimizer is ``torch.optim.SGD`` with Nesterov's
 momentum, as torchft's examples have it, and takes over what our method chose. A fragment is as late as torchft allows: one is in
-flight at a time, so its lag is less than a quarter of a round. What is evaluated are the global parameters.
+flight at a time, so its lag is less than its share of a round; there are four of them, or as many as divide a round's steps. What
+is evaluated are the global parameters.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from bench._quality_methods import FRAGMENTS
 from bench._quality_train import Diverged, backward
 from bench._table.links import marks
-from bench._table.methods import TORCHFT_STREAMING, lag
+from bench._table.methods import TORCHFT_STREAMING, fragments, lag
 from bench._table.train import ON_THE_WAY, Place, Spec, Trained, held_out, inner_optimizer
 from shoal.node.task import Shard
 
@@ -32,7 +32,7 @@ PATIENCE = timedelta(seconds=600)  # for one exchange: peers may wait long for a
 LONGEST_S = 4 * 3600.0
 
 
-def fragments(model: nn.Module, count: int) -> list[nn.Module]:
+def dealt(model: nn.Module, count: int) -> list[nn.Module]:
     """The model's layers dealt to so many modules, or all of it as one."""
     layers = [part for child in model.children() for part in (child if isinstance(child, nn.ModuleList) else [child])]
     return [model] if count == 1 else [nn.ModuleList(layers[number::count]) for number in range(count)]
@@ -90,7 +90,7 @@ def _trained(spec: Spec, place: Place, rank: int, lighthouse: str) -> dict[str, 
     inner, outer = inner_optimizer(task, model, spec), dict(spec.outer)
     scheduler = task.lr_scheduler(inner, spec.steps)
     streaming = spec.method == TORCHFT_STREAMING
-    parts = fragments(model, FRAGMENTS if streaming else 1)
+    parts = dealt(model, fragments(spec.method, spec.every))
     outers = [torch.optim.SGD(p.parameters(), lr=outer["lr"], momentum=outer["momentum"], nesterov=True) for p in parts]
     at, curve = set(marks(spec.steps, spec.every)), []
     with DiLoCo(

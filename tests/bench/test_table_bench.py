@@ -327,13 +327,15 @@ def test_torchft_fragments_hold_each_parameter_once():
     torchft = importlib.import_module("bench._table.torchft")
     model = torchft.nn.Sequential()
     model.extend([torchft.nn.Linear(2, 2), torchft.nn.ModuleList(torchft.nn.Linear(2, 2) for _ in range(5))])
-    parts = torchft.fragments(model, 4)
+    parts = torchft.dealt(model, 4)
     assert [len(list(part.parameters())) for part in parts] == [4, 4, 2, 2]
     assert {id(p) for part in parts for p in part.parameters()} == {id(p) for p in model.parameters()}
-    assert torchft.fragments(model, 1) == [model]
+    assert torchft.dealt(model, 1) == [model]
 
 
 def test_overlapped_runs_are_as_late_as_the_link_that_the_default_is_judged_by():
     what = links.work("noloco-overlap", "int8", 4, 50, 2.03)
     assert methods.lag("noloco-overlap", 50) == methods.lag("streaming", 200) == links.on((100, 50), what).lag
+    late = [(methods.fragments("torchft-streaming", every), methods.lag("torchft-streaming", every)) for every in (10, 50, 200)]
+    assert late == [(2, 4), (2, 24), (4, 49)]  # torchft raises where they do not divide a round, or the lag is all of their share
     assert (methods.lag("noloco-overlap", 10), methods.lag("noloco", 50), methods.lag("co2", 50)) == (2, 0, 50)
