@@ -8,7 +8,7 @@
 # with --gpus all. linux/amd64, because the network daemon in hivemind's wheel is built for Linux x86-64.
 # docker/check.sh, which builds without a registry, names a base of its own.
 ARG BASE=python:3.11-slim
-FROM ${BASE}
+FROM ${BASE} AS build
 
 ARG TORCH_SPEC="torch==2.13.0"
 ARG PIP_ARGS=""
@@ -21,16 +21,26 @@ COPY swarm swarm
 COPY verification verification
 COPY node node
 # In place of the constraint on torch comes TORCH_SPEC, so that another build or version can be chosen.
+# Then goes what nobody needs who runs a node: tests, and what one compiles against (torch.compile on a processor wants it, and g++).
 RUN { grep -v '^torch' constraints.txt; echo "$TORCH_SPEC"; } > /tmp/constraints.txt \
-    && pip install --no-cache-dir $PIP_ARGS -c /tmp/constraints.txt "$TORCH_SPEC" . \
-    && rm -rf /tmp/constraints.txt build
+    && python3 -m venv /opt/venv \
+    && /opt/venv/bin/pip install --no-cache-dir $PIP_ARGS -c /tmp/constraints.txt "$TORCH_SPEC" . \
+    && /opt/venv/bin/pip uninstall --yes pip \
+    && cd /opt/venv/lib/python3*/site-packages \
+    && rm -rf torch/include torch/bin torch/test torch/lib/*.a \
+    && find numpy scipy sympy networkx -depth -type d -name tests -exec rm -rf {} +
+
+FROM ${BASE}
+COPY --from=build /opt/venv /opt/venv
+COPY docker/health.sh /usr/local/bin/shoal-health
 
 # The key and the runs (checkpoints, metrics) are in /data; whoever deletes the volume deletes the node's identity.
 RUN useradd --create-home --uid 1000 shoal && mkdir /data && chown shoal:shoal /data
-ENV XDG_CONFIG_HOME=/data/config
+ENV XDG_CONFIG_HOME=/data/config PATH=/opt/venv/bin:$PATH
 USER shoal
 WORKDIR /data
 VOLUME /data
 EXPOSE 4001
+HEALTHCHECK --interval=30s --timeout=10s --start-period=3m CMD ["shoal-health"]
 ENTRYPOINT ["shoal"]
 CMD ["--help"]

@@ -26,6 +26,7 @@ timeout 900 debootstrap --variant=minbase --include=python3,python3-pip,python3-
     ${MIRROR:+"$MIRROR"} >"$work/log" || { tail -n 20 "$work/log"; exit 1; }
 # As in the image of Python that the Dockerfile names: pip installs for the system. Certificates are those of this machine.
 rm -f "$work"/base/usr/lib/python3*/EXTERNALLY-MANAGED
+rm -rf "$work"/base/var/cache/apt/* "$work"/base/var/lib/apt/lists/*  # of no use in an image
 cp -L /etc/ssl/certs/ca-certificates.crt "$work/base/etc/ssl/certs/ca-certificates.crt"
 base=$(buildah "${store[@]}" from scratch)
 buildah "${store[@]}" copy --quiet "$base" "$work/base" / >/dev/null
@@ -34,7 +35,7 @@ buildah "${store[@]}" commit --quiet --rm "$base" localhost/python >/dev/null
 rm -rf --one-file-system "$work/base"
 
 step "image"
-timeout 1800 buildah "${store[@]}" build --quiet --pull-never --tag shoal --build-arg BASE=localhost/python \
+timeout 1800 buildah "${store[@]}" build --quiet --format docker --pull-never --tag shoal --build-arg BASE=localhost/python \
     --build-arg PIP_ARGS="${PIP_ARGS:-}" ${VOLUME:+--volume "$VOLUME:$VOLUME:ro"} .
 node=$(buildah "${store[@]}" from --pull-never localhost/shoal)
 inside() { timeout 600 buildah "${store[@]}" run "$node" -- "$@"; }
@@ -45,5 +46,30 @@ step "check"
     = "[shoal] [--help]" ] || { echo "the image does not run shoal" >&2; exit 1; }
 inside shoal id new --identity /data/node.key
 inside shoal demo --peers 2 --rounds 2 --every 5 --no-compare
+
+step "health: of nothing, of a node, of a node that was killed"
+inside sh -c '
+    if shoal-health; then echo "healthy without a node" >&2; exit 1; fi
+    shoal up --steps 1000000 --folder /data/runs/checked &
+    node=$! tries=0
+    until [ -e /data/runs/checked/metrics.jsonl ] && shoal-health; do
+        tries=$((tries + 1))
+        if [ "$tries" -gt 120 ]; then echo "a node is not healthy after 120 s" >&2; exit 1; fi
+        sleep 1
+    done
+    kill -KILL "$node"  # its daemon ends with it
+    tries=0
+    while shoal-health; do
+        tries=$((tries + 1))
+        if [ "$tries" -gt 240 ]; then echo "a node that was killed is healthy" >&2; exit 1; fi
+        sleep 1
+    done'
+
+step "size"
+buildah "${store[@]}" rm "$node" >/dev/null
+bare=$(buildah "${store[@]}" from --pull-never localhost/shoal)
+bytes=$(du -sb "$(buildah "${store[@]}" mount "$bare")" | cut -f1)
+echo "$((bytes / 1000000)) MB of files in the image; at most ${MOST_MB:-1200}"
+[ "$bytes" -le "$((${MOST_MB:-1200} * 1000000))" ] || { echo "the image is larger than ${MOST_MB:-1200} MB" >&2; exit 1; }
 
 step "done"
