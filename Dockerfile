@@ -27,7 +27,8 @@ RUN { grep -v '^torch' constraints.txt; echo "$TORCH_SPEC"; } > /tmp/constraints
     && /opt/venv/bin/pip install --no-cache-dir $PIP_ARGS -c /tmp/constraints.txt "$TORCH_SPEC" . \
     && /opt/venv/bin/pip uninstall --yes pip \
     && cd /opt/venv/lib/python3*/site-packages \
-    && rm -rf torch/include torch/bin torch/test torch/lib/*.a \
+    && rm -rf torch/include torch/test torch/lib/*.a \
+    && find torch/bin -type f ! -name torch_shm_manager -delete \
     && find numpy scipy sympy networkx -depth -type d -name tests -exec rm -rf {} +
 
 FROM ${BASE}
