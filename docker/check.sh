@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Builds the image of the Dockerfile without a Docker engine and without an image from a registry, and runs a demo in it: buildah
-# builds on a base that debootstrap makes from Debian's packages. Needs root, buildah, debootstrap and a package index of Python.
+# Builds the image of the Dockerfile without a Docker engine and without an image from a registry, runs a demo in it, and looks at its
+# health check and its size: buildah builds on a base that debootstrap makes from Debian's packages. Needs root, buildah, debootstrap and a package index of Python.
 #
 #   sudo docker/check.sh
 #   sudo PIP_ARGS="--find-links /opt/wheels" VOLUME=/opt/wheels docker/check.sh      # wheels that are on this machine
 #
-# MIRROR names a mirror of Debian; VOLUME a folder that pip may read in the build. Nothing is left behind.
+# MIRROR names a mirror of Debian; VOLUME a folder that pip may read in the build; MOST_MB the
+# largest size. Nothing is left behind.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec </dev/null

@@ -94,13 +94,16 @@ class Completions:
         """Return new over old policy, (B, T), at least float32; 1 where the mask is not set."""
         return self._ratio(self.new, self.old.detach())
 
-    def ratio_to(self, below: Tensor) -> Tensor:
-        """Return new policy over the one with the log-probabilities ``below`` (B, T); 1 where the mask is not set."""
-        return self._ratio(self.new, below)
+    def ratio_to_writer(self) -> Tensor:
+        """Return new policy over the one that wrote the token, (B, T), or over the old one where that is not known."""
+        return self._ratio(self.new, self._writer().detach())
 
     def weight(self) -> Tensor:
         """Return old policy over the one that wrote the token, (B, T), without gradient; 1 where the latter is not known."""
-        return self._ratio(self.old, self.old if self.behaviour is None else self.behaviour).detach()
+        return self._ratio(self.old, self._writer()).detach()
+
+    def _writer(self) -> Tensor:
+        return self.old if self.behaviour is None else self.behaviour
 
     def _ratio(self, above: Tensor, below: Tensor) -> Tensor:
         # Both are masked before the subtraction: the padding may be infinite or NaN.
@@ -168,8 +171,7 @@ def prime(
     Masks and scale (adv_tau) are those of prime-rl's loss by ratios, the penalty (kl_tau) is that of its later one. There the
     penalty holds for masked tokens too; here a masked token has no gradient, because strangers state its log-probability.
     """
-    told = batch.old if batch.behaviour is None else batch.behaviour
-    ratio = batch.ratio_to(told.detach())
+    ratio = batch.ratio_to_writer()
     log = ratio.log()
     mean = (log.detach().sum(1) / batch.mask.sum(1).clamp(min=1)).exp()[:, None]
     seen = ratio.detach()

@@ -267,9 +267,10 @@ class Index:
 
     def _learn(self, draw: Draw) -> None:
         """Take what an epoch showed into the estimate of the swarm's size."""
-        # Where the other half of the bucket above has come up, both are counted, in place of twice this one.
+        # Where the other half of the swarm has come up, both are counted, in place of twice this one. Deeper down, or by a few that
+        # came up, it would make parts that just met take the swarm for small.
         up = draw.depth == 1 and 4 * draw.above >= draw.count
-        size = float(draw.count + draw.above << draw.depth - 1 if up else draw.count << draw.depth)
+        size = float(draw.count + draw.above if up else draw.count << draw.depth)
         before = self._estimate
         # At depth 0 it is no estimate, and far from the last one it is no chance.
         new = before is None or not draw.depth or not before / 2 <= size <= 2 * before
