@@ -25,6 +25,7 @@ HERE = "--listen=/ip4/127.0.0.1/tcp/0"
 ELSEWHERE = {
     "add_env.py": "tests/node/rl",
     "custom_model.py": "tests/node/tasks/test_loader.py",
+    "py_libp2p.py": "tests/node/watch/test_light_client.py",
     "own_loop.py": "tests/optim/outer/test_own_loop.py",
     "torchrun.py": "tests/exchanges/test_torchrun.py",
 }

@@ -173,6 +173,13 @@ def test_core_installs_little():
     assert PROJECT["project"]["scripts"] == {"shoal": "shoal.node.cli.main:main"}
 
 
+def test_watching_needs_nothing_that_must_be_compiled():
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert {re.match(r"[\w-]+", line)[0] for line in extras["watch"]} == {"textual", "aiohttp", "segno"}
+    assert extras["libp2p"] == ["libp2p==0.8.1"]
+    assert "libp2p" not in str([extras[name] for name in extras if name != "libp2p"])
+
+
 def test_licence():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text

@@ -13,10 +13,7 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.extras import require
 from shoal.node.logs import log_to_stderr
 
-LIVE, SHOWN = (
-    ("trio", "libp2p"),
-    {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()},
-)  # packages of a live swarm, of each form
+SHOWN = {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()}  # packages of each form
 OWN = (HERE, "::1", "localhost")
 MAX_WAITING = 100_000  # events that wait for the screen
 
@@ -66,9 +63,7 @@ def watch(
     parsed = read_link(link) if link is not None else None
     log_to_stderr(verbose)
     form = "web" if place is not None else form or ("tui" if sys.stdout.isatty() else "json")
-    needed = [*(LIVE if parsed is not None else ()), *SHOWN[form]]
-    instead = "use --json, which needs none" if parsed is None else ""
-    require(WatchError, f"shoal watch --{form}", *needed, extra="watch", otherwise=instead)
+    require(WatchError, f"shoal watch --{form}", *SHOWN[form], extra="watch", otherwise="use --json, which needs none")
     from shoal.node.watch.stream import event_sink, print_lines
 
     inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]

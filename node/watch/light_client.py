@@ -1,53 +1,49 @@
-"""Pure-Python peer (py-libp2p) that subscribes to a swarm's topic of statuses and publishes nothing.
+"""Light client of a swarm, on libp2p's daemon: it subscribes to the topic of statuses and publishes nothing.
 
-It needs neither a daemon nor torch. It must not share a process with hivemind: both register the same protobuf names, so whichever
-comes second fails to import. It dials the link's addresses first, asks a seed among them for members, and keeps connections to a
-few nodes, whose addresses it learns from their statuses; so it continues when the first peers are gone.
+Like a bootstrap node it needs neither torch nor hivemind's Python, only the daemon in hivemind's wheel. It dials the link's
+addresses first, asks a bootstrap node among them for members, and keeps connections to a few nodes, whose addresses it learns
+from their statuses; so it continues when the first peers are gone.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
-
-import trio
-from libp2p import new_host
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.custom_types import TProtocol
-from libp2p.peer.id import ID
-from libp2p.peer.peerinfo import PeerInfo
-from libp2p.pubsub.gossipsub import GossipSub
-from libp2p.pubsub.pubsub import Pubsub
-from libp2p.tools.anyio_service import background_trio_service
-from multiaddr import Multiaddr
 
 from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Unreachable, Watching
 from shoal.node.watch.peer_addresses import PeerAddresses
 from shoal.node.watch.record_filter import RecordFilter
 from shoal.swarm.access.link import Link
-from shoal.swarm.errors import MessageError
+from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.envelope import topic_of
-from shoal.swarm.identity import b58encode
+from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
+from shoal.swarm.p2p import dial, seed_client
+from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
+from shoal.swarm.p2p.peerstore import DialBackoff
+from shoal.swarm.p2p.pubsub import Subscription
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.topics.status import Status
-from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, unpack, unseal
+from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.join import ManifestReply, ManifestRequest
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedReply, SeedRequest
+from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 log = logging.getLogger(__name__)
 
+LISTEN = ("/ip4/127.0.0.1/tcp/0",)  # nobody calls a watcher
 WANTED = 4  # connections to keep
 DIAL_S = 5.0  # seconds for one attempt to connect
 ASK_S = 5.0  # seconds for one question and its answer
 LOOK_S = 0.25  # seconds between two looks at the connections
-MAX_RPC = 4 * MAX_MESSAGE  # bytes of one GossipSub frame, which may hold several messages
+RESTART_S = 1.0  # seconds before a daemon that ended is started again
 
 
 class LightClient:
-    """Watcher of the swarm of ``link``, which passes every event to ``send``, in the thread that runs `run`."""
+    """Watcher of the swarm of ``link``, which passes every event to ``send``, on the loop that runs `run`."""
 
     def __init__(self, link: Link, send: Callable[[Event], None], clock: Callable[[], float] = time.time) -> None:
         self._link, self._send, self._clock = link, send, clock
@@ -56,32 +52,47 @@ class LightClient:
         for address in link.bootstrap:
             peer = address.rpartition("/p2p/")[2]
             self._book.learn(peer, (*self._book.addresses(peer), address))
+        self._traffic = TrafficMeter()
         self._connected: set[str] = set()
         self._dialling: set[str] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
         self._described = False
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Watch until cancelled; a daemon that ends is started again. Raises StartupError."""
         self._send(Watching(time=self._clock(), swarm=self._link.swarm))
-        self._host: Any = new_host(key_pair=create_new_key_pair())
-        router = GossipSub(
-            protocols=[TProtocol("/meshsub/1.1.0")],
-            degree=6,
-            degree_low=4,
-            degree_high=12,
-            heartbeat_interval=1,
-            spam_protection_enabled=False,  # it counts by forwarder, which brings everybody's; `RecordFilter` counts by publisher
-        )
-        topic = topic_of(self._link.swarm, Status)
-        pubsub = Pubsub(self._host, router, max_inbound_rpc_size=MAX_RPC, allowed_topics={topic})
-        async with self._host.run(listen_addrs=[]), background_trio_service(pubsub), background_trio_service(router):
-            await pubsub.wait_until_ready()
-            subscription = await pubsub.subscribe(topic)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._keep_connected, nursery)
-                while True:
-                    message = await subscription.get()
-                    self._take(b58encode(bytes(message.from_id)[:64]), bytes(message.data))
+        while True:
+            daemon = await Daemon.launch(Identity.ephemeral(), listen=LISTEN, light=True)
+            daemon.backoff = DialBackoff(self._link.bootstrap)
+            try:
+                await self._watch(daemon)
+            except (*DAEMON_GONE, NetworkError, asyncio.TimeoutError) as error:
+                log.warning("the network daemon stopped (%r); restarting it", error)
+            finally:
+                await daemon.shutdown()
+            self._note_connections(daemon, set())
+            await asyncio.sleep(RESTART_S)
+
+    async def _watch(self, daemon: Daemon) -> None:
+        try:
+            await asyncio.gather(self._start(self._listen(daemon)), self._start(self._keep_connected(daemon)))
+        finally:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _listen(self, daemon: Daemon) -> None:
+        subscription = await asyncio.wait_for(Subscription.to(daemon, topic_of(self._link.swarm, Status)), ASK_S)
+        while True:
+            message = await subscription.next()
+            self._take(message.publisher, message.data)
 
     def _take(self, publisher: str, data: bytes) -> None:
         try:
@@ -94,62 +105,74 @@ class LightClient:
             self._book.learn(status.peer, status.addresses)
         self._send(Heard(time=self._clock(), peer=status.peer, status=status))
 
-    async def _keep_connected(self, nursery: trio.Nursery) -> None:
+    async def _keep_connected(self, daemon: Daemon) -> None:
+        now = asyncio.get_running_loop().time
         while True:
-            here = {peer.to_base58() for peer in self._host.get_connected_peers()}
-            for peer in self._connected - here:
-                self._send(Disconnected(time=self._clock(), peer=peer))
-            self._connected &= here
+            here = set(await asyncio.wait_for(daemon.peers(), ASK_S))
+            self._note_connections(daemon, here)
             busy = here | self._dialling
-            for peer in self._book.due(trio.current_time(), busy)[: max(WANTED - len(busy), 0)]:
+            for peer in self._book.due(now(), busy)[: max(WANTED - len(busy), 0)]:
                 self._dialling.add(peer)
-                nursery.start_soon(self._dial, peer)
-            await trio.sleep(LOOK_S)
+                self._start(self._dial(daemon, peer))
+            await asyncio.sleep(LOOK_S)
 
-    async def _dial(self, peer: str) -> None:
-        why = f"did not answer within {DIAL_S:g} s"
-        reached = False
+    def _note_connections(self, daemon: Daemon, here: set[str]) -> None:
+        for peer in self._connected - here:
+            self._send(Disconnected(time=self._clock(), peer=peer))
+        for peer in here - self._connected:
+            self._send(Connected(time=self._clock(), peer=peer))
+            self._start(self._get_to_know(daemon, peer))
+        self._connected = here
+
+    async def _dial(self, daemon: Daemon, peer: str) -> None:
+        addresses, reached, why = self._book.addresses(peer), False, ""
         try:
-            with trio.move_on_after(DIAL_S):
-                addresses = [Multiaddr(address) for address in self._book.addresses(peer)]
-                await self._host.connect(PeerInfo(ID.from_base58(peer), addresses))
-                reached = True
-        except Exception:  # the library has no common base for what a dial can raise
-            log.debug("dialling %s failed", peer, exc_info=True)
-            at = ", ".join(address.rpartition("/p2p/")[0] for address in self._book.addresses(peer))
-            why = f"nobody answers as this peer at {at}"
+            await asyncio.wait_for(daemon.connect(peer, addresses), DIAL_S)
+            reached = True
+        except PutOffError:
+            log.debug("%s is not dialled: its host failed under other names", peer)
+        except (DaemonError, ValueError) as error:
+            why = dial.why(error, addresses[0])
+        except asyncio.TimeoutError:
+            why = f"did not answer within {DIAL_S:g} s"
+        except (OSError, EOFError) as error:  # the daemon is gone, which `_listen` sees too
+            log.debug("dialling %s ended: %r", peer, error)
         finally:
             self._dialling.discard(peer)
-        self._book.tried(peer, trio.current_time(), reached=reached)
-        if not reached:
+        self._book.tried(peer, asyncio.get_running_loop().time(), reached=reached)
+        if why:
             self._send(Unreachable(time=self._clock(), peer=peer, reason=why))
-            return
-        self._connected.add(peer)
-        self._send(Connected(time=self._clock(), peer=peer))
-        await self._get_to_know(peer)
 
-    async def _get_to_know(self, peer: str) -> None:
-        """Ask a node for the manifest, or a seed for members; a peer that knows neither is kept as well."""
+    async def _get_to_know(self, daemon: Daemon, peer: str) -> None:
+        """Ask a node for the manifest, or a bootstrap node for members; a peer that knows neither is kept as well."""
         try:
-            with trio.move_on_after(ASK_S):
-                if not self._described and await self._describe(peer):
-                    return
-            if peer in self._link_peers():
-                with trio.move_on_after(ASK_S):
-                    await self._ask_seed(peer)
-        except Exception:  # another library's errors again: an unanswered question costs a title and no more
-            log.debug("asking %s failed", peer, exc_info=True)
+            if not self._described and await self._describe(daemon, peer):
+                return
+            if peer in {address.rpartition("/p2p/")[2] for address in self._link.bootstrap}:
+                stream = await self._open(daemon, peer, SEED_PROTOCOL)
+                try:
+                    members = await seed_client.ask(stream, self._link.swarm)
+                finally:
+                    stream.close()
+                for member in members:
+                    self._book.learn(member.peer, member.addresses)
+        except (*DAEMON_GONE, NetworkError, MessageError, asyncio.TimeoutError) as error:  # it costs a title and no more
+            log.debug("asking %s failed: %r", peer, error)
 
-    def _link_peers(self) -> set[str]:
-        return {address.rpartition("/p2p/")[2] for address in self._link.bootstrap}
+    async def _open(self, daemon: Daemon, peer: str, protocol: str) -> Stream:
+        return Stream(peer, *await asyncio.wait_for(daemon.open(peer, protocol), ASK_S), self._traffic)
 
-    async def _describe(self, peer: str) -> bool:
+    async def _describe(self, daemon: Daemon, peer: str) -> bool:
         try:
-            data = await self._ask(peer, MANIFEST_PROTOCOL, pack(ManifestRequest(swarm=self._link.swarm)), ManifestReply.LIMIT)
-        except Exception:
-            log.debug("no manifest from %s", peer, exc_info=True)  # a seed has none
+            stream = await self._open(daemon, peer, MANIFEST_PROTOCOL)
+        except DaemonError as error:
+            log.debug("no manifest from %s: %s", peer, error)  # a bootstrap node has none
             return False
-        reply = unpack(data, ManifestReply)
+        try:
+            await stream.send(pack(ManifestRequest(swarm=self._link.swarm)), ASK_S)
+            reply = unpack(await stream.receive(ManifestReply.LIMIT, ASK_S), ManifestReply)
+        finally:
+            stream.close()
         if reply.manifest is None or swarm_id(reply.manifest) != self._link.swarm:
             return False
         title = title_of(reply.manifest)
@@ -157,34 +180,3 @@ class LightClient:
             self._described = True
             self._send(Described(time=self._clock(), **title._asdict()))
         return True
-
-    async def _ask_seed(self, peer: str) -> None:
-        reply = unpack(await self._ask(peer, SEED_PROTOCOL, pack(SeedRequest(swarm=self._link.swarm)), SeedReply.LIMIT), SeedReply)
-        for sealed in reply.members:
-            _, member = unseal(sealed, Member)
-            if member.swarm == self._link.swarm:
-                self._book.learn(member.peer, member.addresses)
-
-    async def _ask(self, peer: str, protocol: str, question: bytes, limit: int) -> bytes:
-        """Send one framed message, and return the answer of at most ``limit`` bytes."""
-        stream = await self._host.new_stream(ID.from_base58(peer), [TProtocol(protocol)])
-        try:
-            await stream.write(len(question).to_bytes(4, "big") + question)
-            size = int.from_bytes(await _exactly(stream, 4), "big")
-            if size > limit:
-                raise MessageError(f"An answer of {size} bytes was refused.", "oversized")
-            return await _exactly(stream, size)
-        finally:
-            with trio.move_on_after(1.0) as scope:
-                scope.shield = True
-                await stream.close()
-
-
-async def _exactly(stream: Any, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = await stream.read(size - len(data))
-        if not part:
-            raise MessageError("An answer was cut short.", "truncated")
-        data += part
-    return data

@@ -8,15 +8,10 @@ from collections.abc import Iterable
 
 from shoal.swarm.access.link import address_problem
 
-AGAIN_S = 3.0  # seconds before the same peer is dialled again, doubled with each failure
+AGAIN_S = 6.0  # seconds (libp2p itself puts a dial off for 5) before the same peer is dialled again, doubled with each failure
 AGAIN_MAX_S = 60.0
 MOST_FAILURES = 30  # failures that are counted
 MAX_KNOWN = 1024  # peers whose addresses are kept
-
-
-def dialable(address: str) -> bool:
-    """Return whether this client can dial ``address``: TCP, and not through a relay."""
-    return address_problem(address) is None and "/tcp/" in address and "/p2p-circuit" not in address
 
 
 class PeerAddresses:
@@ -29,7 +24,7 @@ class PeerAddresses:
 
     def learn(self, peer: str, addresses: Iterable[str]) -> None:
         """Replace the addresses of ``peer``."""
-        usable = tuple(a for a in addresses if dialable(a) and a.endswith(f"/p2p/{peer}"))
+        usable = tuple(a for a in addresses if address_problem(a) is None and a.endswith(f"/p2p/{peer}"))
         if not usable:
             return
         self._known[peer] = usable

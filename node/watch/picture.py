@@ -18,8 +18,8 @@ EDGES = 512  # pairs on the map
 STRANGER_S = 10.0  # seconds after which a connected peer that says nothing is taken for a bootstrap node
 
 
-def picture(view: SwarmView, *, ended: bool, link: ShownLink | None = None, shared: bool = False) -> dict[str, Any]:
-    """Return the data of the page. ``shared``: for strangers, so without addresses; ``ended``: no more events come."""
+def picture(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> dict[str, Any]:
+    """Return the data of the page, without addresses, for strangers may see it; ``ended``: no more events come."""
     rows = view.rows()[:ROWS]
     peers = [peer for _, peer in view.rows()]
     edges = sorted(view.meetings.edges().items(), key=lambda item: -item[1].time)[:EDGES]
@@ -40,7 +40,6 @@ def picture(view: SwarmView, *, ended: bool, link: ShownLink | None = None, shar
         "link": None if link is None else link.picture(view),
         "totals": view.totals(),
         "refused": dict(view.refused),
-        "unreachable": {} if shared else dict(list(view.unreachable.items())[-8:]),
         "peers": [
             {
                 "id": key,

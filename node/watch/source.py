@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from shoal.node.watch.recording import replay
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import ShoalError
 
-log = logging.getLogger(__name__)
+END_S = 2.0  # seconds
 
 Send = Callable[[Event], None]
 
@@ -52,10 +53,10 @@ class _Thread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and wait a second at most for the connections to be closed."""
+        """End, and wait `END_S` at most for the network daemon, which ends with this process in any case."""
         self._stopped.set()
         if self._thread.is_alive():
-            self._thread.join(1.0)
+            self._thread.join(END_S)
 
     def check(self) -> None:
         """Raise the error with which it ended, if it ended with one."""
@@ -93,23 +94,16 @@ class Live(_Thread):
         self._link, self._send = link, send
 
     def _work(self) -> None:
-        try:
-            with uncollected():
-                import trio
-
-                from shoal.node.watch.light_client import LightClient
-        except ImportError as error:
-            what = str(error)[:200]
-            raise WatchError(f"A package cannot be imported ({what}): reinstall it by pip install 'shoal[watch]'.") from error
-        if not log.isEnabledFor(logging.DEBUG):  # an unreachable peer is an event
-            logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+        with uncollected():
+            from shoal.node.watch.light_client import LightClient
         client = LightClient(self._link, self._send)
 
         async def until_stopped() -> None:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(client.run)
-                while not self._stopped.is_set():
-                    await trio.sleep(0.05)
-                nursery.cancel_scope.cancel()
+            watching = asyncio.ensure_future(client.run())
+            while not self._stopped.is_set() and not watching.done():
+                await asyncio.sleep(0.05)
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
 
-        trio.run(until_stopped)
+        asyncio.run(until_stopped())

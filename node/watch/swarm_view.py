@@ -5,6 +5,7 @@ It never waits, reads no clock and trusts no input: every collection is bounded,
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
@@ -129,6 +130,9 @@ class SwarmView:
             self.connected.discard(event.peer)
             self.met.pop(event.peer, None)
         elif isinstance(event, Unreachable):
+            if event.peer not in self.unreachable:
+                why = re.split(r" \(| at /| /", event.reason)[0]  # strangers may read it, so without addresses
+                self._note("peer", f"…{event.peer[-TAIL:]} {why}")
             self.unreachable[event.peer] = event.reason
             if len(self.unreachable) > MAX_PEERS:
                 self.unreachable.popitem(last=False)

@@ -106,7 +106,7 @@ class Page:
 
     def _picture(self, view: SwarmView, *, ended: bool) -> str:
         span = None if self._timeline is None else self._timeline.span
-        return dumps({**picture(view, ended=ended, link=self._link, shared=self._shared), "span": span})
+        return dumps({**picture(view, ended=ended, link=self._link), "span": span})
 
     async def _at(self, request: web.Request) -> web.Response:
         """Answer with the picture at ``?time=``, Unix seconds. One is made at a time, in a thread, so the stream goes on."""

@@ -23,7 +23,7 @@ _REASONS = (
     (r"connection refused", "refused the connection: no node listens there, start it or get a new link"),
     (r"no such host|lookup |failed to resolve|server misbehaving", "has a name that cannot be resolved: check it, and DNS"),
     (r"network is unreachable|no route to host", "cannot be reached from this machine's network: check the connection"),
-    (r"not dialled again yet", "did not answer lately and is dialled again within minutes, or when it calls"),
+    (r"not dialled again yet|dial backoff", "did not answer lately and is dialled again within minutes, or when it calls"),
     (r"dial to self", "is this node itself: give the address of another node"),
     (r"deadline exceeded|i/o timeout|timed out", "timed out: check that its machine is on and its firewall open"),
     (r"failed to negotiate", "is answered by something that is no node of this kind: check the port"),

@@ -8,15 +8,17 @@ its own key and checks those of others, so the publisher is known; the author of
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import b58encode
-from shoal.swarm.p2p.daemon import DAEMON_GONE, messages, read_message
-from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
+from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, messages, read_message
 from shoal.swarm.p2p.multiaddr import MAX_ID
-from shoal.swarm.pacing.budget import BandwidthLimiter
 from shoal.swarm.wire.envelope import MAX_MESSAGE
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
+    from shoal.swarm.pacing.budget import BandwidthLimiter
 
 CALL_S = 5.0  # seconds for one call to the own daemon
 
@@ -35,6 +37,12 @@ class Subscription:
         self._reader = reader
         self._writer = writer  # kept: dropping it would end the subscription
 
+    @classmethod
+    async def to(cls, daemon: Daemon, topic: str) -> Subscription:
+        """Subscribe to ``topic`` on a daemon that no supervisor restarts. Raises one of `daemon.DAEMON_GONE`."""
+        reader, writer, _ = await daemon.request("PUBSUB", pubsub=_request("SUBSCRIBE", topic))
+        return cls(reader, writer)
+
     async def next(self) -> Published:
         """Wait for the next message. Raises NetworkError when the daemon has ended."""
         try:
@@ -46,6 +54,11 @@ class Subscription:
     def close(self) -> None:
         """Stop listening."""
         self._writer.close()
+
+
+def _request(kind: str, topic: str, **fields: bytes) -> Any:
+    types = messages().PSRequest
+    return types(type=types.Type.Value(kind), topic=topic, **fields)
 
 
 class PubSub:
@@ -79,10 +92,9 @@ class PubSub:
         return tuple(sorted(b58encode(peer[:MAX_ID]) for peer in answer.pubsub.peerIDs))
 
     async def _ask(self, kind: str, topic: str, **fields: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Any]:
-        daemon, types = self._supervisor.running(), messages()
-        request = types.PSRequest(type=types.PSRequest.Type.Value(kind), topic=topic, **fields)
+        asked = self._supervisor.running().request("PUBSUB", pubsub=_request(kind, topic, **fields))
         try:
-            return await self._supervisor.unless_down(daemon.request("PUBSUB", pubsub=request), CALL_S)
+            return await self._supervisor.unless_down(asked, CALL_S)
         except asyncio.TimeoutError:
             raise NetworkError(f"the daemon did not answer within {CALL_S:g} s.") from None
         except DAEMON_GONE as error:

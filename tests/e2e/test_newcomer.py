@@ -43,8 +43,8 @@ def install(home, step):
     """Build the wheel and install it with its extra `watch`; return the folder of the venv's commands."""
     kept = os.environ.get("SHOAL_NEWCOMER_VENV")
     folder = Path(kept) if kept else home / "venv"
-    # Of the checkout, nothing may be seen.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Of the checkout, nothing may be seen; and no compiler is needed.
+    env = {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, "CC": "false", "CXX": "false"}
 
     def pip(*arguments):
         command = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *arguments]
@@ -60,7 +60,6 @@ def install(home, step):
         shutil.rmtree(home / "copy")
     with step("pip install", 1500):
         (wheel,) = (home / "dist").iterdir()
-        # One command for all: pip then finds versions that suit both hivemind and libp2p.
         pip("install", "--quiet", "-c", ROOT / "constraints.txt", f"shoal[watch] @ {wheel.as_uri()}")
     return folder / "bin"
 

@@ -19,7 +19,6 @@ def heard(watcher, kind="status"):
 
 @pytest.mark.slow(reason="real nodes are watched until one is missed")
 def test_a_swarm_is_watched_while_nodes_die_and_somebody_gossips_garbage(shoal, eventually):
-    pytest.importorskip("trio", reason="libp2p is not installed")
     first = create(shoal, "first", "--set", "swarm.start_when=2")
     link = first.line()
     joiner(shoal, link, "second")

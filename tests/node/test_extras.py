@@ -37,9 +37,12 @@ def watch(*arguments):
         ),
         (lambda: load_hf("x"), PolicyError, "'hf:x' needs the package transformers, .*'shoal[rl]', or choose tiny."),
         (lambda: Gym("sapo9"), EnvError, "'sapo9' needs the package reasoning_gym, .*'shoal[rl]', or choose strings."),
-        (lambda: watch(LINK, "--web", "0"), WatchError, "watch --web needs the packages trio, libp2p, aiohttp, .*'shoal[watch]'."),
-        (lambda: watch(LINK, "--tui"), WatchError, "watch --tui needs the packages trio, libp2p, textual, .*'shoal[watch]'."),
-        (lambda: watch(LINK, "--json"), WatchError, "watch --json needs the packages trio, libp2p, .*'shoal[watch]'."),
+        (
+            lambda: watch(LINK, "--web", "0"),
+            WatchError,
+            "watch --web needs the packages aiohttp, segno, .*'shoal[watch]', or use --json",
+        ),
+        (lambda: watch(LINK, "--tui"), WatchError, "watch --tui needs the package textual, .*'shoal[watch]', or use --json"),
         (lambda: watch("--replay", "x", "--tui"), WatchError, "needs the package textual, .*, or use --json, which needs none."),
     ],
 )

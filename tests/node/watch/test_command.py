@@ -16,7 +16,7 @@ from tests.node.watch.conftest import NOW
 
 NOBODY = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
 
-# A process of its own: libp2p and hivemind cannot be imported into the same one, and other tests need hivemind.
+# A process of its own, to see what it imports.
 ALONE = """
 import json, sys
 from shoal.node.cli.main import main
@@ -49,7 +49,7 @@ def said(*arguments):
     return str(ended.exception)
 
 
-def test_a_recording_is_printed_as_it_is_and_without_libp2p(recording):
+def test_a_recording_is_printed_as_it_is_and_without_a_network(recording):
     code, lines, errors = run("--replay", str(recording), "--speed", "0")
     assert (code, errors) == (0, [])
     assert lines[:-1] == recording.read_text().splitlines()
@@ -66,7 +66,7 @@ def test_what_cannot_be_watched_is_one_sentence(recording, tmp_path):
 
 @pytest.mark.parametrize("flags", [(), ("--no-link",)], ids=["link", "no-link"])
 def test_the_page_of_a_live_swarm_has_its_link_without_torch_or_hivemind(flags):
-    for package in ("trio", "aiohttp", "segno"):
+    for package in ("aiohttp", "segno"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     command = [sys.executable, "-c", ALONE, f"{NOBODY}&invite=secret", "--web", "0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -78,11 +78,10 @@ def test_the_page_of_a_live_swarm_has_its_link_without_torch_or_hivemind(flags):
     found = json.loads(line.removeprefix("data: "))["link"]
     assert found is None if flags else found["text"] == NOBODY
     assert "secret" not in line
-    assert set(json.loads(rest.splitlines()[-1])) <= {"libp2p"}
+    assert json.loads(rest.splitlines()[-1]) == []
 
 
 def test_a_swarm_that_nobody_is_in_is_told_as_an_event_and_needs_neither_torch_nor_hivemind():
-    pytest.importorskip("trio", reason="libp2p is not installed")
     command = [sys.executable, "-c", ALONE, NOBODY, "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         first, second = (json.loads(process.stdout.readline()) for _ in range(2))
@@ -90,8 +89,11 @@ def test_a_swarm_that_nobody_is_in_is_told_as_an_event_and_needs_neither_torch_n
         rest, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.strip()) == (130, "")
     assert first["event"] == "watching"
-    assert (second["event"], second["reason"]) == ("unreachable", "nobody answers as this peer at /ip4/127.0.0.1/tcp/1")
-    assert json.loads(rest.splitlines()[-1]) == ["libp2p"]
+    assert (second["event"], second["reason"]) == (
+        "unreachable",
+        "refused the connection: no node listens there, start it or get a new link",
+    )
+    assert json.loads(rest.splitlines()[-1]) == []
 
 
 def test_a_page_for_others_must_be_wanted(recording):

@@ -171,8 +171,12 @@ def test_connections_and_refusals_are_counted(authors):
     assert view.connected == set()
     assert view.unreachable == {bert.peer: "nobody answers"}
     assert view.refused == {"forged": 2, "malformed": 1}
+    view.take(Unreachable(time=NOW, peer=bert.peer, reason="could not be connected to (* [/ip4/192.0.2.1/tcp/1] refused)"))
+    assert [item.text for item in view.log] == [f"…{bert.tail} nobody answers"]  # once
     view.take(Connected(time=NOW, peer=bert.peer))
     assert view.unreachable == {}
+    view.take(Unreachable(time=NOW, peer=bert.peer, reason="could not be connected to (* [/ip4/192.0.2.1/tcp/1] refused)"))
+    assert view.log[-1].text == f"…{bert.tail} could not be connected to"  # the page may be read by strangers
 
 
 def test_it_is_bounded(monkeypatch):

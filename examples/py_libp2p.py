@@ -1,0 +1,112 @@
+"""Peer on another implementation of libp2p than Shoal's daemon: it asks a node for the manifest and prints what nodes publish.
+
+    pip install -c constraints.txt -e '.[libp2p]'      # builds fastecdsa, which needs a C compiler and libgmp-dev
+    python examples/py_libp2p.py 'shoal://LINK'
+
+py-libp2p is Python alone. This file is a start for a client of your own, where no daemon runs. It also shows that docs/wire.md is
+enough to write one: it uses streams, framed messages, signed records and GossipSub. It prints a line of JSON for the manifest's
+title and for each status, until Ctrl-C. It dials the addresses in the link and no others; `shoal watch` finds further ones.
+It must not share a process with hivemind: both register the same protobuf names.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Any
+
+import trio
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pubsub import Pubsub
+from libp2p.tools.anyio_service import background_trio_service
+from multiaddr import Multiaddr
+
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip.envelope import open_body, open_envelope, room_for, topic_of
+from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
+from shoal.swarm.topics.status import Status
+from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, unpack
+from shoal.swarm.wire.join import ManifestReply, ManifestRequest
+
+DIAL_S = ASK_S = 10.0  # seconds to connect, and for one question and its answer
+
+
+async def main(link: Link) -> None:
+    """Connect to the peers of ``link``, then print title and statuses for as long as it runs."""
+    host: Any = new_host(key_pair=create_new_key_pair())
+    router = GossipSub(protocols=[TProtocol("/meshsub/1.1.0")], degree=6, degree_low=4, degree_high=12, heartbeat_interval=1)
+    topic = topic_of(link.swarm, Status)
+    pubsub = Pubsub(host, router, max_inbound_rpc_size=4 * MAX_MESSAGE, allowed_topics={topic})
+    async with host.run(listen_addrs=[]), background_trio_service(pubsub), background_trio_service(router):
+        await pubsub.wait_until_ready()
+        subscription = await pubsub.subscribe(topic)
+        reached = [peer for address in link.bootstrap if (peer := await connect(host, address)) is not None]
+        if not reached:
+            sys.exit("No peer of the link answers: ask for a fresh one.")
+        with trio.move_on_after(ASK_S):
+            print(json.dumps(await describe(host, reached[0], link.swarm)), flush=True)
+        while True:
+            message = await subscription.get()
+            if (status := opened(bytes(message.data), link.swarm)) is not None:
+                print(status.model_dump_json(include={"name", "peer", "state", "round", "loss"}), flush=True)
+
+
+async def connect(host: Any, address: str) -> ID | None:
+    """Return the id of the peer at ``address``, or None if it does not answer."""
+    peer = ID.from_base58(address.rpartition("/p2p/")[2])
+    try:
+        with trio.fail_after(DIAL_S):
+            await host.connect(PeerInfo(peer, [Multiaddr(address)]))
+    except Exception as error:  # the library has no common base for what a dial can raise
+        print(f"{address} was not reached: {error!r}"[:300], file=sys.stderr)
+        return None
+    return peer
+
+
+async def describe(host: Any, peer: ID, swarm: str) -> dict[str, Any]:
+    """Return the title of the manifest, which ``peer`` hands over and which must have the hash that the link names."""
+    stream = await host.new_stream(peer, [TProtocol(MANIFEST_PROTOCOL)])
+    question = pack(ManifestRequest(swarm=swarm))
+    await stream.write(len(question).to_bytes(4, "big") + question)
+    size = int.from_bytes(await exactly(stream, 4), "big")
+    if size > ManifestReply.LIMIT:
+        raise MessageError(f"An answer of {size} bytes was refused.", "oversized")
+    sealed = unpack(await exactly(stream, size), ManifestReply).manifest
+    await stream.close()
+    if sealed is None or swarm_id(sealed) != swarm:
+        raise MessageError("The peer is in another swarm.")
+    return title_of(sealed)._asdict()
+
+
+async def exactly(stream: Any, size: int) -> bytes:
+    """Read so many bytes of a stream."""
+    data = b""
+    while len(data) < size:
+        part = await stream.read(size - len(data))
+        if not part:
+            raise MessageError("An answer was cut short.", "truncated")
+        data += part
+    return data
+
+
+def opened(data: bytes, swarm: str) -> Status | None:
+    """Return the status in a gossiped message, whose signature is checked, or None if there is none."""
+    try:
+        sent = open_envelope(data, swarm, room_for(Status))
+        status = open_body(sent.encoding, sent.size, sent.body, Status).message
+    except MessageError as error:
+        print(error, file=sys.stderr)
+        return None
+    return status if isinstance(status, Status) and status.swarm == swarm else None
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    trio.run(main, Link.parse(sys.argv[1]))

@@ -1,0 +1,162 @@
+"""The client of `shoal watch` against a real node, and that node read by another implementation of libp2p."""
+
+import asyncio
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from shoal.node.watch import light_client
+from shoal.node.watch.light_client import LightClient
+from shoal.node.watch.source import Live
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import StartupError
+from shoal.swarm.gossip.envelope import make_body, make_envelope, topic_of
+from shoal.swarm.manifest.manifest import Manifest, swarm_id
+from shoal.swarm.membership.manifest_exchange import serve_manifest
+from shoal.swarm.p2p import daemon
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.topics.status import Status
+from shoal.swarm.wire.envelope import seal
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Node:
+    """A node that hands over its manifest, and publishes what it is told to."""
+
+    def __init__(self, author):
+        self.author = author
+        manifest = Manifest(name="fish", created=0.0, creator=author.peer, task="text", model="0" * 64)
+        sealed = seal(manifest, author.identity)
+        self.swarm = swarm_id(sealed)
+        self.host = Host.start(author.identity, timeout=60)
+        serve_manifest(self.host, self.swarm, sealed)
+        self.link = Link(self.swarm, self.host.addresses())
+
+    def publish(self, **changes):
+        """Publish a status, newer than the one before."""
+        status = self.author.status(swarm=self.swarm, issued=time.time(), **changes)
+        self.send(make_envelope(self.swarm, make_body(status, self.author.identity)))
+
+    def send(self, data):
+        self.host.call(self.host.pubsub.publish(topic_of(self.swarm, Status), data), 10)
+
+    def listeners(self):
+        return self.host.call(self.host.pubsub.listeners(topic_of(self.swarm, Status)), 10)
+
+
+def heard(node, next_of, **changes):
+    """What is heard of a node that publishes every second, as real ones do: the mesh takes up a new listener with its heartbeat."""
+    for _ in range(30):
+        node.publish(**changes)
+        with suppress(queue.Empty):
+            return next_of("status", 1.0)
+    raise AssertionError("no status came")
+
+
+@pytest.fixture
+def node(authors):
+    made = Node(authors[0])
+    yield made
+    made.host.close()
+
+
+@contextmanager
+def watching(link):
+    """The events of a live watcher of ``link``: a function that waits for the next of a kind."""
+    events = queue.Queue()
+    source = Live(link, events.put)
+
+    def next_of(kind, seconds=30.0):
+        while (event := events.get(timeout=seconds)).event != kind:
+            pass
+        return event
+
+    source.start()
+    try:
+        yield next_of
+    finally:
+        source.stop()
+    source.check()
+
+
+def test_a_node_is_watched_through_the_daemon_which_is_started_again_when_it_dies(node, monkeypatch):
+    daemons, launch = [], daemon.Daemon.launch.__func__
+
+    async def launched(cls, *arguments, **options):
+        daemons.append(await launch(cls, *arguments, **options))
+        return daemons[-1]
+
+    monkeypatch.setattr(daemon.Daemon, "launch", classmethod(launched))
+    with watching(node.link) as next_of:
+        assert next_of("watching").swarm == node.swarm
+        assert next_of("connected").peer == node.host.peer_id
+        described = next_of("described")
+        assert (described.name, described.task, described.method) == ("fish", "text", "noloco")
+        first = heard(node, next_of, name="anna")
+        assert (first.peer, first.status.name) == (node.host.peer_id, "anna")
+        node.send(b"garbage")
+        assert next_of("refused").reason == "malformed"
+        os.kill(daemons[0]._child.pid, signal.SIGKILL)
+        assert next_of("disconnected").peer == node.host.peer_id
+        assert next_of("connected").peer == node.host.peer_id
+        assert heard(node, next_of, state="done").status.state == "done"
+    assert len(daemons) == 2
+    assert not any(made.control.parent.exists() for made in daemons)
+
+
+def test_a_daemon_that_does_not_start_ends_the_watch_with_its_sentence(monkeypatch, authors):
+    async def launch(*_, **__):
+        raise StartupError("the network daemon is missing.")
+
+    monkeypatch.setattr(light_client.Daemon, "launch", launch)
+    link = Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{authors[0].peer}",))
+    with pytest.raises(StartupError, match="the network daemon is missing"), watching(link) as next_of:
+        next_of("watching")
+
+
+def test_a_host_that_failed_under_other_names_is_not_dialled_and_no_news(authors):
+    anna = authors[0].peer
+    link, events = Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{anna}",)), []
+    client = LightClient(link, events.append)
+
+    class Other:
+        async def connect(self, peer, addresses):
+            raise daemon.PutOffError("not dialled again yet")
+
+    asyncio.run(client._dial(Other(), anna))
+    assert events == []
+    assert client._book.due(0.0, ()) == []
+
+
+def test_another_implementation_of_libp2p_reads_the_same_node(node, until):
+    """A client on py-libp2p, written from docs/wire.md, takes manifest and statuses of a node of ours."""
+    pytest.importorskip("trio", reason="py-libp2p is not installed")
+    command = [sys.executable, str(ROOT / "examples" / "py_libp2p.py"), str(node.link)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        timer = threading.Timer(60, process.kill)
+        timer.start()
+        try:
+            assert json.loads(process.stdout.readline()) == {"name": "fish", "task": "text", "method": "noloco", "fragments": 1}
+            until(node.listeners, 30, "listener")
+            node.send(b"garbage")
+            node.publish(name="anna", state="waiting")
+            assert json.loads(process.stdout.readline()) | {"loss": 0} == {
+                "name": "anna", "peer": node.host.peer_id, "state": "waiting", "round": 0, "loss": 0,
+            }  # fmt: skip
+            process.send_signal(signal.SIGINT)
+            _, refused = process.communicate(timeout=30)
+        finally:
+            timer.cancel()
+            process.kill()
+    assert len(refused.splitlines()) == 1
