@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from shoal.swarm.wire.fields import Digest
 
@@ -37,6 +37,10 @@ class VerifySettings(BaseModel):
         description="Share of claims that are made wrong on purpose, so that approving without looking does not pay.",
     )  # fmt: skip
     rate: float = Field(default=1e-4, gt=0, le=0.5, description="Rate of false alarms at which a claim is refused.")
+    dtypes: str = Field(
+        default="float32", pattern=r"^(float32|bfloat16|float16)(,(float32|bfloat16|float16)){0,2}$",
+        description="activations: dtypes in which claimed completions may be computed, with commas; each is checked in its own.",
+    )  # fmt: skip
 
     @field_validator("verifiers")
     @classmethod
@@ -44,6 +48,12 @@ class VerifySettings(BaseModel):
         if value % 2 == 0:
             raise ValueError("it should be odd, so that a vote cannot be a tie")
         return value
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what came later and is not used: peers of earlier versions read the manifest, and its bytes stay the same."""
+        found: dict[str, Any] = handler(self)
+        return {name: value for name, value in found.items() if name != "dtypes" or value != "float32"}
 
 
 class Terms(BaseModel):

@@ -22,9 +22,10 @@ Progress = Callable[[int, int], None]
 
 def self_calibrate(
     policy: Policy, env: Env, agreed: Agreed, *, policy_name: str, claims: int, dtypes: Sequence[Dtype] = ("float32",),
-    progress: Progress = lambda done, of: None,
+    progress: Progress = lambda done, of: None, across: bool = True,
 ) -> Calibration:  # fmt: skip
-    """Calibrate with ``claims`` honest claims of ``policy`` for each pair of ``dtypes``; the policy does not change.
+    """Calibrate with ``claims`` honest claims of ``policy`` for each pair of ``dtypes``, or each of them with itself if not
+    ``across``; the policy does not change.
 
     Raises VerifyError for fewer than 20 claims, or if the policy computes nonsense in one of the dtypes.
     """
@@ -40,7 +41,7 @@ def self_calibrate(
             try:
                 group = write(sides[prover], prompt, agreed, seed)
                 proof, rows = ACTIVATIONS.make(group.states), [one.tokens for one in group.completions]
-                for verifier in sides:
+                for verifier in sides if across else (prover,):
                     for name, found in examine(sides[verifier], prompt, rows, proof, agreed, seed).items():
                         evidence.setdefault(Pair(name, policy_name, prover, verifier), []).append(found)
             except ValueError as error:
@@ -70,7 +71,7 @@ def calibrate(
 
 
 def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> Calibration:
-    """Read a file of ``calibrate``, for checking claims of that policy in float32.
+    """Read a file of ``calibrate``, for checking claims of that policy, each in its own dtype (`own_dtypes`) or in float32.
 
     Raises VerifyError if it cannot be read, or misses one of ``provers``' dtypes: abstaining costs reputation.
     """
@@ -78,8 +79,9 @@ def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> 
         found = load_calibration(path)
     except CalibrationError as error:
         raise VerifyError(f"The calibration {error}.") from None
+    own = own_dtypes(found, policy_name, provers)
     wanted = {
-        Pair(fingerprint.name, policy_name, prover, "float32"): fingerprint.features
+        Pair(fingerprint.name, policy_name, prover, prover if prover in own else "float32"): fingerprint.features
         for prover in provers
         for fingerprint in (ACTIVATIONS, SAMPLING)
     }
@@ -94,6 +96,12 @@ def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> 
             "`shoal verify calibrate`, or leave node.calibration out."
         )
     return found
+
+
+def own_dtypes(known: Calibration, policy_name: str, provers: Collection[str]) -> tuple[str, ...]:
+    """Return those of ``provers``' dtypes that ``known`` can judge in the same dtype."""
+    names = ACTIVATIONS.name, SAMPLING.name
+    return tuple(one for one in provers if all(Pair(name, policy_name, one, one) in known.pairs for name in names))
 
 
 def _cast(policy: Policy, dtype: Dtype) -> Policy:

@@ -1,16 +1,18 @@
 """Checker of one claim with a policy of its own, cheapest tests first, without network.
 
 A fault of a claim is a finding, one sentence for each kind; an error means that this node cannot tell. A prover names the dtype
-that it computed in, and the test is as lenient as that dtype's rounding, so a coarse dtype can hide small changes of the weights.
-A swarm whose nodes all compute in float32 should therefore allow no other.
+that it computed in. A check in the same dtype repeats most of its rounding; across dtypes the test is as lenient as the coarser
+one's, and small changes of the weights pass.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from typing import cast
 
 import torch
 
@@ -20,7 +22,7 @@ from shoal.node.verify.audit.errors import NotCalibrated, NotCheckable, VerifyEr
 from shoal.node.verify.audit.finding import Finding, Measured
 from shoal.node.verify.audit.snapshot import digest, load_snapshot, most_bytes
 from shoal.node.verify.completions.examination import ACTIVATIONS, dtype_of, examine, width_of
-from shoal.node.verify.completions.material import DTYPES, Agreed, Material, decode, output_hash, seed_of
+from shoal.node.verify.completions.material import DTYPES, Agreed, Dtype, Material, decode, output_hash, seed_of
 from shoal.node.verify.completions.prover import fingerprint
 from shoal.swarm.errors import MessageError
 from shoal.verification.calibration.calibration import RATE, Calibration, CalibrationError, Pair
@@ -41,7 +43,8 @@ class _Wrong(Exception):
 class Checker:
     """Checker for one thread. ``make_policy`` makes its instance when first needed; ``policy_name`` as `policy_label` returns it.
 
-    ``dtype``: of its computation. ``rate``: of honest claims that each of both tests may refuse. ``allowed``: dtypes of provers.
+    ``allowed``: dtypes of provers; those in ``own`` are checked in the same dtype, the others in ``dtype``. ``rate``: of honest
+    claims that each of both tests may refuse.
     """
 
     most_material_bytes = Material.LIMIT
@@ -49,25 +52,33 @@ class Checker:
     def __init__(
         self, make_policy: Callable[[], Policy], env: Env, agreed: Agreed, calibration: Calibration, policy_name: str,
         dtype: torch.dtype = torch.float32, rate: float = RATE, allowed: Collection[str] = tuple(DTYPES),
+        own: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._make_policy, self._env, self._agreed = make_policy, env, agreed
         self.calibration, self._name, self._dtype, self._rate, self._allowed = calibration, policy_name, dtype, rate, allowed
-        self._policy: Policy | None = None
+        self._own = own
+        self._policies: dict[torch.dtype, Policy] = {}
         self._measured: list[Measured] = []  # of the claim that is being checked
         self._snapshots: OrderedDict[bytes, bytes] = OrderedDict()
-        self._loaded = b""  # the digest of the snapshot that the policy holds
+        self._loaded: dict[torch.dtype, bytes] = {}  # digests of the snapshots that the policies hold
 
     @property
     def policy(self) -> Policy:
-        """Own instance of the policy."""
-        if self._policy is None:
-            self._policy = self._make_policy()
-            self._policy.module.to(self._dtype).eval()
-        return self._policy
+        """Own instance of the policy, in ``dtype``."""
+        return self.policy_for("")
+
+    def policy_for(self, prover: str) -> Policy:
+        """Return the instance that checks claims of that dtype. A prover rounds the weights of float32 in the same way."""
+        dtype = DTYPES[cast(Dtype, prover)] if prover in self._own else self._dtype
+        if dtype not in self._policies:
+            made = self._make_policy() if dtype == self._dtype else copy.deepcopy(self.policy)
+            made.module.to(dtype).eval()
+            self._policies[dtype] = made
+        return self._policies[dtype]
 
     def knows(self, model: bytes) -> bool:
         """Return whether the snapshot of that digest is still here, so that it need not be fetched."""
-        return model in self._snapshots or model == self._loaded
+        return model in self._snapshots
 
     @property
     def most_snapshot_bytes(self) -> int:
@@ -95,15 +106,16 @@ class Checker:
         prompt = self._prompt(claim, material)
         rows = self._rows(claim, material)
         _check_proof(material, claim.tokens, width_of(self.policy))
-        self._load(claim.model, material.snapshot, snapshot)
+        policy = self.policy_for(material.dtype)
+        self._load(policy, claim.model, material.snapshot, snapshot)
         try:
-            found = examine(self.policy, prompt, rows, material.proof, self._agreed, claim.seed)
+            found = examine(policy, prompt, rows, material.proof, self._agreed, claim.seed)
         except ValueError as error:
-            self._loaded = b""
-            if self._dtype != torch.float32:
-                raise NotCheckable(f"The claim cannot be checked in {self._dtype} ({error}): check in float32.") from error
+            self._loaded.clear()
+            if (dtype := dtype_of(policy)) != "float32":
+                raise NotCheckable(f"The claim cannot be checked in {dtype} ({error}): check in float32.") from error
             raise _Wrong(f"The claimed policy computes nonsense for these tokens: {error}.") from None
-        return self._judge(found, material, statistics)
+        return self._judge(found, material, dtype_of(policy), statistics)
 
     # -- cheap tests -----------------------------------------------------------------------------------------------------
 
@@ -158,34 +170,33 @@ class Checker:
 
     # -- costly tests ----------------------------------------------------------------------------------------------------
 
-    def _load(self, model: bytes, nbytes: int, data: bytes | None) -> None:
-        """Load the snapshot of that digest into the policy."""
+    def _load(self, policy: Policy, model: bytes, nbytes: int, data: bytes | None) -> None:
+        """Load the snapshot of that digest into ``policy``."""
         if data is not None:
             if digest(data) != model:
                 raise _Wrong("The snapshot is not the one that the claim names.")
-        elif model == self._loaded:
-            return
         else:
             data = self._snapshots.get(model)
         if data is None:
             raise NotCheckable("The snapshot of the claimed policy is not here: fetch it from the claim's author.")
         if len(data) != nbytes:
             raise _Wrong(f"The snapshot has {len(data)} bytes where the material says {nbytes}.")
-        if model != self._loaded:
+        dtype = DTYPES[cast(Dtype, dtype_of(policy))]
+        if model != self._loaded.get(dtype):
             try:
-                load_snapshot(self.policy.module, data)
+                load_snapshot(policy.module, data)
             except VerifyError as error:
                 raise _Wrong(str(error)) from None
-            self._loaded = model
+            self._loaded[dtype] = model
         self._snapshots[model] = data
         self._snapshots.move_to_end(model)
         while len(self._snapshots) > KEPT:
             self._snapshots.popitem(last=False)
 
-    def _judge(self, found: dict[str, Evidence], material: Material, statistics: dict[str, float]) -> str:
+    def _judge(self, found: dict[str, Evidence], material: Material, dtype: str, statistics: dict[str, float]) -> str:
         wrong = ""
         for name, evidence in found.items():
-            pair = Pair(name, self._name, material.dtype, dtype_of(self.policy))
+            pair = Pair(name, self._name, material.dtype, dtype)
             try:
                 judged = self.calibration.judge(pair, evidence, self._rate)
             except CalibrationError as error:

@@ -135,5 +135,14 @@ def dtype_of(policy: Policy) -> str:
     return _name(next(policy.module.parameters()).dtype)
 
 
+def kernel_of(policy: Policy) -> str:
+    """Return what computes ``policy``, such as "torch 2.13.0+cpu, cpu AVX512"."""
+    device = next(policy.module.parameters()).device
+    kind = f" {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else ""
+    if device.type == "cuda":
+        kind = " {}.{}".format(*torch.cuda.get_device_capability(device))
+    return f"torch {torch.__version__}, {device.type}{kind}"[:64]
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

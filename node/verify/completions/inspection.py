@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.policy import Policy
 from shoal.node.verify.audit.errors import NotCalibrated, NotCheckable, VerifyError
 from shoal.node.verify.audit.finding import Finding
-from shoal.node.verify.completions.calibrate import Progress, calibrate, self_calibrate
+from shoal.node.verify.completions.calibrate import Progress, calibrate, own_dtypes, self_calibrate
 from shoal.node.verify.completions.checker import Checker
 from shoal.node.verify.completions.material import Agreed, Dtype, Material, decode
 from shoal.node.verify.completions.prover import fingerprint, policy_label
@@ -52,15 +53,16 @@ def inspect(stored: Stored, model: str, env: str | None, calibration: Path | Non
         return load_policy(model, made, 0, 0)
 
     known = _loaded(calibration) if calibration else Calibration()
-    checker = Checker(make, made, stored.agreed, known, name)
+    own = own_dtypes(known, name, [material.dtype]) if calibration else (material.dtype,)
+    checker = Checker(make, made, stored.agreed, known, name, own=own)
     try:
         return checker.check(stored.claim, stored.material, stored.snapshot)
     except NotCalibrated:
         if calibration is not None:
             raise
     # All tests that need no calibration have passed, so the policy holds the claimed weights.
-    dtypes: list[Dtype] = sorted({material.dtype, "float32"})
-    honest = self_calibrate(checker.policy, made, stored.agreed, policy_name=name, claims=claims, dtypes=dtypes)
+    policy = checker.policy_for(material.dtype)
+    honest = self_calibrate(policy, made, stored.agreed, policy_name=name, claims=claims, dtypes=[material.dtype])
     checker.calibration.pairs.update(honest.pairs)
     return checker.check(stored.claim, stored.material, stored.snapshot)
 
@@ -86,6 +88,9 @@ def report(stored: Stored, finding: Finding) -> dict[str, Any]:
     """Return the object that the command prints with ``--json``."""
     claim = stored.claim
     about = {"claim": claim.id.hex(), "peer": claim.peer, "run": claim.run, "round": claim.round, "slot": claim.slot}
+    with contextlib.suppress(MessageError):
+        material = decode(stored.material)
+        about |= {"dtype": material.dtype, "kernel": material.kernel}
     found = {"accepted": finding.accepted, "reason": finding.reason, "statistics": finding.statistics, "seconds": finding.seconds}
     return {**found, **about, "model": claim.model.hex()}
 
@@ -94,6 +99,8 @@ def summary(report: dict[str, Any]) -> str:
     """Format the report for people."""
     head = "accepted" if report["accepted"] else "refused"
     lines = [f"{head}: {report['reason']}", f"claim {report['claim'][:16]} of {report['peer']}, round {report['round']}"]
+    if "dtype" in report:
+        lines.append(f"  computed in {report['dtype']} by {report['kernel']}, as its author says")
     lines += [f"  {name}: {value:.4g}" for name, value in report["statistics"].items()]
     return "\n".join(lines)
 

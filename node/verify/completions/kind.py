@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from shoal.node.config.settings import Settings
 from shoal.node.rl.policy import Policy
@@ -16,10 +17,10 @@ from shoal.node.verify.audit.errors import VerifyError
 from shoal.node.verify.audit.network import AuditNetwork
 from shoal.node.verify.audit.snapshot import digest
 from shoal.node.verify.completions import store
-from shoal.node.verify.completions.calibrate import read_calibration, self_calibrate
+from shoal.node.verify.completions.calibrate import own_dtypes, read_calibration, self_calibrate
 from shoal.node.verify.completions.checker import Checker
 from shoal.node.verify.completions.claiming import Claimer
-from shoal.node.verify.completions.material import Agreed
+from shoal.node.verify.completions.material import Agreed, Dtype
 from shoal.node.verify.completions.prover import make_claim
 from shoal.swarm.manifest.verify import Terms
 from shoal.verification.calibration.calibration import Calibration
@@ -29,7 +30,6 @@ from shoal.verification.consensus.records import Claim, Signed
 log = logging.getLogger(__name__)
 
 CLAIMS = "claims"  # their folder, within the node's
-PROVERS = ("float32",)  # the dtype of nodes; a coarser one would be judged more leniently
 SELF_CLAIMS = 128  # honest claims of its own that a node without a calibration measures
 KEPT = 256  # claims in the node's folder
 PENDING = 20  # rounds in which a claim can still be checked, disputes included
@@ -48,12 +48,14 @@ class CompletionClaims:
         self._agreed = Agreed(terms.temperature, terms.max_tokens, terms.group)
         self._policy_name, self._env = terms.policy, task.env
         self._policy: Policy = copy.deepcopy(task.policy)  # training goes on changing its own
+        self._dtypes = cast("tuple[Dtype, ...]", tuple(settings.verify.dtypes.split(",")))
         path = settings.node.calibration
-        self._calibration = None if path is None else read_calibration(Path(path).expanduser(), self._policy_name, PROVERS)
+        self._calibration = None if path is None else read_calibration(Path(path).expanduser(), self._policy_name, self._dtypes)
         self._round: Callable[[], int] = lambda: int(clock() // settings.verify.round_s)
         self.claimer = Claimer(
-            self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round, allowed=PROVERS
-        )
+            self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round,
+            allowed=self._dtypes,
+        )  # fmt: skip
         task.claim(self.claimer)
 
     @property
@@ -67,9 +69,10 @@ class CompletionClaims:
     def prepare(self, notify: Callable[[str], None]) -> Checker:
         """Calibrate on honest claims."""
         self._hand_out_again()
+        known = self._calibration or self._calibrate(notify)
         return Checker(
-            lambda: self._policy, self._env, self._agreed, self._calibration or self._calibrate(notify), self._policy_name,
-            rate=self._rate, allowed=PROVERS,
+            lambda: self._policy, self._env, self._agreed, known, self._policy_name, rate=self._rate, allowed=self._dtypes,
+            own=own_dtypes(known, self._policy_name, self._dtypes),
         )  # fmt: skip
 
     def _hand_out_again(self) -> None:
@@ -83,7 +86,10 @@ class CompletionClaims:
                     self._network.put(stored.snapshot)
 
     def _calibrate(self, notify: Callable[[str], None]) -> Calibration:
-        found = self_calibrate(self._policy, self._env, self._agreed, policy_name=self._policy_name, claims=SELF_CLAIMS)
+        found = self_calibrate(
+            self._policy, self._env, self._agreed, policy_name=self._policy_name, claims=SELF_CLAIMS, dtypes=self._dtypes,
+            across=False,
+        )  # fmt: skip
         notify(f"measured {SELF_CLAIMS} honest claims of its own, to check others by")
         return found
 

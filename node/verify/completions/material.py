@@ -68,10 +68,10 @@ class Coordinates:
 
 class Material(Message):
     """Material of one claim. ``policy``: name of the policy of the snapshot, such as "tiny"; ``snapshot``: its size in bytes;
-    ``proof``: of the activations of all completions, one after the other; ``dtype``: of the author's computation.
+    ``proof``: of the activations of all completions, one after the other; ``dtype`` and ``kernel``: of the author's computation.
     """
 
-    KIND, LIMIT = "claim-material", 4096 * KIB
+    KIND, VERSION, LIMIT = "claim-material", 2, 4096 * KIB
     policy: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
     env: EnvName
     env_version: Label
@@ -82,6 +82,7 @@ class Material(Message):
     finish: Finishes
     proof: Annotated[bytes, Field(max_length=2048 * KIB)]
     dtype: Dtype
+    kernel: Label
     snapshot: Annotated[int, Field(ge=1, le=2**40)]
 
     @model_validator(mode="after")
@@ -114,12 +115,12 @@ def decode(data: bytes) -> Material:
 
 def material_of(
     at: Coordinates, rows: Sequence[Sequence[int]], finish: Sequence[Finish], *,
-    proof: bytes, policy: str, dtype: str, snapshot: int,
+    proof: bytes, policy: str, dtype: str, kernel: str, snapshot: int,
 ) -> Material:  # fmt: skip
     """Make the material of one's own completions. Raises pydantic's ValidationError, a ValueError, for what no claim can hold."""
     fields = {"env": at.env, "env_version": at.version, "env_config": at.config, "seed": at.seed, "index": at.index}
     packed = tuple(pack_tokens(row) for row in rows)
-    said = {"policy": policy, "proof": proof, "dtype": dtype, "snapshot": snapshot}
+    said = {"policy": policy, "proof": proof, "dtype": dtype, "kernel": kernel, "snapshot": snapshot}
     return Material.model_validate({**fields, **said, "tokens": packed, "finish": tuple(finish)})
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shoal.node.rl.environment import Env
 from shoal.node.rl.policy import Completion, Policy
 from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.completions.examination import ACTIVATIONS, write
+from shoal.node.verify.completions.examination import ACTIVATIONS, kernel_of, write
 from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, encode, material_of, output_hash, seed_of
 from shoal.verification.consensus.records import Claim
 
@@ -59,7 +59,7 @@ def prove(
     if group.dtype not in allowed:
         raise VerifyError(
             f"The policy computes in {group.dtype}, where claims of completions are in {' or '.join(allowed)}: give it weights of "
-            "that dtype and no autocast of its own, or turn verification off."
+            "that dtype and no autocast of its own, name its dtype in verify.dtypes, or turn verification off."
         )
     completions = group.completions
     short = [len(one.tokens) for one in completions if one.finish == "length" and len(one.tokens) != agreed.max_tokens]
@@ -69,7 +69,9 @@ def prove(
         )
     rows = [one.tokens for one in completions]
     finish = [one.finish for one in completions]
-    material = material_of(at, rows, finish, proof=proof, policy=policy_name, dtype=group.dtype, snapshot=snapshot_bytes)
+    material = material_of(
+        at, rows, finish, proof=proof, policy=policy_name, dtype=group.dtype, kernel=kernel_of(policy), snapshot=snapshot_bytes
+    )
     return ProvenGroup(at, agreed, seed, completions, encode(material))
 
 

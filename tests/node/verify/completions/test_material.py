@@ -26,7 +26,7 @@ TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
 
 
 def made(rows, **fields):
-    said = {"proof": b"proof", "policy": "tiny", "dtype": "float32", "snapshot": 10, **fields}
+    said = {"proof": b"proof", "policy": "tiny", "dtype": "float32", "kernel": "cpu", "snapshot": 10, **fields}
     return material_of(AT, rows, ["stop"] * len(rows), **said)
 
 

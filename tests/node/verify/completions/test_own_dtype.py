@@ -1,0 +1,108 @@
+"""Claims say in which dtype and by what they were computed, and are checked in that dtype, where small changes show."""
+
+from statistics import fmean
+
+import msgpack
+import pytest
+import torch
+from pydantic import ValidationError
+
+from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.completions.calibrate import own_dtypes, read_calibration, self_calibrate
+from shoal.node.verify.completions.kind import CompletionClaims
+from shoal.node.verify.completions.material import decode
+from shoal.node.verify.terms import make_terms
+from shoal.swarm.manifest.verify import VerifySettings
+from shoal.verification.calibration.calibration import Calibration
+from shoal.verification.calibration.file import save_calibration
+from shoal.verification.consensus.participant import Slot
+from tests.node.verify.board import ROUND_S, Board, Net, settings_of, task_of
+
+BOTH = ("float32", "bfloat16")
+
+
+def noisy(weight):
+    return weight + 0.004 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+
+
+def statistics(world, checker, policy=None):
+    found = [world.check(world.proven(index, policy, dtype="bfloat16"), checker) for index in range(8)]
+    assert {one.pair.prover for each in found for one in each.measured} == {"bfloat16"}
+    return [each.statistics["activations_statistic"] for each in found]
+
+
+def test_noise_that_rounding_hides_from_float32_shows_in_the_provers_dtype(world):
+    """A check in float32, or one that computes in the prover's dtype with weights that it has not rounded, sees no difference."""
+    own, across = world.checker(own=BOTH), world.checker()
+    changed = world.changed(noisy)
+    assert fmean(statistics(world, own, changed)) > 1 + max(statistics(world, own))
+    assert fmean(statistics(world, across, changed)) < max(statistics(world, across))
+
+
+def test_claims_of_two_dtypes_are_checked_in_turn_and_do_not_round_each_others_weights(world):
+    checker = world.checker(own=BOTH)
+    snapshots = [world.snapshot, None, None, None]
+    for number, (dtype, held) in enumerate(zip((*BOTH, *BOTH), snapshots, strict=True)):
+        proven = world.proven(number, dtype=dtype)
+        finding = checker.check(world.claim(proven), proven.material, held)
+        assert finding.accepted, finding.reason
+        assert {(one.pair.prover, one.pair.verifier) for one in finding.measured} <= {(dtype, dtype)}
+        assert finding.measured
+        assert finding.statistics["error of values (ulp)"] < (0.01 if dtype == "float32" else 0.3)
+
+
+def test_a_claim_says_by_what_it_was_computed(world):
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert decode(world.proven().material).kernel == f"torch {torch.__version__}, cpu {capability}"[:64]
+
+
+def test_a_calibration_serves_in_the_provers_dtype_or_else_in_float32(world, tmp_path):
+    def kept(*pairs):
+        path = tmp_path / "calibration"
+        chosen = {pair: honest for pair, honest in world.calibration.pairs.items() if (pair.prover, pair.verifier) in pairs}
+        save_calibration(Calibration(chosen), path)
+        found = read_calibration(path, "tiny", ["bfloat16"])
+        return own_dtypes(found, "tiny", ["bfloat16"])
+
+    assert kept(("bfloat16", "bfloat16")) == ("bfloat16",)
+    assert kept(("bfloat16", "float32")) == ()
+    assert kept(("bfloat16", "float32"), ("bfloat16", "bfloat16")) == ("bfloat16",)
+    with pytest.raises(VerifyError, match="says nothing about 'tiny' in bfloat16"):
+        kept(("float32", "float32"), ("float32", "bfloat16"))
+
+
+def test_a_node_measures_each_dtype_with_itself_alone(world):
+    options = {"policy_name": "tiny", "claims": 20, "dtypes": BOTH, "across": False}
+    found = self_calibrate(world.policy, world.env, world.agreed, **options)
+    assert {(pair.prover, pair.verifier) for pair in found.pairs} == {(one, one) for one in BOTH}
+
+
+def test_a_manifest_names_dtypes_only_if_there_are_others_than_float32():
+    """Nodes of earlier versions refuse a manifest with a field that they do not know."""
+    assert "dtypes" not in VerifySettings().model_dump()
+    assert VerifySettings.model_validate({"kind": "none"}).dtypes == "float32"
+    said = VerifySettings(dtypes="float32,bfloat16").model_dump()
+    assert said["dtypes"] == "float32,bfloat16"
+    assert VerifySettings.model_validate(msgpack.unpackb(msgpack.packb(said))).dtypes == "float32,bfloat16"
+    for wrong in ("", "float64", "float32,", "float32 bfloat16", "float32," * 4 + "float32"):
+        with pytest.raises(ValidationError):
+            VerifySettings(dtypes=wrong)
+
+
+def test_a_node_whose_policy_computes_in_bfloat16_claims_in_it_and_another_checks_it_so(tmp_path):
+    board, found = Board(), []
+    for name in ("ann", "bob"):
+        task = task_of()
+        task.connect(None, name)
+        task.policy.module.to(torch.bfloat16 if name == "ann" else torch.float32)
+        settings = settings_of(tmp_path / name, dtypes="float32,bfloat16")
+        kind = CompletionClaims(settings, make_terms(settings, task), task, Net(board, name), lambda: board.now)
+        found.append((task, kind))
+    (task, ann), (_, bob) = found
+    ann.offer([Slot(int(board.now // ROUND_S), 0, False)])
+    assert ann.claimer.write(task.policy, 0, 0, task.env.made.question(0, 0)) is not None
+    (made,) = ann.take()
+    assert decode(made.material).dtype == "bfloat16"
+    finding = bob.prepare(lambda line: None).check(made.claim, made.material, made.snapshot)
+    assert finding.accepted, finding.reason
+    assert {(one.pair.prover, one.pair.verifier) for one in finding.measured} == {("bfloat16", "bfloat16")}
