@@ -24,7 +24,7 @@ COPY node node
 # Then goes what nobody needs who runs a node: tests, and what one compiles against (torch.compile on a processor wants it, and g++).
 RUN { grep -v '^torch' constraints.txt; echo "$TORCH_SPEC"; } > /tmp/constraints.txt \
     && python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir $PIP_ARGS -c /tmp/constraints.txt "$TORCH_SPEC" . \
+    && /opt/venv/bin/pip install --no-cache-dir $PIP_ARGS -c /tmp/constraints.txt "$TORCH_SPEC" ".[watch]" \
     && /opt/venv/bin/pip uninstall --yes pip \
     && cd /opt/venv/lib/python3*/site-packages \
     && rm -rf torch/include torch/test torch/lib/*.a \

@@ -48,7 +48,7 @@ step "check"
 inside shoal id new --identity /data/node.key
 inside shoal demo --peers 2 --rounds 2 --every 5 --no-compare
 
-step "health: of nothing, of a node, of a node that was killed"
+step "health: of nothing, of a node that is watched, of a node that was killed"
 inside sh -c '
     if shoal-health; then echo "healthy without a node" >&2; exit 1; fi
     shoal up --steps 1000000 --folder /data/runs/checked &
@@ -58,6 +58,9 @@ inside sh -c '
         if [ "$tries" -gt 120 ]; then echo "a node is not healthy after 120 s" >&2; exit 1; fi
         sleep 1
     done
+    shoal watch "$(shoal link --folder /data/runs/checked)" --json --seconds 20 >/data/events
+    grep -q "\"event\": \"status\"" /data/events || { echo "a node is not watched" >&2; exit 1; }
+    python3 -c "import aiohttp, segno, textual" # of the page and the terminal view
     kill -KILL "$node"  # its daemon ends with it
     tries=0
     while shoal-health; do

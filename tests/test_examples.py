@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -132,3 +133,25 @@ def test_the_compose_file_starts_commands_that_exist():
         verb, *rest = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in service["command"]]
         cli.commands[verb].make_context(verb, rest, parent=click.Context(cli))
     assert services["services"]["first"]["ports"] == ["4001:4001"]
+
+
+def test_the_swarm_of_docker_compose_up_starts_commands_that_exist():
+    """`tests/e2e/test_compose.py` runs them."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    swarm = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    assert list(swarm["services"]) == ["seed", "first", "second", "third", "page"]
+    assert set(swarm["volumes"]) == {"swarm"}
+    verbs = []
+    for service in swarm["services"].values():
+        assert (service["entrypoint"], service["volumes"]) == (["sh", "-ec"], ["swarm:/data"])
+        assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        (script,) = service["command"]
+        asked = re.findall(r"\$\$\(shoal ([^)|]*)", script)
+        (run,) = re.findall(r"exec shoal (.*)", re.sub(r"\$\$\([^)]*\)", "x", script).replace("$$resume", "--resume"))
+        for line in (run, *asked):
+            command, (verb, *rest) = cli, shlex.split(line)
+            while isinstance(command.commands[verb], click.Group):
+                command, verb, *rest = command.commands[verb], *rest
+            command.commands[verb].make_context(verb, rest, parent=click.Context(cli))
+            verbs.append(verb)
+    assert verbs == ["seed", "up", "show", "join", "link", "join", "link", "watch", "link"]
