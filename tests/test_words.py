@@ -3,6 +3,7 @@
 Names in backticks and blocks of code are left alone: kinds of messages, keys and flags keep their names.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -37,12 +38,17 @@ RETIRED = {
     r"spread of the (?:slow )?weights": "consensus distance",
     r"made anew": "recomputed",
     r"by lot": "at random",
-    r"hands? out": "serve, share",
+    r"hand(?:s|ed|ing)? out": "serve, share",
+    r"say(?= (?:``|--|either))": "pass, run, set",
+    r"spreads?": "consensus distance, variance",
+    r"(?:going|goes|go|goes on|went|was ever) (?:on )?alone(?= (?:from|for|in|until|after|and)|[.,])": "without a partner",
+    r"cannot be had": "is missing, cannot be loaded",
     r"(?:is|are|was|were) told": "informed, reported",
     r"tells? the others": "inform the other peers",
     r"travels?": "be sent",
-    r"(?:the|a|two) seeds? (?:may|serves?|forwards?|answers?)": "bootstrap node",
+    r"(?:the|a|two|another|no) seeds? (?:with|at|may|serves?|forwards?|answers?|lists?)": "bootstrap node",
     r"a seed's": "the bootstrap node's",
+    r"(?:the|of|and|let|to|only|that) seeds(?= (?:that|list|know|or|and|do|answer|failed)|[.,;:])": "bootstrap nodes",
 }
 INVERTED = re.compile(r"(?:^|[.:;] |\| )Who(?:ever)? [a-z][^.?]*[.]", re.M)
 """A sentence that begins with "Who comes late is ...": write "A late peer is ..."."""
@@ -84,10 +90,39 @@ def test_help_texts_use_the_words_of_the_field():
     assert {" ".join(path): found for path, text in said.items() if (found := retired(prose(text or "")))} == {}
 
 
-def test_a_retired_word_would_be_found():
+def sentences(file):
+    """The line and text of every string in a module that is a sentence, f-strings with braces for values; no docstrings."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    parts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts.update(map(id, node.values))
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 3 and id(node) not in parts:
+            yield node.lineno, node.value
+
+
+def test_errors_and_messages_use_the_words_of_the_field():
+    """So do descriptions of settings, which help texts and docs show."""
+    files = [file for top in ("node", "optim", "swarm", "verification") for file in sorted((ROOT / top).rglob("*.py"))]
+    found = {
+        f"{file.relative_to(ROOT)}:{line}": words
+        for file in files
+        if "templates" not in file.parts
+        for line, text in sentences(file)
+        if (words := retired(prose(text)))
+    }
+    assert found == {}
+
+
+def test_a_retired_word_would_be_found(tmp_path):
     assert retired(prose("Peers vouch for it at a rendezvous.")) == [
         ("rendezvous", "matchmaking"),
         ("vouch(?:es|ed|ing)?", "confirm"),
     ]
     assert retired(prose("Late peers wait. Who comes late is lost.")) == [(". Who comes late is lost.", "a noun first")]
+    assert [better for _, better in retired(prose("At the end say `shoal up`."))] == ["pass, run, set"]
+    (tmp_path / "module.py").write_text('"""Docstring of a door that is left."""\nraise X(f"{a} is the door to it: say --b")\n')
+    assert list(sentences(tmp_path / "module.py")) == [(2, "{} is the door to it: say --b")]
     assert retired(prose("The message `parcel`, and\n```text\na door\n```\nand [a page](door.md).")) == []

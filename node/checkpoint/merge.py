@@ -57,7 +57,7 @@ def merge(
     """
     shares = _shares(weights, len(paths))
     if out.exists() and not force:
-        raise MergeError(f"The file {str(out)!r} exists: choose another name, or say --force to replace it.")
+        raise MergeError(f"The file {str(out)!r} exists: choose another name, or pass --force to replace it.")
     sources = [_source(path, slow) for path in paths]
     with ExitStack() as stack:
         try:

@@ -36,9 +36,13 @@ def seed(relay: bool, listen: tuple[str, ...], announce: tuple[str, ...], path: 
     return int(ExitCode.OK)
 
 
-@click.command(short_help="List the public swarms that seeds know.")
+@click.command(short_help="List the public swarms that bootstrap nodes know.")
 @click.option(
-    "--seed", "seeds", multiple=True, metavar="MULTIADDR", help="Seed to ask.  [default: those of SHOAL_SEEDS, or of a file]"
+    "--seed",
+    "seeds",
+    multiple=True,
+    metavar="MULTIADDR",
+    help="Bootstrap node to ask.  [default: those of SHOAL_SEEDS, or of a file]",
 )
 @json_option
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
@@ -55,7 +59,7 @@ def swarms(seeds: tuple[str, ...], as_json: bool, verbose: bool) -> int:
     from shoal.node.config.seeds import known_seeds
 
     addresses = known_seeds(seeds)
-    waiting("asking the seeds")
+    waiting("asking the bootstrap nodes")
     found = list_swarms(addresses)
     click.echo(dumps(found) if as_json else table(found))
     return int(ExitCode.OK)
@@ -70,7 +74,7 @@ def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
     from shoal.swarm.errors import LinkError
 
     addresses = known_seeds(seeds)
-    waiting("asking the seeds")
+    waiting("asking the bootstrap nodes")
     listed = list_swarms(addresses)
     for problem in listed["problems"]:
         click.echo(problem, err=True)
@@ -78,6 +82,6 @@ def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
     click.echo(described(found), err=True)
     if not yes:
         if not sys.stdin.isatty():
-            raise LinkError(f"Nobody can be asked whether to join {found['name']!a} here: say --yes, or pass its link.")
+            raise LinkError(f"Nobody can be asked whether to join {found['name']!a} here: pass --yes, or pass its link.")
         click.confirm("Join it?", abort=True, err=True)
     return str(found["link"])

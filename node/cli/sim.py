@@ -43,7 +43,9 @@ from shoal.node.json_output import dumps
 @click.option(
     "--step-seconds", type=click.FloatRange(1e-4, 3600), default=0.1, show_default=True, help="Virtual seconds of an inner step."
 )
-@click.option("--uneven", type=click.FloatRange(0, 2), default=0.2, show_default=True, help="Spread of speeds: 0.2 is about 20 %.")
+@click.option(
+    "--uneven", type=click.FloatRange(0, 2), default=0.2, show_default=True, help="Deviation of speeds: 0.2 is about 20 %."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def sim(
     file: Path | None,

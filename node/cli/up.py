@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     click.option("--steps", type=int, help="Inner steps of every node; 0 trains until it is stopped."),
     click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]"),
     click.option("--invite-only", is_flag=True, default=None, help="Admit only those whom you invite (shoal invite)."),
-    click.option("--public", is_flag=True, default=None, help="Let seeds (--bootstrap) list the swarm (shoal swarms)."),
+    click.option("--public", is_flag=True, default=None, help="Let bootstrap nodes list the swarm (shoal swarms)."),
 )
 @node_options
 @option_option

@@ -56,9 +56,9 @@ def watch(
     from shoal.node.watch.source import Live, Replay, WatchError
 
     if (link is None) == (replay is None):
-        raise WatchError("Say either the LINK of a swarm or --replay FILE.")
+        raise WatchError("Pass either the LINK of a swarm or --replay FILE.")
     if web is not None and form is not None:
-        raise WatchError(f"Say either --web or --{form}.")
+        raise WatchError(f"Pass either --web or --{form}.")
     place = _place(web, share)
     parsed = read_link(link) if link is not None else None
     log_to_stderr(verbose)
@@ -99,12 +99,12 @@ def _place(web: str | None, share: bool) -> Address | None:
 
     if web is None:
         if share:
-            raise WatchError("--share is about the page: say --web [HOST:]PORT too.")
+            raise WatchError("--share is about the page: pass --web [HOST:]PORT too.")
         return None
     try:
         place = parse_address(web)
     except ValueError as error:
         raise WatchError(f"Cannot use --web {web!r}: {error}.") from None
     if not share and place.host not in OWN:
-        raise WatchError(f"The page at {place} could be read from elsewhere: say --share if it may, or leave the host out.")
+        raise WatchError(f"The page at {place} could be read from elsewhere: pass --share if it may, or leave the host out.")
     return place

@@ -49,7 +49,7 @@ def check(manifest: Manifest, identity: Identity) -> None:
     """Raise AdmissionError unless ``identity`` may invite to the swarm of ``manifest``."""
     if not manifest.invite_only:
         raise AdmissionError(
-            f"The swarm {manifest.name!r} is open, so its link needs no invitation: hand out the link, or make a swarm with "
+            f"The swarm {manifest.name!r} is open, so its link needs no invitation: share the link, or make a swarm with "
             "`shoal up --invite-only`."
         )
     if manifest.creator != identity.peer_id:

@@ -21,9 +21,9 @@ def folder_of(name: str | None, folder: Path | None) -> Path | None:
     if name is None:
         return folder
     if folder is not None:
-        raise LinkError("Say either --name or --folder.")
+        raise LinkError("Pass either --name or --folder.")
     if name in ("", ".", "..") or Path(name).name != name:
-        raise LinkError(f"{name[:80]!r} is no name of a node: say --folder to name a folder.")
+        raise LinkError(f"{name[:80]!r} is no name of a node: pass --folder to name a folder.")
     return RUNS / name
 
 

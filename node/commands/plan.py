@@ -94,7 +94,7 @@ def measured_line(link: Link) -> Measured:
         except (FoundError, Note):  # only seeds answer, or not all of the link's peers do
             if not (visit.reached or visit.seeds):
                 raise
-        trips, why = list[float](), "no member of the swarm answers, and seeds do not measure it"
+        trips, why = list[float](), "no member of the swarm answers, and bootstrap nodes do not measure it"
         for address in [*visit.reached, *visit.seeds][:PEERS]:
             try:
                 found = [visit.ask(address, DIAL_PROTOCOL, partial(ask, port=None), 15.0)[0] for _ in range(TRIES)]

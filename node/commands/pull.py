@@ -94,7 +94,7 @@ def pull(
         PullError, HookError, ModelDiffersError, NetworkError, MessageError, StartupError: each says in one sentence what to do.
     """
     if (out / WEIGHTS).exists() and not force:
-        raise PullError(f"There are weights in {str(out)!r} already: choose another folder, or say --force to replace them.")
+        raise PullError(f"There are weights in {str(out)!r} already: choose another folder, or pass --force to replace them.")
     try:
         out.mkdir(parents=True, exist_ok=True)
         cap = min(max_bytes, shutil.disk_usage(out).free)
@@ -204,7 +204,8 @@ class _WeightsQuery(StateQuery):
             raise MessageError(f"peer {short(peer)} offers {header.nbytes} bytes where the model has {need}.")
         if need > self.cap:
             raise PullError(
-                f"The weights have {need:,} bytes and at most {self.cap:,} may come: say more with --max-bytes, or free some space."
+                f"The weights have {need:,} bytes and at most {self.cap:,} may come: allow more with --max-bytes, or free "
+                "some space."
             )
 
     def wanted(self, header: StateHeader) -> int:

@@ -64,7 +64,7 @@ def chosen(name: str, swarms: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not fits and len(name) >= LEAST_OF_ID:
         fits = [one for one in swarms if one["swarm"].startswith(name)]
     if not fits:
-        raise LinkError(f"No public swarm is called {name[:80]!a}: `shoal swarms` lists those that the seeds know.")
+        raise LinkError(f"No public swarm is called {name[:80]!a}: `shoal swarms` lists those that the bootstrap nodes know.")
     if len(fits) > 1:
         ids = ", ".join(one["swarm"][:SHOWN_ID] for one in fits[:4])
         raise LinkError(f"{len(fits)} public swarms are called {name[:80]!a}: join one by the beginning of its id ({ids}).")
@@ -74,7 +74,9 @@ def chosen(name: str, swarms: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
     """Return the swarms as a table, and below it what did not answer and how to join."""
     if not report["swarms"]:
-        return "\n".join([*report["problems"], "The seeds list no public swarm: `shoal up --public --bootstrap SEED` makes one."])
+        return "\n".join(
+            [*report["problems"], "The bootstrap nodes list no public swarm: `shoal up --public --bootstrap MULTIADDR` makes one."]
+        )
     grid = Table()
     for column in COLUMNS:
         grid.add_column(column, justify="right" if column in NUMBERS else "left")

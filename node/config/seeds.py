@@ -31,13 +31,13 @@ def known_seeds(named: Sequence[str] = (), environ: Mapping[str, str] | None = N
         for address in addresses:
             if problem := address_problem(address):
                 raise ConfigError(
-                    f"{where}: {address[:100]!a} is no address of a seed, {problem}: `shoal seed` prints it, with /p2p/ and its id "
-                    "at the end."
+                    f"{where}: {address[:100]!a} is no address of a bootstrap node, {problem}: `shoal seed` prints it, with /p2p/ "
+                    "and its id at the end."
                 )
         if addresses:
             return list(dict.fromkeys(addresses))[:MAX_SEEDS]
     raise ConfigError(
-        f"No seed is known here: name one with --seed MULTIADDR, in the variable {VARIABLE}, or on a line of {path}. "
+        f"No bootstrap node is known here: name one with --seed MULTIADDR, in the variable {VARIABLE}, or on a line of {path}. "
         "`shoal seed` prints the address of one that you run."
     )
 

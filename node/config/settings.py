@@ -80,7 +80,7 @@ class SwarmSettings(_Table):
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=8, ge=1, le=65_536, description="Number of parts that the data is dealt into, one to a peer.")
     invite_only: bool = Field(default=False, description="Admit only peers that the creator has invited (shoal invite).")
-    public: bool = Field(default=False, description="Let seeds list the swarm, so that others find it (shoal swarms) and join it.")
+    public: bool = Field(default=False, description="Let bootstrap nodes list the swarm (shoal swarms), so that others join it.")
     bucket: Bucket = Field(
         default=0,
         description="Most members that one node reads and is paired with at a time, 4 to 64, such as 64: then a swarm of any size "
@@ -139,12 +139,12 @@ class NodeSettings(_Table, RankSettings):
     bootstrap: list[str] = Field(
         default_factory=list,
         max_length=8,
-        description="Addresses of seeds or members to join through besides the link's; seeds go into the links printed here.",
+        description="Bootstrap nodes or members to join through besides the link's; bootstrap nodes go into the links printed here.",
     )
     relay: Literal["auto", "only", "off"] = Field(
         default="auto",
-        description="Being reached through a seed or the link's peers: auto (if nobody can dial this node), only (from the start), "
-        "or off (never, nor does this node forward for others).",
+        description="Being reached through a bootstrap node or the link's peers: auto (if nobody can dial this node), only (from "
+        "the start), or off (never, nor does this node forward for others).",
     )
     folder: PathSetting | None = Field(
         default=None, description="Folder of checkpoints and metrics; by default runs/ and the node's name."

@@ -128,7 +128,7 @@ def load_tokenizer(name: str, expected: str = "") -> Tokenizer:
             raise
         except Exception as error:  # the package raises bare ones, and a network many
             raise DataError(
-                f"The tokenizer {name!r} cannot be had ({reason(error)}): check its name and the network, "
+                f"The tokenizer {name!r} cannot be loaded ({reason(error)}): check its name and the network, "
                 "or name a copy of it with --tokenizer ./FOLDER."
             ) from error
     if expected and found.digest != expected:

@@ -62,9 +62,11 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
     if not found:
         raise FoundError("no bootstrap peer can be reached: see the lines above, or get a new link from somebody in the swarm.")
     if not visit.reached:
-        raise FoundError("only seeds answer, and they name no member that does: the swarm's last node may have left, ask for one.")
+        raise FoundError(
+            "only bootstrap nodes answer, and they name no member that does: the swarm's last node may have left, ask for one."
+        )
     dead = len({a.rpartition("/p2p/")[2] for a in addresses} - answered)
-    said = f"{many(len(visit.reached), 'member')} and {many(len(visit.seeds), 'seed')} answer"
+    said = f"{many(len(visit.reached), 'member')} and {many(len(visit.seeds), 'bootstrap node')} answer"
     if dead:
         raise Note(f"{said}, {dead} of the link's peers do not: that is enough, but see the lines above, or get a newer link.")
     return said
@@ -162,8 +164,8 @@ def dialled(visit: Visit, tell: Tell) -> str:
             return f"{short(seen.peer)} connected back to {seen.address} port {number}"
         said = _NOT_REACHED[str(outcome)].format(peer=short(seen.peer), address=seen.address, port=number)
         raise Note(
-            f"{said}: open it in the firewall and forward it in the router, or rely on a seed with --relay; a node that only "
-            "dials out still trains."
+            f"{said}: open it in the firewall and forward it in the router, or rely on a bootstrap node with --relay; a node that "
+            "only dials out still trains."
         )
     raise Skip(f"not tried: {problem}.")
 
@@ -177,11 +179,13 @@ def nat(visit: Visit, tell: Tell) -> str:
     hidden = [address for address in seen if address not in own]
     reached = visit.outcome == "reached"
     if len(hidden) > 1 and all(ipaddress.ip_address(address).version == 4 for address in hidden):
-        raise Note(f"behind a NAT that shows {' and '.join(hidden)} to different peers: use a seed with --relay.")
+        raise Note(f"behind a NAT that shows {' and '.join(hidden)} to different peers: use a bootstrap node with --relay.")
     if hidden:
         if reached:
             return f"behind a NAT, seen as {hidden[0]}, with the port forwarded: add --announce /ip4/{hidden[0]}/tcp/PORT"
-        raise Note(f"private, behind a NAT and seen as {hidden[0]}: forward a port, or have a seed with --relay in the link.")
+        raise Note(
+            f"private, behind a NAT and seen as {hidden[0]}: forward a port, or have a bootstrap node with --relay in the link."
+        )
     public = any(ipaddress.ip_address(address).is_global for address in seen)
     kind = "public" if public else "in the same network as its peers"
     if visit.outcome is not None and not reached:

@@ -128,7 +128,7 @@ def model(visit: Visit, tell: Tell) -> str:
         built = task.model()
         params = [parameter for parameter in built.parameters() if parameter.requires_grad]
     except DataError as error:
-        raise Skip("its tokenizer cannot be had by its name here: `shoal join --tokenizer` compares a copy of it.") from error
+        raise Skip("its tokenizer is not found by its name here: `shoal join --tokenizer` compares a copy of it.") from error
     count = sum(parameter.numel() for parameter in params)
     shapes = [tuple(parameter.shape) for parameter in params]
     digest = model_digest(params)

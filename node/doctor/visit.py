@@ -43,7 +43,7 @@ class Visit:
     reached: list[str] = field(default_factory=list)
     """Full multiaddrs of members that answered."""
     seeds: list[str] = field(default_factory=list)
-    """Full multiaddrs of seeds that answered."""
+    """Full multiaddrs of bootstrap nodes that answered."""
     manifest: Manifest | None = None
     seen: list[DialBackView] = field(default_factory=list)
     outcome: str | None = None

@@ -72,12 +72,14 @@ def rank_device(settings: Settings, job: Job) -> torch.device:
     if node.gpus not in (None, "all", str(job.world)):
         raise ConfigError(f"--gpus {node.gpus} does not go with the {job.world} ranks that torchrun has started: leave it out.")
     if node.device.partition(":")[0] == "mps" or ":" in node.device:
-        raise ConfigError(f"Each rank has a device of its own, so {node.device!r} cannot be used: say cuda or cpu, or neither.")
+        raise ConfigError(f"Each rank has a device of its own, so {node.device!r} cannot be used: use cuda or cpu, or neither.")
     devices = torch.cuda.device_count()
     if node.device == "cpu" or (node.device == "auto" and not devices):
         return torch.device("cpu")
     if job.world > devices:
-        raise ConfigError(f"{job.world} ranks need as many GPUs, and this machine has {devices}: start fewer, or say --device cpu.")
+        raise ConfigError(
+            f"{job.world} ranks need as many GPUs, and this machine has {devices}: start fewer, or pass --device cpu."
+        )
     return torch.device("cuda", job.rank)
 
 
@@ -91,13 +93,13 @@ def ranks_wanted(settings: Settings, devices: int | None = None) -> int:
     device = node.device.partition(":")[0]
     if node.gpus is None:
         if node.parallel is not None:
-            raise ConfigError("--parallel says how several GPUs share the model: say --gpus all or --gpus N too.")
+            raise ConfigError("--parallel says how several GPUs share the model: pass --gpus all or --gpus N too.")
         return 1
     if device == "mps" or (node.gpus != "1" and ":" in node.device):
-        raise ConfigError(f"--gpus takes the first GPUs, and {node.device!r} does not go with it: leave --device out, or say cpu.")
+        raise ConfigError(f"--gpus takes the first GPUs, and {node.device!r} does not go with it: leave --device out, or use cpu.")
     if device == "cpu":
         if node.gpus == "all":
-            raise ConfigError("--gpus all counts GPUs, which --device cpu does not use: say a number, such as --gpus 2.")
+            raise ConfigError("--gpus all counts GPUs, which --device cpu does not use: pass a number, such as --gpus 2.")
         return int(node.gpus)
     if devices is None:
         import torch  # here, because it takes a second, and most nodes need no count
@@ -107,7 +109,7 @@ def ranks_wanted(settings: Settings, devices: int | None = None) -> int:
     if wanted > devices or not devices:
         seen = "no GPU that PyTorch can use" if not devices else "1 GPU" if devices == 1 else f"{devices} GPUs"
         todo = "--device cpu, to try it on the processor" if not devices else f"--gpus {devices}"
-        raise ConfigError(f"--gpus {node.gpus} asks for more than this machine has ({seen}): say {todo}.")
+        raise ConfigError(f"--gpus {node.gpus} asks for more than this machine has ({seen}): use {todo}.")
     if wanted > MAX_RANKS:
-        raise ConfigError(f"A peer has at most {MAX_RANKS} ranks: say --gpus {MAX_RANKS}.")
+        raise ConfigError(f"A peer has at most {MAX_RANKS} ranks: pass --gpus {MAX_RANKS}.")
     return wanted

@@ -106,7 +106,7 @@ class RankTrainer(Trainer):
             if DDP_UNUSED in str(error):
                 raise TrainingError(
                     "Some parameters of the model have no part in the loss, with which DDP cannot go on: freeze them "
-                    "(requires_grad = False), or say --parallel fsdp."
+                    "(requires_grad = False), or pass --parallel fsdp."
                 ) from error
             raise
 

@@ -107,7 +107,10 @@ def await_others(membership: Membership, log: Callable[[str], None], should_stop
         return
     log(f"nobody of this swarm answers: trying the link and {len(host.known())} addresses of known peers for {AWAIT_S:g} s")
     if not directory.wait_for(2, AWAIT_S, should_stop) and not should_stop():
-        log(f"nobody answered: going on alone from the checkpoint; others find this node again, or by the link {membership.link()}")
+        log(
+            "nobody answered: going on without a partner from the checkpoint; others find this node again, or by the link "
+            f"{membership.link()}"
+        )
 
 
 def wait_for_peers(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shoal.node.rl.rollout_sharing import RolloutSharing
     from shoal.node.verify.service import Verification
 
-UNLISTED = "this swarm is public, but no seed is named that could list it: start again with --bootstrap and a seed's address"
+UNLISTED = "this swarm is public, but no bootstrap node is named that could list it: start again with --bootstrap and its address"
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,14 @@ def find(node: NodeSettings) -> SavedRun | None:
             return _read(own)
     elif node.resume:
         raise CheckpointError(
-            "--resume goes on with this node's own run and --resume-from with another checkpoint in another swarm: say one of them."
+            "--resume goes on with this node's own run and --resume-from with another checkpoint in another swarm: pass "
+            "one of them."
         )
     elif own.resolve() in (other.resolve(), other.resolve().parent):
         return _read(other)
     if steps(own):
         raise CheckpointError(
-            f"The folder {str(own)!r} holds checkpoints of another run: say --resume to continue it, "
+            f"The folder {str(own)!r} holds checkpoints of another run: pass --resume to continue it, "
             "or choose another --name or --folder."
         )
     return None if other is None else _read(other)
@@ -95,8 +96,8 @@ def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
         wanted, fixed = getattr(asked, name), getattr(saved.manifest.outer, name)
         if wanted is not None and wanted != fixed:
             raise CheckpointError(
-                f"The swarm of the checkpoint has outer.{name}={fixed}, and a swarm's settings are fixed: leave {name} out, or say "
-                f"--resume-from {saved.path} in place of --resume to go on in a new swarm with outer.{name}={wanted}."
+                f"The swarm of the checkpoint has outer.{name}={fixed}, and a swarm's settings are fixed: leave {name} out, or "
+                f"pass --resume-from {saved.path} in place of --resume to go on in a new swarm with outer.{name}={wanted}."
             )
 
 
@@ -127,7 +128,7 @@ def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun 
         return saved
     if node.resume:
         raise CheckpointError(
-            f"The checkpoint in {str(saved.path)!r} is of swarm {saved.swarm}, not of {swarm}: say --resume-from {saved.path} in "
+            f"The checkpoint in {str(saved.path)!r} is of swarm {saved.swarm}, not of {swarm}: pass --resume-from {saved.path} in "
             "place of --resume to go on from it in this swarm, or start without it in another folder."
         )
     return None
@@ -148,7 +149,7 @@ def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
     if 0 < trainer.train.steps <= steps:
         raise CheckpointError(
             f"The checkpoint in {str(saved.path)!r} has {steps} steps, and this run ends after {trainer.train.steps}: "
-            f"say --steps with more than {steps}, or 0 for no end."
+            f"pass --steps with more than {steps}, or 0 for no end."
         )
     dropped = migrate_state(trainer, saved.trainer, saved.manifest.outer)
     lines = [f"goes on from step {steps} of the checkpoint in {str(saved.path)!r}, of another swarm"]

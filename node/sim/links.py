@@ -30,7 +30,7 @@ def parse_net(text: str) -> Links:
             delay = mbit = math.nan
         if not 0 <= delay <= 60_000 or not 0.001 <= mbit <= 1e6:
             raise ConfigError(
-                f"There is no net {text[:40]!r}: say {', '.join(NETS)}, or milliseconds one way and megabits a second: 40:100."
+                f"There is no net {text[:40]!r}: use {', '.join(NETS)}, or milliseconds one way and megabits a second: 40:100."
             )
         jitter = JITTER * delay
     return Links(delay / 1000, jitter / 1000, mbit * BYTES_OF_MBIT, shared=True)

@@ -1,4 +1,4 @@
-"""How well buckets mix: the spread of peers that average in pairs within their buckets, against pairs drawn among all.
+"""How well buckets mix: the consensus distance of peers that average in pairs within their buckets, against pairs drawn among all.
 
 Every round each peer's values take a random step, then the pairs of the round take their mean. Buckets, their depth and the pairs
 are those of the production code (`shoal.swarm.membership.buckets`, `shoal.optim.exchange.pairing`); nobody is late, and no link is
@@ -30,7 +30,7 @@ Deal = Callable[[int], Sequence[Sequence[str]]]
 def mixing(
     bucket: int, *, peers: int = PEERS, rounds: int = ROUNDS, every: int = EPOCH_ROUNDS, seeds: int = SEEDS, seed: int = 0
 ) -> dict[str, Any]:
-    """Return ``variance``: that of the peers' spread in buckets drawn anew ``every`` so many rounds, over that of pairs among all.
+    """Return ``variance``: the squared consensus distance in buckets drawn anew every ``every`` rounds, over that of all pairs.
 
     ``members``: peers in a bucket, on average. ``error``: standard error over the ``seeds``, None for one. ``variance_full``,
     ``error_full``: the same for buckets of as many as ``bucket`` admits, on average, which a swarm does not let become so full.

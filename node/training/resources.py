@@ -70,12 +70,12 @@ def check(
     listed = ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in parts.items())
     need = f"This node will need about {total / GB:.2f} GB of memory ({listed})"
     if gigabytes and total > gigabytes * GB:
-        raise MemoryBudgetError(f"{need} and --ram allows {gigabytes:g}: allow more, say --offload DIR, or train a smaller model.")
+        raise MemoryBudgetError(f"{need} and --ram allows {gigabytes:g}: allow more, pass --offload DIR, or train a smaller model.")
     there = parts["it holds"] + free_memory()[0]
     if not gigabytes and total > there:
         log(
             f"{need} and can have {there / GB:.2f}, so the system may end it without a word: end other programs, "
-            "say --offload DIR, or train a smaller model; with --ram it would not begin"
+            "pass --offload DIR, or train a smaller model; with --ram it would not begin"
         )
 
 

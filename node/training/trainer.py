@@ -296,7 +296,7 @@ class Trainer:
         if Shard(index, of, seed) != self.shard:
             raise TrainingError(
                 f"The checkpoint was trained on shard {index}/{of}, this node has {self.shard.index}/{self.shard.of}: "
-                f"say --shard {index}/{of}, or start without --resume."
+                f"pass --shard {index}/{of}, or start without --resume."
             )
 
     def find_place(self, state: dict[str, Any]) -> Batches | None:

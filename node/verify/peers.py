@@ -87,7 +87,7 @@ def _tables(host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Me
             continue
         found[peer] = table_of(log, swarm, rules, round)
     if members and not found:
-        raise NetworkError("No member of the swarm handed out its log of verification: try again in a minute.")
+        raise NetworkError("No member of the swarm served its log of verification: try again in a minute.")
     return found
 
 

@@ -27,7 +27,7 @@ def make_terms(settings: Settings, task: Task) -> Terms | StretchTerms | None:
     if settings.verify.kind == "training":
         return make_stretch_terms(settings, task)
     if not isinstance(task, RLTask):
-        raise ConfigError("This task writes no completions to claim: say --task rl with it, or --verify training.")
+        raise ConfigError("This task writes no completions to claim: pass --task rl with it, or --verify training.")
     return Terms(
         policy=policy_label(settings.rl.policy),
         base=base(task.policy.module),
@@ -45,7 +45,7 @@ def check_terms(terms: Terms, settings: Settings, task: RLTask) -> None:
     own = policy_label(settings.rl.policy)
     if own != terms.policy:
         raise ConfigError(
-            f"The swarm verifies the policy {terms.policy!r}, this node was given {own!r}: say --policy and where that one is."
+            f"The swarm verifies the policy {terms.policy!r}, this node was given {own!r}: pass --policy and where that one is."
         )
     if base(task.policy.module) != terms.base:
         raise ConfigError(

@@ -113,7 +113,7 @@ class Page:
         try:
             time_s = float(request.query.get("time", ""))
         except ValueError:
-            return web.Response(status=400, text="Say ?time= with Unix seconds.")
+            return web.Response(status=400, text="Pass ?time= in Unix seconds.")
         if self._asked >= MAX_ASKED:
             return web.Response(status=503, text="Too many ask for a time of this recording now: try again.")
         self._asked += 1

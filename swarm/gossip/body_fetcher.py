@@ -95,7 +95,7 @@ class BodyFetcher:
                 except NetworkError as error:
                     log.debug("a body was not fetched from peer %s: %s", short(source), error)
                 except MessageError as error:
-                    log.debug("peer %s did not hand out a body: %s", short(source), error)
+                    log.debug("peer %s did not serve a body: %s", short(source), error)
                     answered.add(source)
                     reason = error.reason
                 except Exception:  # a bug must cost one record, not all that follow

@@ -23,7 +23,7 @@ SILENT_S = 15.0
 """Three renewals of a record: half of the time after which a silent peer is no longer a member."""
 
 REMEDY: dict[Failure, str] = {
-    "unreachable": "open the port given by --listen, check --announce, or give the swarm a seed with --relay",
+    "unreachable": "open the port given by --listen, check --announce, or give the swarm a bootstrap node with --relay",
     "timeout": "its machine or its link is too slow, or asleep: free it, or leave it out",
     "refused": "see its log and theirs for the reason: another version, other options, or a ban",
     "broken": "its connection ends in the middle of transfers: look after its link, and whether its machine runs out of memory",

@@ -66,4 +66,4 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
             wrong = wrong or error
     if wrong is not None:
         raise wrong
-    raise NetworkError(f"No peer of the link handed out the swarm's manifest ({problem}); ask for a fresh link.")
+    raise NetworkError(f"No peer of the link served the swarm's manifest ({problem}); ask for a fresh link.")

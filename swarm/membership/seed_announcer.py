@@ -53,13 +53,15 @@ class SeedAnnouncer:
             try:
                 self._host.call(self._report(), timeout)
             except NetworkError as error:
-                log.info("this node was not reported to the seeds: %s", error)
+                log.info("this node was not reported to the bootstrap nodes: %s", error)
 
     def announce(self, manifest: bytes, *, params: int, round_bytes: int, memory: int) -> None:
         """From now on announce the public swarm of the sealed ``manifest`` to the seeds; see `Announcement`."""
         if len(manifest) > MAX_MANIFEST:
             log.warning(
-                "this swarm is not announced to seeds: its settings have %d bytes, more than %d.", len(manifest), MAX_MANIFEST
+                "this swarm is not announced to bootstrap nodes: its settings have %d bytes, more than %d.",
+                len(manifest),
+                MAX_MANIFEST,
             )
             return
         self._announced = Announcement(
@@ -85,9 +87,9 @@ class SeedAnnouncer:
                 await self._host.find_seeds()
                 await self._report()
             except NetworkError as error:
-                log.debug("this node was not reported to the seeds: %s", error)
+                log.debug("this node was not reported to the bootstrap nodes: %s", error)
             except Exception:  # a bug must not make this node unfindable
-                log.warning("reporting to the seeds failed; trying again", exc_info=True)
+                log.warning("reporting to the bootstrap nodes failed; trying again", exc_info=True)
 
     async def _report(self) -> None:
         own = self._directory.own()
@@ -108,7 +110,7 @@ class SeedAnnouncer:
                     self._host.remember(strangers)
                     await self._host.meet(strangers)
             except (NetworkError, MessageError) as error:
-                log.debug("this node was not reported to seed %s: %s", short(seed), error)
+                log.debug("this node was not reported to bootstrap node %s: %s", short(seed), error)
 
     async def _announce(self, seed: str, addresses: Sequence[str], announced: Announcement) -> None:
         """Announce the swarm to a seed, after this node's record. Raises NetworkError or MessageError."""
@@ -119,4 +121,4 @@ class SeedAnnouncer:
         finally:
             stream.close()
         if reason:
-            log.warning("seed %s does not list this swarm: %s", short(seed), reason)
+            log.warning("bootstrap node %s does not list this swarm: %s", short(seed), reason)

@@ -83,7 +83,7 @@ async def listed_by(daemon: Daemon, seed: str) -> list[PublicSwarm]:
                 try:
                     found.append(read_listed(packed, seed))
                 except MessageError as error:
-                    log.debug("seed %s listed something wrong: %s", short(peer), error)
+                    log.debug("bootstrap node %s listed something wrong: %s", short(peer), error)
             last = found[-1].swarm if found else None
             if not reply.more or last == after:
                 break
@@ -91,7 +91,9 @@ async def listed_by(daemon: Daemon, seed: str) -> list[PublicSwarm]:
         return found
     except (*DAEMON_GONE, ValueError) as error:
         why = str(error).partition(":")[0]  # the daemon goes on about each address
-        raise NetworkError(f"the seed at {seed} does not answer ({why}): check the address, or ask another seed.") from error
+        raise NetworkError(
+            f"the bootstrap node at {seed} does not answer ({why}): check the address, or ask another one."
+        ) from error
 
 
 async def _asked(daemon: Daemon, peer: str, request: SwarmsRequest) -> SwarmsReply:
@@ -122,6 +124,6 @@ async def _within(daemon: Daemon, seed: str) -> tuple[list[PublicSwarm], str]:
     try:
         return await asyncio.wait_for(listed_by(daemon, seed), SEED_S), ""
     except asyncio.TimeoutError:
-        return [], f"the seed at {seed} did not answer within {SEED_S:g} s: check the address, or ask another seed."
+        return [], f"the bootstrap node at {seed} did not answer within {SEED_S:g} s: check the address, or ask another one."
     except (NetworkError, MessageError) as error:
         return [], str(error)

@@ -140,5 +140,5 @@ def _fetch(membership: Membership, model: str, opt: OuterOptimizer, begun: bool)
         why = str(error).rstrip(".")
         raise NetworkError(f"The swarm is training, but its weights could not be had ({why}): try again.") from error
     if state is None:
-        raise NetworkError("The swarm is training but none of its members handed out the weights to start from: try again.")
+        raise NetworkError("The swarm is training but none of its members served the weights to start from: try again.")
     return state

@@ -74,7 +74,7 @@ def _chunk(snapshot: Snapshot, chunk: int | None) -> memoryview | None:
     try:
         return snapshot.chunk(chunk)
     except OSError as error:
-        log.warning("weights are not handed out: %s", error)
+        log.warning("weights are not served: %s", error)
         return None
 
 

@@ -150,7 +150,7 @@ async def fetch_digests(host: Host, swarm: str, header: StateHeader, sources: Se
             source.close()
         if hashlib.sha256(room).digest() == header.sha256:
             return bytes(room)
-        log.warning("peer %s handed out digests that are not those of the weights it offered: it is not asked again", short(peer))
+        log.warning("peer %s served digests that are not those of the weights it offered: it is not asked again", short(peer))
     raise NetworkError("none of the peers that were asked holds the weights any more.")
 
 
@@ -226,7 +226,7 @@ class _Download:
                 if blake3(room).digest() != self._digests[chunk * DIGEST : (chunk + 1) * DIGEST]:
                     self.wrong.add(peer)
                     raise WrongChunkError(
-                        f"peer {short(peer)} handed out a chunk of the weights that does not match its digest: it is not asked "
+                        f"peer {short(peer)} served a chunk of the weights that does not match its digest: it is not asked "
                         "again, and the chunk is fetched elsewhere."
                     )
                 if self.plan.got(chunk):

@@ -133,7 +133,7 @@ async def ask(host: Host, to: Peer, request: StateRequest, nbytes: int) -> State
         stream.close()
     if isinstance(reply, Answer):
         kind = NoStateError if reply.verdict == "refuse" else NetworkError
-        raise kind(f"peer {short(peer)} hands out no weights: {reply.reason}.")
+        raise kind(f"peer {short(peer)} serves no weights: {reply.reason}.")
     assert isinstance(reply, StateHeader)
     return reply
 
@@ -252,7 +252,7 @@ async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], dr
     best = max(compared, key=lambda one: (near[one.peer] > 0, one.header.round <= limit, one.header.round, near[one.peer]))
     if not near[best.peer]:
         names = " and ".join(short(one.peer) for one in compared[:2])
-        raise UnconfirmedError(f"peers {names} hand out weights that lie far from each other, and no other peer confirms either.")
+        raise UnconfirmedError(f"peers {names} serve weights that lie far from each other, and no other peer confirms either.")
     return best
 
 

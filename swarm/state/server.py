@@ -111,7 +111,7 @@ class StateServer:
                 self._host.submit(self._make(state, encode(state), version))  # copied here, for the next step changes them
         except (NetworkError, OSError) as error:  # the host is closing, or a disk has failed
             self._making = False
-            log.debug("weights are not handed out: %s", error)
+            log.debug("weights are not served: %s", error)
 
     async def _make(self, state: State, payload: Tensor | Spool, version: tuple[object, ...]) -> None:
         try:

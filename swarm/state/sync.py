@@ -82,7 +82,7 @@ class StateQuery:
         names = [name for name, _ in header.extra]
         unknown = [name for name, shaped in header.extra if name not in self.extra or shaped != shapes_digest(self.extra[name])]
         if unknown or len(set(names)) < len(names):
-            raise MessageError(f"peer {short(peer)} hands out a state {unknown or names} that does not fit this node's outer rule.")
+            raise MessageError(f"peer {short(peer)} serves a state {unknown or names} that does not fit this node's outer rule.")
         every = [*self.shapes, *(shape for name in names for shape in self.extra[name])]
         if header.nbytes != FLOAT32.nbytes(every) or header.dtype != "float32":
             raise MessageError(f"peer {short(peer)} announced weights of {header.nbytes} bytes, {FLOAT32.nbytes(every)} fit here.")
@@ -163,7 +163,7 @@ async def choose_source(
         raise mendable
     if all(isinstance(error, NoStateError) for error in errors):
         raise NoStateError("all peers that were asked refused, or are gone.")
-    raise NetworkError("none of the peers that were asked could hand out weights.")
+    raise NetworkError("none of the peers that were asked could serve weights.")
 
 
 async def fetch_into(host: Host, query: StateQuery, sources: Sequence[Peer], sinks: SinkFactory[SinkT, T]) -> T | None:
@@ -174,7 +174,7 @@ async def fetch_into(host: Host, query: StateQuery, sources: Sequence[Peer], sin
         NetworkError: a download began and failed, or no second peer confirms the weights.
     """
     swarm, opened, left_out = query.request.swarm, dict[bytes, SinkT](), set[str]()  # the sink of one snapshot at a time
-    problem = NetworkError("none of the peers that were asked could hand out weights.")
+    problem = NetworkError("none of the peers that were asked could serve weights.")
     for attempt in range(query.attempts):
         asked = [to for to in sources if to[0] not in left_out]
         if not asked:

@@ -44,7 +44,7 @@ class LogRequest(Message):
 
 
 class LogReply(Message):
-    """The number of bytes that follow; None, and the reason, if the peer hands out no log."""
+    """The number of bytes that follow; None, and the reason, if the peer serves no log."""
 
     KIND, LIMIT = "log-reply", 4 * KIB
     nbytes: Annotated[int, Field(ge=0, le=MAX_LOG)] | None
@@ -128,7 +128,7 @@ async def _fetch(host: Host, peer: str, addresses: Sequence[str], request: LogRe
         await stream.send(pack(request), left(SMALL_S))
         reply = unpack(await stream.receive(LogReply.LIMIT, left(MAKE_S + SMALL_S)), LogReply)
         if reply.nbytes is None:
-            raise MessageError(f"Peer {short(peer)} hands out no log: {reply.reason}.", "unavailable")
+            raise MessageError(f"Peer {short(peer)} serves no log: {reply.reason}.", "unavailable")
         log = bytearray(reply.nbytes)
         if log:
             await stream.swap(memoryview(b""), memoryview(log), chunk_timeout=SMALL_S, deadline=end)

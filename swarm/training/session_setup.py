@@ -167,13 +167,13 @@ def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: 
                 raise
         if time.monotonic() >= end:
             raise SessionError(
-                f"No peer handed out the weights that the swarm began with in {PATIENCE_S:g} s: begin with its own, or try again."
+                f"No peer served the weights that the swarm began with in {PATIENCE_S:g} s: begin with its own, or try again."
             )
         if not announced:
             announce("waiting")
             announced = True
         if time.monotonic() >= reminder:
-            log.warning("waiting for a peer that hands out the weights to begin with")
+            log.warning("waiting for a peer that serves the weights to begin with")
             reminder += REMIND_S
         directory.wait_for(directory.size() + 1, LOOK_S)
 

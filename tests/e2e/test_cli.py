@@ -224,7 +224,7 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     assert saved.name == f"step-{first['steps']:08d}"
 
     again = ["up", "--name", "n", "--folder", "n", "--identity", "n.key", "--threads", "1", "--listen", "/ip4/127.0.0.1/tcp/0"]
-    assert "say --resume" in shoal.start(*again).error()
+    assert "pass --resume" in shoal.start(*again).error()
     resumed = shoal.start(*again, "--resume", "--hooks", hooks(shoal), "--steps", str(first["steps"] + 7), "--json")
     result = resumed.json()
     assert (result["steps"], result["swarm"]) == (first["steps"] + 7, first["swarm"])

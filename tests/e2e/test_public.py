@@ -12,7 +12,7 @@ def test_a_public_swarm_is_found_and_joined_by_its_name(shoal, eventually):
 
     assert listed() == []
     unlisted = shoal.start("join", "common", "--bootstrap", address, "--yes")
-    assert "No public swarm is called 'common': `shoal swarms` lists those that the seeds know." in unlisted.error()
+    assert "No public swarm is called 'common': `shoal swarms` lists those that the bootstrap nodes know." in unlisted.error()
     settings = shoal.toml(
         swarm={"name": "common"}, outer={"every": 5}, options={"layers": 1, "width": 16, "heads": 1, "context": 16},
         train={"steps": 0},

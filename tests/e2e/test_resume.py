@@ -129,7 +129,7 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
     assert "outer.method=diloco, and a swarm's settings are fixed" in said
     assert "--resume-from" in said
     assert (
-        "say --steps with more than 20"
+        "pass --steps with more than 20"
         in up(shoal, "second", "--method", "noloco", "--resume-from", shoal.home / "first", "--steps", 4 * EVERY).error()
     )
 

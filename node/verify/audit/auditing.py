@@ -121,4 +121,4 @@ class Auditor:
 
 
 def _withheld(what: str) -> Finding:
-    return Finding(False, f"The author of the claim does not hand out {what}.")
+    return Finding(False, f"The author of the claim does not serve {what}.")

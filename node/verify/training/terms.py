@@ -25,7 +25,7 @@ from shoal.verification.fingerprints.weights import DIMS
 def make_stretch_terms(settings: Settings, task: Task) -> StretchTerms:
     """Make the terms of a new swarm. Raises ConfigError if others cannot repeat the task's steps, or they are too few."""
     if isinstance(task, RLTask):
-        raise ConfigError("What a policy learns from cannot be had again by others: say --verify activations with --task rl.")
+        raise ConfigError("Others cannot recompute what a policy learns from: pass --verify activations with --task rl.")
     steps, stretch = settings.train.steps, settings.verify.stretch
     if 0 < steps < FEWEST * stretch:
         raise ConfigError(

@@ -132,7 +132,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
 
 def test_an_existing_file_stays_unless_forced_even_if_it_is_an_input(tmp_path):
     one, two = files(tmp_path, {"a": torch.tensor([1.0])}, {"a": torch.tensor([2.0])})
-    with pytest.raises(MergeError, match="exists: choose another name, or say --force"):
+    with pytest.raises(MergeError, match="exists: choose another name, or pass --force"):
         merge([one, two], one)
     assert load_file(one)["a"].tolist() == [1.0]
     merge([one, two], one, force=True)

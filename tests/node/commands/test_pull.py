@@ -244,7 +244,7 @@ def test_a_partial_file_is_believed_only_as_far_as_its_digests(world, tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
-        (lambda w: {"max_bytes": 1000}, PullError, "at most 1,000 may come: say more with --max-bytes"),
+        (lambda w: {"max_bytes": 1000}, PullError, "at most 1,000 may come: allow more with --max-bytes"),
         (lambda w: setattr(w, "manifest", manifest(w.manifest.model, **{"outer.method": "none"})), PullError, "method none"),
         (lambda w: setattr(w, "manifest", manifest("1" * 64, **{"task.hooks": "task.py:Mine"})), ModelDiffersError, "not the"),
     ],
@@ -257,7 +257,7 @@ def test_what_cannot_be_pulled_is_said(world, task, tmp_path, change, error, sen
 
 def test_weights_that_are_there_stay_unless_forced(world, task, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"mine")
-    with pytest.raises(PullError, match=r"There are weights in .* already: choose another folder, or say --force"):
+    with pytest.raises(PullError, match=r"There are weights in .* already: choose another folder, or pass --force"):
         pull(LINK, tmp_path, hooks=task)
     assert (tmp_path / "model.safetensors").read_bytes() == b"mine"
     pull(LINK, tmp_path, hooks=task, force=True)

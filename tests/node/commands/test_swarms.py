@@ -64,7 +64,7 @@ def test_a_name_is_joined_only_after_asking(monkeypatch):
     runner = CliRunner()
     refused = runner.invoke(cli, ["join", "ours", "--bootstrap", SEED])
     assert isinstance(refused.exception, LinkError)
-    assert "say --yes" in str(refused.exception)
+    assert "pass --yes" in str(refused.exception)
     assert joined == []
     assert runner.invoke(cli, ["join", "ours", "--bootstrap", SEED, "--yes"]).exit_code == 0
     assert joined == [public()["link"]]

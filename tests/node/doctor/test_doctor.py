@@ -242,7 +242,7 @@ def seed():
 
 def test_members_are_found_through_a_seed_which_dials_back_too(healthy, seed):
     found, code = examined(str(Link(healthy.swarm, (seed,))))
-    assert found["bootstrap"].said.startswith("only seeds answer, and they name no member")
+    assert found["bootstrap"].said.startswith("only bootstrap nodes answer, and they name no member")
     assert code == ExitCode.UNREACHED
 
     async def report():
@@ -255,7 +255,7 @@ def test_members_are_found_through_a_seed_which_dials_back_too(healthy, seed):
     healthy.host.call(report(), 60)
     found, code = examined(str(Link(healthy.swarm, (seed,))))
     assert {name for name, finding in found.items() if finding.outcome != "ok"} == set()
-    assert found["bootstrap"].said == "1 member and 1 seed answer"
+    assert found["bootstrap"].said == "1 member and 1 bootstrap node answer"
     assert "the clock of 2 peers" in found["clock"].said
     assert code == ExitCode.OK
 

@@ -25,13 +25,13 @@ def test_a_command_starts_as_many_ranks_as_it_asks_for(node, devices, ranks):
 @pytest.mark.parametrize(
     ("node", "devices", "sentence"),
     [
-        ({"gpus": "3"}, 2, r"--gpus 3 asks for more than this machine has \(2 GPUs\): say --gpus 2\."),
-        ({"gpus": "2"}, 1, r"\(1 GPU\): say --gpus 1\."),
-        ({"gpus": "all"}, 0, r"\(no GPU that PyTorch can use\): say --device cpu, to try it on the processor\."),
-        ({"gpus": "all", "device": "cpu"}, 0, r"--gpus all counts GPUs, which --device cpu does not use: say a number"),
+        ({"gpus": "3"}, 2, r"--gpus 3 asks for more than this machine has \(2 GPUs\): use --gpus 2\."),
+        ({"gpus": "2"}, 1, r"\(1 GPU\): use --gpus 1\."),
+        ({"gpus": "all"}, 0, r"\(no GPU that PyTorch can use\): use --device cpu, to try it on the processor\."),
+        ({"gpus": "all", "device": "cpu"}, 0, r"--gpus all counts GPUs, which --device cpu does not use: pass a number"),
         ({"gpus": "2", "device": "cuda:1"}, 2, r"--gpus takes the first GPUs, and 'cuda:1' does not go with it"),
         ({"gpus": "all"}, 128, r"A peer has at most \d+ ranks"),
-        ({"parallel": "ddp"}, 2, r"--parallel says how several GPUs share the model: say --gpus"),
+        ({"parallel": "ddp"}, 2, r"--parallel says how several GPUs share the model: pass --gpus"),
     ],
 )
 def test_ranks_that_this_machine_cannot_have_are_one_sentence(node, devices, sentence):

@@ -277,7 +277,7 @@ def test_a_slow_link_is_measured_with_fewer_bytes(monkeypatch):
     [
         ({"speeds": [Throughput(1e7, 9e6, True)]}, r"at least 72 Mbit/s, but 2\.1 MB are over before the link is full"),
         ({"speeds": [NetworkError("it was asked too often.")]}, "it was asked too often"),
-        ({"speeds": [], "seeds": True}, "no member of the swarm answers, and seeds do not measure it"),
+        ({"speeds": [], "seeds": True}, "no member of the swarm answers, and bootstrap nodes do not measure it"),
     ],
 )
 def test_what_cannot_be_measured_honestly_is_asked_for(peer, why, monkeypatch):

@@ -158,7 +158,7 @@ def test_another_model_is_refused_and_nothing_is_changed():
 def test_a_run_that_would_end_at_once_is_refused(tmp_path, identity):
     save(tmp_path, trained(), identity)
     saved = beginning._read(tmp_path)
-    with pytest.raises(CheckpointError, match="has 10 steps, and this run ends after 10: say --steps with more than 10"):
+    with pytest.raises(CheckpointError, match="has 10 steps, and this run ends after 10: pass --steps with more than 10"):
         restore(trainer(steps=10), saved, "another")
 
 
@@ -176,9 +176,9 @@ def test_which_checkpoint_is_meant(tmp_path, identity):
     assert find(node(own, resume_from=str(own))).swarm == swarms[0]
     assert find(node(own, resume_from=str(own / "step-00000010"))).shard == Shard(0, 2, 1)
     for asked, words in [
-        (node(own), "holds checkpoints of another run: say --resume"),
+        (node(own), "holds checkpoints of another run: pass --resume"),
         (node(own, resume_from=str(other)), "holds checkpoints of another run"),
-        (node(own, resume=True, resume_from=str(other)), "say one of them"),
+        (node(own, resume=True, resume_from=str(other)), "pass one of them"),
         (node(tmp_path / "new", resume_from=str(tmp_path / "nothing")), "There is no checkpoint"),
     ]:
         with pytest.raises(CheckpointError, match=words):
@@ -202,7 +202,7 @@ def test_other_settings_than_the_swarms_are_refused_with_the_way_out(identity):
     with pytest.raises(CheckpointError) as caught:
         check_same_outer(OuterSettings(method="noloco"), old)
     assert str(caught.value) == (
-        "The swarm of the checkpoint has outer.method=diloco, and a swarm's settings are fixed: leave method out, or say "
+        "The swarm of the checkpoint has outer.method=diloco, and a swarm's settings are fixed: leave method out, or pass "
         "--resume-from runs/a in place of --resume to go on in a new swarm with outer.method=noloco."
     )
 

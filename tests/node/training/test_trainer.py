@@ -196,7 +196,7 @@ def test_a_checkpoint_of_another_shard_or_model_is_refused_and_changes_nothing()
     state = trainer().state()
     other = trainer(index=1)
     before = [tensor.clone() for tensor in bits(other)]
-    with pytest.raises(TrainingError, match="was trained on shard 0/2, this node has 1/2: say --shard 0/2"):
+    with pytest.raises(TrainingError, match="was trained on shard 0/2, this node has 1/2: pass --shard 0/2"):
         other.resume(state)
     wide = trainer(Noisy(width=7))
     with pytest.raises(TrainingError, match=r"The checkpoint is of another model \(its '0.bias' differs\)"):

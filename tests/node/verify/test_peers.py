@@ -134,7 +134,7 @@ def test_a_log_that_is_none_does_not_count_and_none_at_all_is_said(identities, s
     first, second, *_ = identities
     found = look({first: b"junk", second: log_of(identities, story)})
     assert (found["asked"], found["agree"]) == (1, 1)
-    with pytest.raises(NetworkError, match="No member of the swarm handed out its log of verification: try again in a minute"):
+    with pytest.raises(NetworkError, match="No member of the swarm served its log of verification: try again in a minute"):
         look({first: None, second: b"junk"})
 
 

@@ -85,7 +85,7 @@ def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(five, 
     # What people are told.
     said = "\n".join(nodes[0].said)
     assert "of quantised's node is invalid: The claimed policy does not compute these activations (" in said
-    assert "of withholding's node is invalid: The author of the claim does not hand out what it was made of." in said
+    assert "of withholding's node is invalid: The author of the claim does not serve what it was made of." in said
     for one in (nodes[0], late):
         assert sorted(line.split("'")[0] for line in one.said if " is banned until " in line) == sorted(GUILTY)
         assert all(line.endswith(": 2 claims found invalid") for line in one.said if " is banned until " in line)

@@ -57,7 +57,7 @@ def test_a_recording_is_printed_as_it_is_and_without_a_network(recording):
 
 
 def test_what_cannot_be_watched_is_one_sentence(recording, tmp_path):
-    assert said() == said(NOBODY, "--replay", recording) == "Say either the LINK of a swarm or --replay FILE."
+    assert said() == said(NOBODY, "--replay", recording) == "Pass either the LINK of a swarm or --replay FILE."
     assert "pass the link that `shoal up` printed" in said("nonsense")
     assert "exists already" in said("--replay", recording, "--record", recording)
     recording.write_text("nonsense\n")
@@ -97,6 +97,6 @@ def test_a_swarm_that_nobody_is_in_is_told_as_an_event_and_needs_neither_torch_n
 
 
 def test_a_page_for_others_must_be_wanted(recording):
-    assert "say --share if it may" in said("--replay", recording, "--web", "0.0.0.0:8080")
-    assert said("--replay", recording, "--share") == "--share is about the page: say --web [HOST:]PORT too."
+    assert "pass --share if it may" in said("--replay", recording, "--web", "0.0.0.0:8080")
+    assert said("--replay", recording, "--share") == "--share is about the page: pass --web [HOST:]PORT too."
     assert "it should be a port or HOST:PORT" in said("--replay", recording, "--web", "here:there")

@@ -38,5 +38,5 @@ def test_any_peer_of_the_link_that_has_the_manifest_will_do(network):
         fetch_manifest(me, link(manifest, dead, stranger))
     with pytest.raises(MessageError, match="The wrong swarm id: the manifest that came belongs to swarm"):
         fetch_manifest(me, link(manifest, liar))
-    with pytest.raises(NetworkError, match=r"No peer of the link handed out .* ask for a fresh link\."):
+    with pytest.raises(NetworkError, match=r"No peer of the link served .* ask for a fresh link\."):
         fetch_manifest(me, link(manifest, dead))

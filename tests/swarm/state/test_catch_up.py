@@ -109,7 +109,7 @@ def test_who_is_furthest_is_asked_first_and_only_in_a_group_are_weights_equal(mo
 def test_weights_that_cannot_be_had_end_in_one_sentence(monkeypatch):
     with pytest.raises(NetworkError, match=r"its weights could not be had \(they are far apart\): try again\."):
         Swarm(monkeypatch, [member(10)], given=[NetworkError("they are far apart.")]).join()
-    with pytest.raises(NetworkError, match="none of its members handed out the weights"):
+    with pytest.raises(NetworkError, match="none of its members served the weights"):
         Swarm(monkeypatch, [member(10)], given=[None]).join()
 
 

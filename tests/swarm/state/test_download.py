@@ -129,7 +129,7 @@ def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, capl
     sink = MemorySink(wanted.header.nbytes)
     assert take(network, wanted, [liar, honest], sink) == {liar.host.peer_id}
     assert torch.equal(sink.content, wanted.payload)
-    assert f"…{liar.host.peer_id[-8:]} handed out a chunk of the weights that does not match its digest" in caplog.text
+    assert f"…{liar.host.peer_id[-8:]} served a chunk of the weights that does not match its digest" in caplog.text
 
 
 def test_digests_that_are_not_those_of_the_snapshot_are_not_believed(network, caplog):
@@ -138,7 +138,7 @@ def test_digests_that_are_not_those_of_the_snapshot_are_not_believed(network, ca
     sink = MemorySink(wanted.header.nbytes)
     take(network, wanted, [liar, Server(network, wanted)], sink)
     assert torch.equal(sink.content, wanted.payload)
-    assert "handed out digests that are not those of the weights it offered" in caplog.text
+    assert "served digests that are not those of the weights it offered" in caplog.text
     with pytest.raises(NetworkError, match="holds the weights any more"):
         take(network, wanted, [liar], MemorySink(wanted.header.nbytes))
 

@@ -33,7 +33,7 @@ def slow(near=True, seed=0):
 
 @pytest.fixture
 def give(network):
-    """Make a peer that hands out a state."""
+    """Make a peer that serves a state."""
     ended, threads = threading.Event(), []
 
     def make(state):

@@ -170,14 +170,14 @@ def test_weights_that_are_far_from_everybody_elses_are_not_taken(network, member
     liar, one, other = members(State(99, [lie(t) for t in mine]), State(8, mine), State(7, slow(1, near=mine)))
     state = fetch_state(network.host(), query(), to(liar.host, one.host, other.host))
     assert (state.round, equal(state.slow, mine)) == (8, True)
-    with pytest.raises(NetworkError, match=r"hand out weights that lie far from each other, and no other peer confirms either"):
+    with pytest.raises(NetworkError, match=r"serve weights that lie far from each other, and no other peer confirms either"):
         fetch_state(network.host(), query(), to(liar.host, one.host))
 
 
 def test_weights_that_are_damaged_or_not_finite_are_not_used(network, members, monkeypatch):
     (source,) = members(State(7, slow()))
     source.state.slow[1][0] = math.nan
-    with pytest.raises(NetworkError, match="could hand out weights"):
+    with pytest.raises(NetworkError, match="could serve weights"):
         fetch_state(network.host(), query(), to(source.host))
     source.state.slow[1][0] = 0.0
     assert fetch_state(network.host(), query(), to(source.host)).slow[1][0] == 0.0
@@ -207,7 +207,7 @@ def test_the_state_of_the_rule_comes_with_the_weights(network, members):
 @pytest.mark.parametrize("extra", [None, {"momentum": SHAPES}, {"momentum": SHAPES, "count": [(1,), ()]}])
 def test_a_state_that_does_not_fit_the_own_rule_is_not_taken(network, members, extra, caplog):
     (rich,) = members(State(7, slow(), {"momentum": MOMENTUM, "count": COUNT}))
-    with pytest.raises(NetworkError, match="could hand out weights"):
+    with pytest.raises(NetworkError, match="could serve weights"):
         fetch_state(network.host(), query(extra), to(rich.host))
     assert "does not fit this node's outer rule" in caplog.text
 

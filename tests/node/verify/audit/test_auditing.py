@@ -94,7 +94,7 @@ def test_what_nobody_has_makes_the_claim_invalid(has, what):
     world = World({"ann": has})
     checked = world.auditor.check(CLAIM)
     assert checked.vote == "invalid"
-    assert json.loads(checked.evidence)["reason"] == f"The author of the claim does not hand out {what}."
+    assert json.loads(checked.evidence)["reason"] == f"The author of the claim does not serve {what}."
     assert [peer for peer, _ in world.asked][-4:] == ["ann", "bob", "cat", "dan"]  # the author once, and three others
     assert world.checked == []
     assert world.told[0].material == (MATERIAL if has else None)

@@ -210,9 +210,9 @@ def test_terms_are_for_tasks_whose_steps_others_can_do_again(monkeypatch):
     task = TextTask(**OPTIONS)
     with pytest.raises(ConfigError, match="Training of 99 steps is too short to be verified by 5"):
         make_terms(settings_of(steps=99), task)
-    with pytest.raises(ConfigError, match="say --verify activations with --task rl"):
+    with pytest.raises(ConfigError, match="pass --verify activations with --task rl"):
         make_terms(settings_of(), RLTask(None, None, RLSettings(), seed=0))
-    with pytest.raises(ConfigError, match="say --task rl with it, or --verify training"):
+    with pytest.raises(ConfigError, match="pass --task rl with it, or --verify training"):
         make_terms(settings_of(kind="activations"), task)
     assert make_terms(settings_of(kind="none"), task) is None
     count = itertools.count()
