@@ -15,7 +15,7 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, NetworkError
 from shoal.swarm.membership.swarm_list import PublicSwarm, look
 
-COLUMNS = ("name", "task", "method", "peers", "parameters", "sent a round", "memory", "id")
+COLUMNS = ("name", "task", "method", "peers", "parameters", "sent a round", "memory", "device", "id")
 NUMBERS = ("peers", "parameters", "sent a round", "memory")
 BUILT_IN = ("text", "rl")
 SHOWN_ID = 12
@@ -41,6 +41,7 @@ def report(found: PublicSwarm) -> dict[str, Any]:
         "params": found.params,
         "round_bytes": found.round_bytes,
         "memory": found.memory or None,
+        "device": found.device,
         "link": str(link_of(found)),
     }
 
@@ -54,7 +55,7 @@ def list_swarms(seeds: Sequence[str]) -> dict[str, Any]:
     """
     found, problems = asyncio.run(look(seeds))
     if len(problems) == len(seeds):
-        raise NetworkError("No seed answers: " + " ".join(problems))
+        raise NetworkError("No bootstrap node answers: " + " ".join(problems))
     return {"seeds": list(seeds), "swarms": [report(one) for one in found], "problems": problems}
 
 
@@ -91,18 +92,21 @@ def table(report: dict[str, Any]) -> str:
 def described(one: dict[str, Any]) -> str:
     """Return what one should know before joining a swarm, in sentences."""
     needs = [f"a copy of its task {one['task']} (--task)"] if one["needs_task"] else []
+    needs += ["text to train on (--data; else what this machine has)"] if one["task"] == "text" else []
     needs += [f"{amount(one['memory'])} of memory beyond training alone"] if one["memory"] else []
+    device = "a processor, without a GPU" if one["device"] == "cpu" else f"a GPU ({one['device']})"
     return (
         f"{one['name']} ({one['swarm'][:SHOWN_ID]}): {_peers(one['peers'])}, {one['task']} by {one['method']}. As a member says, "
-        f"its model has {_count(one['params'])} parameters and a node sends {amount(one['round_bytes'])} in a round."
-        + (f" It needs {' and '.join(needs)}." if needs else "")
+        f"its model has {_count(one['params'])} parameters, a node sends {amount(one['round_bytes'])} in a round, and that member "
+        f"computes on {device}." + (f" It needs {' and '.join(needs)}." if needs else "")
     )
 
 
 def _cells(one: dict[str, Any]) -> list[str]:
     return [
         one["name"], one["task"], one["method"], _peers(one["peers"]).partition(" peer")[0], _count(one["params"]),
-        amount(one["round_bytes"]), "-" if one["memory"] is None else amount(one["memory"]), one["swarm"][:SHOWN_ID],
+        amount(one["round_bytes"]), "-" if one["memory"] is None else amount(one["memory"]), one["device"],
+        one["swarm"][:SHOWN_ID],
     ]  # fmt: skip
 
 

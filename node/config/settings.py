@@ -139,7 +139,7 @@ class NodeSettings(_Table, RankSettings):
     bootstrap: list[str] = Field(
         default_factory=list,
         max_length=8,
-        description="Bootstrap nodes or members to join through besides the link's; bootstrap nodes go into the links printed here.",
+        description="Bootstrap nodes or members to join through besides the link's; bootstrap nodes go into links printed here.",
     )
     relay: Literal["auto", "only", "off"] = Field(
         default="auto",

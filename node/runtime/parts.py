@@ -59,8 +59,8 @@ def share_rollouts(
     return RolloutSharing(task, membership, write, notify, settings.node.ram)
 
 
-def announce_publicly(membership: Membership, params: int, log: Callable[[str], None], *, created: bool) -> None:
-    """Have this node announce its swarm to the seeds, if it is public. ``params``: of the model; ``created``: by this node."""
+def announce_publicly(membership: Membership, params: int, device: str, log: Callable[[str], None], *, created: bool) -> None:
+    """Have this node announce its swarm, if it is public. ``params``: of the model; ``device``: its type; ``created``: by it."""
     manifest = membership.manifest
     if not manifest.public:
         return
@@ -68,4 +68,5 @@ def announce_publicly(membership: Membership, params: int, log: Callable[[str], 
         log(UNLISTED)
     work = work_of(manifest.outer, params=params, peers=max(manifest.start_when, 2), step_s=1.0)
     memory = memory_of(manifest.outer.method, params, overlapped=bool(work.lag))
-    membership.announcer.announce(membership.sealed, params=params, round_bytes=work.nbytes, memory=round(memory or 0))
+    sizes = {"params": params, "round_bytes": work.nbytes, "memory": round(memory or 0)}
+    membership.announcer.announce(membership.sealed, **sizes, device=device)

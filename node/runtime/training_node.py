@@ -174,7 +174,7 @@ class TrainingNode:
         self._begin_from(state, saved, membership, trainer, member)
         params, dealt = sum(parameter.numel() for parameter in trainer.params), f"{shard.index}/{shard.of}"
         result = Result(name, host.peer_id, membership.swarm, outer.method, str(device), dealt, params, fragments=opt.fragments)
-        announce_publicly(membership, params, log, created=self.link is None)
+        announce_publicly(membership, params, device.type, log, created=self.link is None)
         refusals = RefusalLog(membership.refused, metrics.write, log)
         member.reporter = status = StatusReporter(membership, name)
         self._activity.on_change = status.doing

@@ -55,7 +55,7 @@ class SeedAnnouncer:
             except NetworkError as error:
                 log.info("this node was not reported to the bootstrap nodes: %s", error)
 
-    def announce(self, manifest: bytes, *, params: int, round_bytes: int, memory: int) -> None:
+    def announce(self, manifest: bytes, *, params: int, round_bytes: int, memory: int, device: str) -> None:
         """From now on announce the public swarm of the sealed ``manifest`` to the seeds; see `Announcement`."""
         if len(manifest) > MAX_MANIFEST:
             log.warning(
@@ -66,7 +66,7 @@ class SeedAnnouncer:
             return
         self._announced = Announcement(
             swarm=self._swarm, peer=self._identity.peer_id, manifest=manifest, params=params, round_bytes=round_bytes,
-            memory=memory, issued=0.0,
+            memory=memory, device=device, issued=0.0,
         )  # fmt: skip
 
     def close(self) -> None:

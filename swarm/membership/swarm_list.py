@@ -42,6 +42,8 @@ class PublicSwarm:
     round_bytes: int
     memory: int
     """Bytes beyond training alone; 0: not measured."""
+    device: str
+    """On what the member that announced it computes: cpu, cuda or mps."""
     addresses: tuple[str, ...]
     """Of the bootstrap node that listed it, and of members."""
 
@@ -56,7 +58,8 @@ def read_listed(packed: bytes, seed: str) -> PublicSwarm:
         raise MessageError("An announcement was refused: its swarm is not public.", "private")
     members = [member for _, member in (unseal(record, Member) for record in listed.contacts) if member.swarm == said.swarm]
     addresses = tuple(dict.fromkeys([seed, *addresses_of(members)]))
-    return PublicSwarm(said.swarm, title_of(said.manifest), listed.peers, said.params, said.round_bytes, said.memory, addresses)
+    sizes = said.params, said.round_bytes, said.memory, said.device
+    return PublicSwarm(said.swarm, title_of(said.manifest), listed.peers, *sizes, addresses)
 
 
 def merged(found: Iterable[PublicSwarm]) -> list[PublicSwarm]:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from shoal.swarm.wire.envelope import ENVELOPE, KIB, Message
-from shoal.swarm.wire.fields import Bytes, Count, PeerId, Reason, SwarmId
+from shoal.swarm.wire.fields import Bytes, Count, PeerId, Reason, ShortLabel, SwarmId
 from shoal.swarm.wire.member import Member
 
 SWARMS_PROTOCOL = "/shoal/swarms/1"
@@ -21,16 +21,17 @@ class Announcement(Message):
 
     ``manifest``: the swarm's sealed manifest, whose hash is ``swarm``. The rest is as the member ``peer`` says: ``params``, the
     number of parameters; ``round_bytes``, bytes that a node sends in a round; ``memory``, bytes of main memory that averaging takes
-    beyond training alone, 0 where it was not measured.
+    beyond training alone, 0 where it was not measured; ``device``, on what it computes: cpu, cuda or mps.
     """
 
-    KIND, LIMIT, AUTHOR = "announcement", 13 * KIB, "peer"
+    KIND, VERSION, LIMIT, AUTHOR = "announcement", 2, 13 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     manifest: Annotated[bytes, Field(max_length=MAX_MANIFEST)]
     params: Count
     round_bytes: Bytes
     memory: Bytes
+    device: ShortLabel
     issued: Annotated[float, Field(ge=0)]
 
 

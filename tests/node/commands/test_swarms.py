@@ -14,8 +14,8 @@ PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 SEED = f"/ip4/203.0.113.9/tcp/4001/p2p/{PEER}"
 
 
-def public(swarm="a" * 52, name="ours", task="text", peers=3, memory=0, addresses=(SEED,)):
-    return report(PublicSwarm(swarm, Title(name, task, "noloco"), peers, 135_000_000, 1_084_000_000, memory, addresses))
+def public(swarm="a" * 52, name="ours", task="text", peers=3, memory=0, device="cpu", addresses=(SEED,)):
+    return report(PublicSwarm(swarm, Title(name, task, "noloco"), peers, 135_000_000, 1_084_000_000, memory, device, addresses))
 
 
 def test_a_link_goes_by_way_of_the_seed_and_of_members_as_far_as_they_are_addresses():
@@ -42,9 +42,12 @@ def test_a_name_or_the_beginning_of_an_id_means_one_swarm():
 def test_what_joining_needs_is_said():
     said = described(public(task="mine:Task", memory=2_000_000_000))
     assert "3 peers, mine:Task by noloco" in said
-    assert "135 M parameters and a node sends 1.08 GB in a round" in said
+    assert "135 M parameters, a node sends 1.08 GB in a round, and that member computes on a processor, without" in said
     assert "It needs a copy of its task mine:Task (--task) and 2 GB of memory beyond training alone." in said
-    assert "needs" not in described(public())
+    assert "needs" not in described(public(task="rl"))
+    assert "computes on a GPU (cuda). It needs text to train on (--data; else what this machine has)." in described(
+        public(device="cuda")
+    )
     assert "32 or more peers" in described(public(peers=32))
 
 

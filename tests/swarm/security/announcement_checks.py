@@ -21,6 +21,7 @@ def announcement(**changes):
         "params": 1,
         "round_bytes": 1,
         "memory": 0,
+        "device": "cpu",
         "issued": 1.0,
     }
     return Announcement(**{**fields, **changes})

@@ -22,7 +22,7 @@ def manifest(creator, name="ours", **fields):
 
 
 def announcement(who, sealed, **fields):
-    values = {"params": 1000, "round_bytes": 4000, "memory": 0, "issued": 0.0, "swarm": swarm_id(sealed)}
+    values = {"params": 1000, "round_bytes": 4000, "memory": 0, "device": "cpu", "issued": 0.0, "swarm": swarm_id(sealed)}
     return seal(Announcement(peer=who.peer_id, manifest=sealed, **{**values, **fields}), who)
 
 
@@ -164,7 +164,7 @@ def test_the_largest_answer_fits():
 def test_several_seeds_are_merged():
     title = Title("n", "text", "noloco")
     small, large, other = (
-        PublicSwarm(swarm, title, peers, params, 1, 0, addresses)
+        PublicSwarm(swarm, title, peers, params, 1, 0, "cpu", addresses)
         for swarm, peers, params, addresses in (("a", 2, 1, ("x", "y")), ("a", 5, 9, ("z", "x")), ("b", 3, 1, ("w",)))
     )
     first, second = merged([small, other, large])
