@@ -53,7 +53,7 @@ inside sh -c '
     if shoal-health; then echo "healthy without a node" >&2; exit 1; fi
     shoal up --steps 1000000 --folder /data/runs/checked &
     node=$! tries=0
-    until [ -e /data/runs/checked/metrics.jsonl ] && shoal-health; do
+    until [ -e /data/runs/checked/link.json ] && shoal-health; do
         tries=$((tries + 1))
         if [ "$tries" -gt 120 ]; then echo "a node is not healthy after 120 s" >&2; exit 1; fi
         sleep 1
