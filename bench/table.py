@@ -10,7 +10,7 @@ pieces of its own, all in one process (``optim.Simulation``), but "torchft" and 
 processes of its own with what our "diloco" and "streaming" chose. All rows of one model and length have seen equally many tokens:
 ``--steps`` steps of all peers together, whatever their number. At K = 1 "snoo" is DiLoCo's optimizer alone. "noloco" waits for
 its partner; "noloco-overlap" (the default of shoal) and "streaming" apply each of four fragments 16 steps after it was sent, in
-rounds of 10 steps 2.
+short rounds after five eighths of one.
 
 Tuning is the same for every method and inner optimizer, DDP's too: 5 short runs with 4 peers in rounds of 50 (three settings,
 then rates), by the validation half; then, as long runs want lower rates, half of the rate found at full length, and half of that,
@@ -25,7 +25,7 @@ ring over K peers sends each payload 2 (K - 1) / K times, a pair once, and spars
 a model of 10 million parameters with steps of 0.1 s, on links of Mbit/s "/" milliseconds one way. "loss_at_equal_time": the loss
 after those steps that fit into the time in which peers that never wait make all of them, interpolated in the curve of the same
 run (whose learning rate was made for more steps). "lag": the steps that an exchange takes there, at most a round; the loss
-is that of a run with 16, whatever the link.
+is that of a run with 16 (or five eighths of a round), whatever the link.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ TUNED_PEERS = 4
 TORCHFT = TORCHFT_DILOCO, TORCHFT_STREAMING = ("torchft", "torchft-streaming")
 PAPER = "topk2+ef:0.95"
 AUTHORS = "topk2-senders+ef:0.95"
-FOUR_BITS, TWO_BITS = "e3m0+ef", "auto:2+ef"
+FOUR_BITS, TWO_BITS, ONE_BIT = "e3m0+ef", "auto:2+ef", "sign+ef"
 SKIPPED = {
     "hivemind": "its Optimizer averages parameters in the background and knows no outer optimizer, and the wall clock decides how "
     "many steps lie between two averages: no two runs of it are alike. local-sgd is its rule, at equal steps.",
@@ -47,8 +47,8 @@ CODECS: dict[str, tuple[str, ...]] = {
     "ddp": ("float32",),
     "snoo": ("float32",),
     "local-sgd": ("float32", "int8"),
-    "diloco": ("float32", FOUR_BITS, TWO_BITS),
-    "streaming": ("float32", FOUR_BITS),
+    "diloco": ("float32", FOUR_BITS, TWO_BITS, ONE_BIT),
+    "streaming": ("float32", FOUR_BITS, ONE_BIT),
     "noloco": ("float32", "int8"),
     "noloco-overlap": ("float32", "int8"),
     "co2": ("float32", FOUR_BITS),
@@ -112,12 +112,15 @@ FIRST = (
     cell("diloco", every=200),
     cell("diloco", codec=TWO_BITS, every=200),
 )
+OFTEN = (cell("diloco", codec=ONE_BIT, every=16), cell("diloco", codec=ONE_BIT, every=40), cell("streaming", codec=ONE_BIT, every=16))
+"""Short rounds of one bit a value: about the bytes of 4 bits every 50, and fewer than a thousandth of data parallel training's."""
 OTHERS = ("noloco", "streaming", "sparseloco", "co2", "local-sgd", "snoo")
 SPREAD = ("diloco", "noloco-overlap", "streaming", "noloco")
 
 
 def _order() -> Iterator[Sequence[Cell]]:
     yield FIRST
+    yield OFTEN
     yield [cell(name) for name in OTHERS]
     yield [cell("diloco", codec="float32"), cell("noloco-overlap", codec="float32")]
     yield [cell(name, "adamw") for name in OTHERS]
@@ -138,6 +141,7 @@ SMALL = [
     Stage(
         (
             *FIRST,
+            *(cell("diloco", codec=ONE_BIT, every=every) for every in (20, 40)),  # which divide its steps
             *(cell(name, peers=8) for name in ("diloco", "noloco-overlap")),
             *(cell(name) for name in ("noloco", "streaming", "sparseloco", "co2", "local-sgd")),
         ),
@@ -155,9 +159,9 @@ def fragments(method: str, every: int) -> int:
 
 
 def lag(method: str, every: int) -> int:
-    """Inner steps from sending to applying in the runs."""
+    """Inner steps from sending to applying in the runs: as long as an exchange takes, which is most of a short round."""
     if method == "co2":
         return every
     if method == TORCHFT_STREAMING:
         return every // fragments(method, every) - 1
-    return (LAG if every >= 2 * LAG else max(1, every // 5)) if RECIPES[method].overlap else 0
+    return max(1, min(LAG, 5 * every // 8)) if RECIPES[method].overlap else 0

@@ -10,7 +10,7 @@ from shoal.swarm.exchange.cost import GOOD, Line, forecast, least_every
 
 PREFERRED = (
     ("noloco", "float32"), ("noloco", "bfloat16"), ("noloco", "int8"), ("streaming", "float32"), ("streaming", "bfloat16"),
-    ("streaming", "int8"), ("streaming", "e3m0+ef"), ("sparseloco", "topk2+ef:0.95"),
+    ("streaming", "int8"), ("streaming", "e3m0+ef"), ("streaming", "sign+ef"), ("sparseloco", "topk2+ef:0.95"),
 )  # fmt: skip
 """What is chosen where the link carries it, the first first: overlapped pairs, then what a thinner link still carries."""
 LONGEST = 10_000

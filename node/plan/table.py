@@ -10,7 +10,7 @@ from typing import Any
 from shoal.swarm.exchange.cost import GOOD, Forecast, Line, Work, forecast
 from shoal.swarm.manifest.outer import OuterSettings
 
-CODECS = ("float32", "bfloat16", "int8", "e3m0+ef")
+CODECS = ("float32", "bfloat16", "int8", "e3m0+ef", "sign+ef")
 DELAYED = ("eager", "co2")
 """Methods that apply a mean a whole round after it was sent."""
 FIXED_BYTES = 40e6

@@ -45,7 +45,8 @@ def of(method, *, line=LINE, **changed):
 def test_every_method_is_there_with_the_codecs_that_it_may_have_and_pairs_also_blocking():
     shown = {(row.outer.method, row.outer.codec, row.blocks) for row in found()}
     assert {method for method, _, _ in shown} == set(METHODS) - {"none"}
-    plain, all_of_them = {"float32", "bfloat16", "int8"}, {"float32", "bfloat16", "int8", "e3m0+ef"}
+    plain = {"float32", "bfloat16", "int8"}
+    all_of_them = plain | {"e3m0+ef", "sign+ef"}
     assert {codec for method, codec, _ in shown if method == "noloco"} == plain
     assert {codec for method, codec, _ in shown if method == "streaming"} == all_of_them
     assert {codec for method, codec, _ in shown if method == "sparseloco"} == {"topk2+ef:0.95"}
