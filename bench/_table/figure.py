@@ -42,7 +42,7 @@ LOOKS = {
     "noloco-overlap": Look("NoLoCo, overlapped", "#2da44e", "^"),
 }
 INNER_NAMES = {"adamw": "AdamW", "muon": "Muon"}
-CODEC_NAMES = {"float32": "32 bits", "int8": "8 bits", "e3m0": "4 bits", "auto:2": "2 bits"}
+CODEC_NAMES = {"float32": "32 bits", "int8": "8 bits", "e3m0": "4 bits", "auto:2": "2 bits", "sign": "1 bit"}
 HIGHEST = 15.0
 """Per cent over data parallel training; what is above stands at the edge, with its number."""
 SMALL, LARGE = 10, 11
