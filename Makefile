@@ -14,8 +14,8 @@ COVERAGE_FLOOR ?= 75
 PEERS ?= 4
 ROUNDS ?= 40
 ARGS ?=
-# One more than the cores of a small machine: much of two of the groups of tests is waiting (tests/conftest.py).
-WORKERS ?= 3
+# Twice the cores of a small machine: much of four groups of tests is waiting (tests/conftest.py).
+WORKERS ?= 4
 EXTRAS ?= test
 
 BIN := $(VENV)/bin

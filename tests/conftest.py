@@ -1,7 +1,10 @@
 """What every test wants: one thread, so that tests do not fight for the cores and sums are added in one order; loggers as they
-were, for commands that run in the test's own process choose how much is said; and a place among the workers of pytest-xdist.
+were, for commands that run in the test's own process choose how much is said; a place among the workers of pytest-xdist; and a
+garbage collector that does not look at torch and at thousands of tests again and again.
 """
 
+import functools
+import gc
 import logging
 from pathlib import Path
 
@@ -11,11 +14,19 @@ from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 TIMED = {
-    "processes": ("e2e", "exchanges", "test_readme.py", "test_examples.py"),
-    "network": ("swarm/exchange", "swarm/membership", "swarm/p2p", "swarm/security", "swarm/training", "node/runtime"),
+    "commands": ("e2e",),
+    "ranks": ("exchanges", "test_readme.py", "test_examples.py"),
+    "hosts": ("swarm/membership", "swarm/p2p", "swarm/security"),
+    "exchanges": ("swarm/exchange", "swarm/training", "node/runtime"),
 }
 """Tests that mostly wait, for real processes or for deadlines on the real clock."""
+LONG = (
+    "node/verify/training/test_kind.py", "swarm/seed", "swarm/gossip", "node/verify", "node/training", "bench", "optim/ranks",
+    "verification/fingerprints", "node/parallel", "swarm/sim", "node/rl",
+)  # fmt: skip
+"""What computes for longest, file by file: it begins before the rest, so that no worker is left alone with it at the end."""
 
+gc.disable()  # until all is collected: importing makes much, and all of it stays
 torch.set_num_threads(1)
 settings.register_profile(
     "shoal",
@@ -26,16 +37,43 @@ settings.register_profile(
 settings.load_profile("shoal")
 
 
+@functools.cache
 def share(place):
     """Return which tests share a worker with that at ``place``: the timed ones of its kind, else those of its file."""
     kinds = (kind for kind, places in TIMED.items() if any(place.is_relative_to(HERE / part) for part in places))
     return next(kinds, place.as_posix())
 
 
+def pytest_configure(config):
+    """Let each worker of pytest-xdist begin to collect elsewhere.
+
+    After a change all the asserts of a file are compiled anew, which takes longer than to import it: so once, not in each worker.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args != config.getini("testpaths"):
+        return
+    files = sorted(map(str, HERE.rglob("test_*.py")))
+    first = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    config.args = files[first:] + files[:first]
+
+
+@functools.cache
+def turn(place):
+    """Return when the tests of the file ``place`` begin: what is timed waits beside what computes, and both before the rest."""
+    kinds, named = [*TIMED], share(place)
+    if named in kinds:
+        return kinds.index(named), named
+    return len(kinds) + next((n for n, part in enumerate(LONG) if place.is_relative_to(HERE / part)), len(LONG)), named
+
+
 def pytest_collection_modifyitems(config, items):
-    """Begin with the timed tests: they wait beside what computes."""
-    kinds = [*TIMED]
-    items.sort(key=lambda item: kinds.index(kind) if (kind := share(item.path)) in kinds else len(kinds))
+    items.sort(key=lambda item: (turn(item.path), item.path))
+
+
+def pytest_collection_finish():
+    """Keep what was imported and collected out of every later collection, which would take most of a second otherwise."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
