@@ -17,8 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.node.demo.forked import ForkServer
 from shoal.optim.exchange.pairing import rank
 
+ROOT = Path(__file__).resolve().parents[2]
 STARTUP_S = 120.0
 TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep water"
 
@@ -33,25 +35,48 @@ def until(condition, seconds, what="it"):
     return value
 
 
-class Process:
-    """One ``shoal`` command; its output is collected while it runs."""
+class Forks:
+    """Forks ``shoal`` commands from one process, which is started when the first is wanted: to import torch takes seconds each."""
 
-    def __init__(self, arguments, env, errors, cwd, program=(sys.executable, "-m", "shoal"), before=()):
+    def __init__(self):
+        self._server = None
+
+    def start(self, arguments, env, stderr, cwd):
+        if self._server is None:
+            self._home = tempfile.TemporaryDirectory()
+            path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+            self._server = ForkServer(Path(self._home.name), {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+        command = ["tests.e2e.as_command", str(cwd), json.dumps(env), *map(str, arguments)]
+        return self._server.start(command, stderr, "test")
+
+    def close(self):
+        if self._server is not None:
+            self._server.close()
+            self._home.cleanup()
+
+
+class Process:
+    """One ``shoal`` command; its output is collected while it runs. Without a ``program`` it is one of ``forks``."""
+
+    def __init__(self, arguments, env, errors, cwd, forks, program=None, before=()):
         self.errors = errors
         self.lines = []
         self._news = threading.Condition()
         self._ended = False
         with errors.open("w") as stderr:
-            self.popen = subprocess.Popen(
-                [*map(str, (*before, *program, *arguments))],
-                env=env,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                start_new_session=True,
-            )
+            if program is None:
+                self.popen = forks.start(arguments, env, stderr, cwd)
+            else:
+                self.popen = subprocess.Popen(
+                    [*map(str, (*before, *program, *arguments))],
+                    env=env,
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                    start_new_session=True,
+                )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -104,13 +129,13 @@ class Process:
 class Shoal:
     """Starts commands whose homes, temporary files and data are below ``home``."""
 
-    def __init__(self, home):
-        self.home = home
+    def __init__(self, home, forks):
+        self.home, self.forks = home, forks
         self.tmp = home / "tmp"
         self.tmp.mkdir()
         self.env = {**os.environ, "TMPDIR": str(self.tmp), "XDG_CONFIG_HOME": str(home / "config"), "OMP_NUM_THREADS": "1"}
         self.processes = []
-        self.command = (sys.executable, "-m", "shoal")
+        self.command = None
         self.text = home / "text"
         self.text.mkdir()
         words = TEXT.split()
@@ -119,13 +144,14 @@ class Shoal:
             (self.text / f"{number}.txt").write_text(" ".join(shuffled))
 
     def start(self, *arguments, program=None, before=(), folder=None):
-        """Start a command in ``folder``, by default ``home``.
+        """Start a command in ``folder``, by default ``home``, in a fork; or as a program, with the two below or `command`.
 
-        ``program``: arguments of Python in place of the command's own name; ``before``: what stands in front of all.
+        ``program``: arguments of Python, such as ``("-m", "shoal")``; ``before``: what stands in front of all.
         """
-        program = self.command if program is None else (sys.executable, *program)
+        if program is not None or before:
+            program = (sys.executable, *(program or ("-m", "shoal")))
         errors = self.home / f"errors-{len(self.processes)}"
-        process = Process(arguments, self.env, errors, folder or self.home, program, before)
+        process = Process(arguments, self.env, errors, folder or self.home, self.forks, program or self.command, before)
         self.processes.append(process)
         return process
 
@@ -154,6 +180,7 @@ class Shoal:
         for process in psutil.process_iter(["cmdline", "status"]):
             if mine in " ".join(process.info["cmdline"] or ()) and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.append(" ".join(process.info["cmdline"]))
+        found += [f"process {process.popen.pid}" for process in self.processes if process.popen.poll() is None]
         return found + [str(path) for path in self.tmp.glob(f"shoal-{os.getuid()}/*")]
 
     def metrics(self, name):
@@ -176,23 +203,30 @@ class Shoal:
         until(lambda: not self.left(), 60, "the end of all daemons and guards")
 
 
-def _make():
+def _make(forks):
     # Short, because the daemon's sockets are below it and a socket's path may have some 100 bytes.
-    return Shoal(Path(tempfile.mkdtemp(prefix="e2e-")))
+    return Shoal(Path(tempfile.mkdtemp(prefix="e2e-")), forks)
+
+
+@pytest.fixture(scope="session")
+def forks():
+    made = Forks()
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def shoal():
-    made = _make()
+def shoal(forks):
+    made = _make(forks)
     yield made
     made.stop()
     shutil.rmtree(made.home)
 
 
 @pytest.fixture(scope="module")
-def shared():
+def shared(forks):
     """The same for all tests of a file."""
-    made = _make()
+    made = _make(forks)
     yield made
     made.stop()
     shutil.rmtree(made.home)

@@ -50,13 +50,13 @@ def hooks(shoal, folder="task", width=4, seconds=0.02):
     return f"{path}:Slow"
 
 
-def create(shoal, name, *arguments, seconds=0.02):
+def create(shoal, name, *arguments, seconds=0.02, **how):
     """A swarm of one node that trains until it is stopped; returns its node."""
     task, outer = {"hooks": hooks(shoal, seconds=seconds)}, {"every": 5, "wait_s": 5.0}
     file = shoal.toml(task=task, outer=outer, train={"steps": 0})
     return shoal.start(
         "up", file, "--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key",
-        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *arguments,
+        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *arguments, **how,
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_ids_are_made_once_and_shown_and_their_file_is_private(shoal):
 
 
 def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
-    node = create(shoal, "n", "--json")
+    node = create(shoal, "n", "--json", program=("-m", "shoal"))  # no fork: Python, too, begins and ends as it does for a user
     eventually(lambda: any(event["step"] >= 10 for event in rounds(shoal, "n")), 60, "two rounds")
     node.signal(signal.SIGINT)
     assert node.wait(120) == 130
