@@ -10,8 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from shoal.node.exit_codes import ExitCode
 from shoal.node.parallel import ends
 from shoal.node.parallel.ends import End, RankLostError
@@ -54,6 +52,12 @@ def begin_following() -> None:
         signal.signal(number, handle)
 
 
+def _met() -> bool:
+    """Return whether the ranks have met. Without importing torch: a rank that has not is often one that ends before it does."""
+    found = sys.modules.get("torch.distributed")
+    return found is not None and bool(found.is_initialized())
+
+
 def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
     """Do ``work`` as rank ``job.rank`` and end this process with its exit code, or with that of the error that it raised.
 
@@ -72,7 +76,7 @@ def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
             print("Error: this is a bug in shoal: please report it with the lines above.", file=sys.stderr)
         code = int(ExitCode.INTERNAL if error is None else getattr(error, "exit_code", ExitCode.BAD_INPUT))
     lost, text = isinstance(error, RankLostError), "" if error is None else f"{getattr(error, 'trace', '')}Error: {error}"
-    if not ends.leave(job, End(code, text, lost)) and text and (job.leads or (dist.is_initialized() and not lost)):
+    if not ends.leave(job, End(code, text, lost)) and text and (job.leads or (_met() and not lost)):
         print(text, file=sys.stderr)  # before the ranks have met, each has the same error
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
