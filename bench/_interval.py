@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from scipy.stats import beta
-
 
 def rate_interval(found: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """Return the interval of Clopper and Pearson (1934) for a rate when ``found`` of ``total`` cases were seen.
@@ -12,6 +10,8 @@ def rate_interval(found: int, total: int, confidence: float = 0.95) -> tuple[flo
     """
     if not 0 <= found <= total or total < 1 or not 0 < confidence < 1:
         raise ValueError(f"{found} of {total} at {confidence} is not a count with a confidence")
+    from scipy.stats import beta  # here, because it takes most of a second
+
     tail = (1 - confidence) / 2
     low = 0.0 if found == 0 else float(beta.ppf(tail, found, total - found + 1))
     high = 1.0 if found == total else float(beta.isf(tail, found + 1, total - found))

@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the first optimizer of a process does, for seconds: here once for all ranks
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict  # this and those below: what the jobs import, here once for all ranks
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 import script

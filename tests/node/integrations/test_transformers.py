@@ -1,6 +1,10 @@
-"""Two trainers of transformers in one swarm, in threads of this process; with LoRA only the adapters travel."""
+"""Two trainers of transformers in one swarm, in threads of this process; with LoRA only the adapters travel.
+
+transformers and peft are imported in the tests: they take two seconds, and whoever collects these needs neither.
+"""
 
 import threading
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,16 +13,14 @@ import shoal
 from shoal.optim import NoLoCo, Simulation
 from shoal.swarm.errors import ShoalError
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-peft = pytest.importorskip("peft", reason="peft is not installed")
-
-from shoal.node.integrations.transformers import SwarmCallback  # noqa: E402
-
+pytestmark = [pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed") for name in ("transformers", "peft")]
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, STEPS = 3, 9
 
 
 def tiny(seed, lora=True):
+    import transformers
+
     torch.manual_seed(0)  # the base model is everybody's
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
@@ -26,6 +28,8 @@ def tiny(seed, lora=True):
     model = transformers.LlamaForCausalLM(config)
     if not lora:
         return model
+    import peft
+
     torch.manual_seed(seed)
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
@@ -36,6 +40,8 @@ def rows(seed):
 
 
 def trainer(model, data, folder, **options):
+    import transformers
+
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.01,
         save_strategy="no", report_to="none", logging_steps=3, disable_tqdm=True, use_cpu=True, seed=1,
@@ -48,14 +54,25 @@ def adapters(model):
     return [p.detach().clone() for p in model.parameters() if p.requires_grad]
 
 
-class Watched(SwarmCallback):
-    """Notes what it begins with, and who was in each mean."""
+def swarm_callback(session):
+    from shoal.node.integrations.transformers import SwarmCallback
 
-    def on_train_begin(self, *given, **named):
-        self.met = []
-        self.options["on_round"] = lambda info: self.met.append(len(info.members))
-        super().on_train_begin(*given, **named)
-        self.start = [tensor.clone() for tensor in self.opt.slow]
+    return SwarmCallback(session)
+
+
+def watched(session):
+    """Return a callback that notes what it begins with, and who was in each mean."""
+    callback = swarm_callback(session)
+    begin = callback.on_train_begin
+
+    def on_train_begin(*given, **named):
+        callback.met = []
+        callback.options["on_round"] = lambda info: callback.met.append(len(info.members))
+        begin(*given, **named)
+        callback.start = [tensor.clone() for tensor in callback.opt.slow]
+
+    callback.on_train_begin = on_train_begin
+    return callback
 
 
 def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_first(tmp_path):
@@ -68,7 +85,7 @@ def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_
 
     def train(name, session):
         with session as s:
-            callbacks[name] = Watched(s)
+            callbacks[name] = watched(s)
             number = "ab".index(name)
             trainer(models[number], rows(number), tmp_path / name, callbacks=[callbacks[name]]).train()
 
@@ -89,7 +106,7 @@ def test_the_outer_step_comes_after_the_trainers_own(tmp_path):
     """Alone in its swarm a trainer ends with the bits of a loop that wraps the same optimizer."""
     model = tiny(0, lora=False)
     with shoal.create(state=model, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
-        callback = SwarmCallback(s)
+        callback = swarm_callback(s)
         made = trainer(model, rows(1), tmp_path, callbacks=[callback])
         made.train()
     twin = tiny(0, lora=False)
@@ -113,4 +130,4 @@ def test_several_processes_in_one_trainer_are_refused():
         world_size = 2
 
     with pytest.raises(ShoalError, match="The trainer has 2 processes: start one process for each peer"):
-        SwarmCallback(None).on_train_begin(Arguments(), None, None)
+        swarm_callback(None).on_train_begin(Arguments(), None, None)

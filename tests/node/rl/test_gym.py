@@ -1,12 +1,15 @@
 """reasoning-gym's families, where the package is installed: never evaluated, never a credit for nothing."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from shoal.node.rl.environment import EnvError
 from shoal.node.rl.gym import NINE, Gym
 from shoal.node.rl.loading import load_env
 
-pytest.importorskip("reasoning_gym")
+# Not by importing it: that takes half a second, also of who only collects.
+pytestmark = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning_gym is not installed")
 
 
 def test_the_nine_of_the_paper(capsys):
