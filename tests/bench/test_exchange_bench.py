@@ -38,6 +38,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow(reason="20 s: a process for each end of each measurement")
 def test_json_has_a_row_per_size_and_nothing_is_left_behind() -> None:
     done = bench("--mb", "1", "--against", "tcp", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr

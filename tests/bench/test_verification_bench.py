@@ -29,6 +29,7 @@ def bench(*options):
     return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
 
 
+@pytest.mark.slow(reason="20 s: every fingerprint and cheat of four pairs of dtypes; what it is made of is tested below")
 def test_json_has_every_row(tmp_path, called):
     sizes = ("--claims", "2", "--calibrate", "20", "--tokens", "32", "--images", "20", "--votes", "2000")
     page = tmp_path / "page.md"
