@@ -3,8 +3,9 @@
     python bench/verification.py --claims 50 --json
     python bench/verification.py --claims 256 --honest 10000 --calibrate 10000 --images 2500 --votes 1000000 --jobs 2 \
         --keep FOLDER --figure docs/verification.svg --into docs/benchmarks.md
-    SHOAL_SLOW=1 python bench/verification.py --policy MODEL.gguf --claims 16 --honest 16 --calibrate 48
     python bench/verification.py --sequential --json                    (all claims of a peer; see _verification_sequential.py)
+
+A real model is another benchmark's, verification_135m.py.
 
 A claim is a text, drawn with a KV cache beside others, and its two proofs: of activations and of sampling. Each pair of dtypes is
 calibrated with honest claims; then fresh ones are tested, and cheats. A claim is refused if either proof is. The vote is the
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import time
@@ -53,14 +53,6 @@ Found = dict[tuple[str, float], Scores]
 """By the prover's dtype and temperature."""
 
 
-def world_of(policy: str) -> World:
-    if policy == "tiny":
-        return Tiny()
-    from bench._verification_hf import HFWorld
-
-    return HFWorld(Path(policy))
-
-
 def one(policy: str, prover: str, verifiers: list[str], temperature: float, plan: Plan, keep: Path | None) -> Scores:
     """``measure``, or what an earlier run with the same settings kept of it."""
     torch.set_num_threads(1)
@@ -69,7 +61,7 @@ def one(policy: str, prover: str, verifiers: list[str], temperature: float, plan
     kept = keep / f"{Path(policy).stem}-{prover}-{'.'.join(verifiers)}-{numbers}.json" if keep else None
     if kept and kept.exists():
         return Scores(**json.loads(kept.read_text(encoding="utf-8")))
-    found = measure(world_of(policy), prover, verifiers, temperature, plan)
+    found = measure(Tiny(), prover, verifiers, temperature, plan)
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(asdict(found)), encoding="utf-8")
@@ -140,7 +132,7 @@ def costs(world: World, length: int) -> dict[str, float]:
         ACTIVATIONS.compare(proof, own[0])
         SAMPLING.compare(drawing, Drawn(tokens[0], logits[0], seed_of(0)))
 
-    generating = least_s(lambda: write([0], 1.0), 5 if world.name == "tiny" else 2)
+    generating = least_s(lambda: write([0], 1.0))
     return {
         "proof_bytes_per_token": len(proof) / length,
         "proof_cost": least_s(lambda: ACTIVATIONS.make(states[0]), 20) / generating,
@@ -150,7 +142,7 @@ def costs(world: World, length: int) -> dict[str, float]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", default="tiny", help="tiny, or a folder or GGUF file of transformers (wants SHOAL_SLOW=1)")
+    parser.add_argument("--policy", default="tiny", choices=["tiny"], help="the policy")
     parser.add_argument("--claims", type=int, default=50, help="of each cheat, dtype and temperature")
     parser.add_argument("--honest", type=int, help="fresh honest claims of each dtype; as many as --claims if not given")
     parser.add_argument("--calibrate", type=int, default=200, help="honest claims to calibrate with, at least 20")
@@ -163,9 +155,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="keep the scores of each dtype in this folder, and go on from there")
     parser.add_argument("--figure", type=Path, help="draw detection against false alarms into this file (needs matplotlib)")
     parser.add_argument("--into", type=Path, metavar="PAGE", help=f"write the tables between {BEGIN} and {END} of a page")
-    parser.add_argument(
-        "--sequential", action="store_true", help="claims of the policy tiny until the odds against a peer are an alarm"
-    )
+    parser.add_argument("--sequential", action="store_true", help="claims until the odds against a peer are an alarm")
     parser.add_argument("--peers", type=int, default=300, help="sequential: honest peers of each pair of dtypes")
     parser.add_argument("--cheats", type=int, default=30, help="sequential: peers of each cheat and pair")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
@@ -179,10 +169,6 @@ def arguments() -> argparse.Namespace:
     options.dtypes = options.dtypes.split(",")
     if not options.dtypes or not set(options.dtypes) <= set(DTYPES):
         parser.error(f"--dtypes must be some of {','.join(DTYPES)}, separated by commas")
-    if options.sequential and options.policy != "tiny":
-        parser.error("--sequential: only distances of the policy tiny are kept")
-    if options.policy != "tiny" and os.environ.get("SHOAL_SLOW") != "1":
-        parser.error("--policy: a real model takes minutes; set SHOAL_SLOW=1 to say that you want it")
     return options
 
 
@@ -195,7 +181,7 @@ def main() -> None:
         return
     plan = Plan(options.claims, options.honest, options.calibrate, options.tokens, options.rate)
     greedy = Plan(options.claims, max(1, options.honest // 10), max(20, options.calibrate // 10), options.tokens, options.rate)
-    spent = costs(world_of(options.policy), options.tokens)
+    spent = costs(Tiny(), options.tokens)
     kinds = [(prover, heat) for heat in (1.0, 0.0) for prover in options.dtypes]
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         waiting = [

@@ -114,11 +114,6 @@ def test_images_of_one_seed_are_one_and_of_others_are_not():
     )
 
 
-def test_a_real_model_is_opt_in(refused, monkeypatch):
-    monkeypatch.delenv("SHOAL_SLOW", raising=False)
-    assert "SHOAL_SLOW=1" in refused(main, "--policy", "somewhere")
-
-
 @pytest.mark.parametrize(
     "options", [["--claims", "0"], ["--calibrate", "19"], ["--tokens", "241"], ["--rate", "0.6"], ["--dtypes", "fp64"]]
 )
@@ -162,6 +157,3 @@ class TestSequential:
         assert sequential._median([3.0, 1.0, float("inf")]) == 3.0
         assert sequential._median([3.0, float("inf"), float("inf")]) is None
         assert sequential._worst([3.0, None]) is None
-
-    def test_only_tiny_is_kept(self, refused):
-        assert "--sequential" in refused(main, "--sequential", "--policy", "somewhere")

@@ -3,7 +3,8 @@
 A proof of activations shows which model *saw* a text, not which model *wrote* it: text of a cheap model, passed through the right
 one, has the right activations. Here token t is argmax_v (logits_v / temperature + g(seed, t, v)), which is a draw from the softmax
 (the Gumbel-max trick) with all randomness fixed by the seed. A verifier that has the logits can see, token by token, how far the
-chosen one was from winning: hardly at all for the model that drew it, far for one that drew from other logits.
+chosen one was from winning: hardly at all for the model that drew it, far for one that drew from other logits (Token-DiFR,
+2511.20621, measures the same).
 
 The seed must not be the prover's to choose (a hash of the claim's round and prompt, for instance), or it could try many.
 """
