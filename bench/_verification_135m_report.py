@@ -26,7 +26,7 @@ PAIRS = [(prover, verifier) for prover in SIDES for verifier in SIDES]
 TOGETHER = 4  # claims that are tested as one, too
 DECLARED = "computes in bf16, says fp32"
 LARGEST = len(SAMPLING.features) - 1  # of a whole claim, not of a window
-LIFE, PEERS = 400, 100  # most claims of a simulated peer, and peers
+LIFE, PEERS = 256, 40  # most claims of a simulated peer, and peers
 Rows = Sequence[Sequence[float]]
 
 
