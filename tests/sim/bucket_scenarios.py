@@ -75,6 +75,8 @@ def epoch_change(swarm: BucketSwarm, chance: random.Random) -> None:
         for one, other in partners.items():
             if partners.get(other) == one and other not in there[one].everyone():
                 raise BucketBroken(f"a peer has forgotten the partner of its round at {swarm.loop.time():.3f} s")
+        swarm.run(chance.uniform(0.0, 8.0))
+        agree(swarm, "seconds after it began")
     if max(swarm.depths()) == 0:
         raise BucketBroken("there was one bucket only")
 
