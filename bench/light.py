@@ -1,6 +1,7 @@
-"""Directory and gossip alone: peers that train nothing, many in a process, each with a real libp2p daemon and DHT node of its own.
+"""Directory and gossip alone: peers that train nothing, many in a process, over real libp2p daemons and DHT nodes.
 
     python bench/light.py --peers 32 --into bench/results/light.jsonl      # as root on Linux: in a network namespace
+    python bench/light.py --peers 200 --share 10 --period 14               # ten peers to a daemon: 200 daemons need 19 GB
 
 Each peer publishes its record in its bucket and reads that every --period seconds, and in a second phase sends its status by gossip
 as well. Reported are
@@ -10,6 +11,9 @@ as well. Reported are
     record_bytes    of records read and stored, a peer and second, and ``model_bytes``, the same by the simulator (`shoal sim`)
     link_bytes      all that went over the loopback interface, a peer and second: DHT routing, replicas, encryption, TCP
     gossip_bytes    what it was more in the second phase, and ``statuses``: those that were sent, a second, in all of the swarm
+
+A peer has a key, a record and a reading of its own, whatever it shares. Of those who share a daemon one sends statuses, and the DHT
+has as many nodes as there are daemons: a key takes log2 of those, not of the peers.
 
 Without the namespace other programs' loopback traffic is counted too. The processes import no model; hivemind's DHT is all of it
 that they need, and ``torch`` says whether that brought PyTorch along.
@@ -39,20 +43,19 @@ ABOUT: dict[str, Any] = {
 }  # fmt: skip
 
 
-class LightPeer:
-    """One peer: a host and its directory, and later its gossip.
+class Daemon:
+    """A host with its daemon, which counts the keys and the bytes of records of all peers that share it.
 
-    ``bootstrap``: addresses; none for the first peer. ``size``: of the swarm, if it is known, as to peers that were there before.
+    ``bootstrap``: addresses; none for the first.
     """
 
-    def __init__(self, options: argparse.Namespace, bootstrap: tuple[str, ...], size: int | None = None) -> None:
+    def __init__(self, bootstrap: tuple[str, ...]) -> None:
         from shoal.swarm.errors import StartupError
         from shoal.swarm.identity import Identity
         from shoal.swarm.membership.dht_record import MemberValidator
-        from shoal.swarm.membership.directory import Directory
         from shoal.swarm.p2p.host import Host
 
-        self.identity, self.nbytes, self.keys, self.sent = Identity.ephemeral(), 0, 0, 0
+        self.identity, self.nbytes, self.keys = Identity.ephemeral(), 0, 0
         for left in reversed(range(ATTEMPTS)):
             try:
                 self.host = Host.start(
@@ -75,6 +78,17 @@ class LightPeer:
             return await store(key, subkey, value, ttl)
 
         self.host.get, self.host.store = counted_get, counted_store  # type: ignore[method-assign]
+
+
+class LightPeer:
+    """One peer: its key and directory, and later its gossip. ``size``: of the swarm, if it is known, as to those there before."""
+
+    def __init__(self, options: argparse.Namespace, daemon: Daemon, size: int | None = None, *, first: bool = True) -> None:
+        from shoal.swarm.identity import Identity
+        from shoal.swarm.membership.directory import Directory
+
+        self.daemon, self.host, self.sent, self.first = daemon, daemon.host, 0, first
+        self.identity = daemon.identity if first else Identity.ephemeral()
         self.directory = Directory(
             self.host, self.identity, SWARM, period=options.period, bucket=options.bucket, epoch_s=options.epoch_s
         )
@@ -84,7 +98,9 @@ class LightPeer:
         self.directory.announce(**ABOUT)
 
     def talk(self) -> None:
-        """Begin to send statuses."""
+        """Begin to send statuses, as the first of a daemon."""
+        if not self.first:
+            return
         from shoal.swarm.gossip.gossip import Gossip
         from shoal.swarm.topics.status import Status
         from shoal.swarm.topics.status_publisher import StatusPublisher
@@ -106,18 +122,23 @@ class LightPeer:
 
 def serve(pipe: Connection, options: argparse.Namespace, bootstrap: tuple[str, ...], count: int) -> None:
     """One process of ``count`` peers, which answers what its parent asks until that says end."""
-    peers = []
-    for _ in range(count):
-        peers.append(LightPeer(options, bootstrap, options.peers))
-        bootstrap = bootstrap or tuple(peers[0].host.addresses()[:1])
-    met = tuple(address for peer in peers[:4] for address in peer.host.addresses()[:1])
+    peers: list[LightPeer] = []
+    daemons: list[Daemon] = []
+    for number in range(count):
+        first = number % options.share == 0
+        if first:
+            daemons.append(Daemon(bootstrap))
+        peers.append(LightPeer(options, daemons[-1], options.peers, first=first))
+        bootstrap = bootstrap or tuple(daemons[0].host.addresses()[:1])
+    met = tuple(address for daemon in daemons[:4] for address in daemon.host.addresses()[:1])
     pipe.send((met, [peer.identity.peer_id for peer in peers], "torch" in sys.modules))
     while True:
         asked, given = pipe.recv()
         if asked == "end":
             for peer in peers:
                 peer.directory.close()
-                peer.host.close()
+            for daemon in daemons:
+                daemon.host.close()
             return
         if asked == "talk":
             for peer in peers:
@@ -125,7 +146,8 @@ def serve(pipe: Connection, options: argparse.Namespace, bootstrap: tuple[str, .
         if asked == "sight":
             pipe.send([peer.sight(given) for peer in peers])
         else:
-            pipe.send([sum(getattr(peer, count) for peer in peers) for count in ("nbytes", "keys", "sent")])
+            kept = [sum(getattr(daemon, what) for daemon in daemons) for what in ("nbytes", "keys")]
+            pipe.send([*kept, sum(peer.sent for peer in peers)])
 
 
 def loopback() -> int:
@@ -213,7 +235,8 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
                 process.terminate()
     listed = [seen / there for seen, there, _ in sights if there]
     return {
-        "peers": options.peers, "processes": options.processes, "bucket": options.bucket, "epoch_s": options.epoch_s,
+        "peers": options.peers, "processes": options.processes, "share": options.share, "bucket": options.bucket,
+        "epoch_s": options.epoch_s,
         "period_s": options.period, "seconds": options.seconds, "torch": torch, "started_s": started,
         "memory_mb": memory,
         "depths": sorted({depth for *_, depth in sights}), "in_bucket": statistics.mean(there for _, there, _ in sights),
@@ -227,9 +250,9 @@ def newcomers(options: argparse.Namespace, bootstrap: tuple[str, ...]) -> list[f
     """Return the seconds until a stranger finds each of some newcomers; infinity for one that it does not within a minute."""
     from shoal.swarm.membership.buckets import is_in_its_bucket
 
-    stranger, found = LightPeer(options, bootstrap), []
+    stranger, found = LightPeer(options, Daemon(bootstrap)), []
     for _ in range(options.newcomers):
-        new = LightPeer(options, bootstrap)
+        new = LightPeer(options, Daemon(bootstrap))
         took = float("inf")
         while time.time() - new.announced < 60:
             epoch = int(time.time() // options.epoch_s)
@@ -266,6 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, default=32)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--share", type=int, default=1, help="peers to a daemon")
     parser.add_argument("--bucket", type=int, default=16)
     parser.add_argument("--epoch-s", type=float, default=3600.0)
     parser.add_argument("--period", type=float, default=15.0, help="seconds between two readings of a peer, below 30")
@@ -275,6 +299,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.peers < 2 or not 1 <= options.processes <= options.peers:
         parser.error("there must be two peers, and no more processes than peers")
+    if options.share < 1:
+        parser.error("--share must be 1 or more")
     if not 0 < options.period < 30:
         parser.error("a record lives for 30 s, so --period must be below")
     if os.geteuid() == 0 and INSIDE not in os.environ:
