@@ -11,6 +11,8 @@ from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.membership.health_report import health_report
 from shoal.swarm.wire.member import Member
 
+ROUGH = 0.25  # standard error, of fewer than 16 in view, beyond which a number of peers says more than is known
+
 
 def facts(peer: str, member: Member, fragments: int = 1) -> dict[str, Any]:
     """Return what a member reports of its training, ready for JSON. In a round each of the ``fragments`` is exchanged."""
@@ -58,6 +60,9 @@ def totals_said(found: Mapping[str, Any]) -> str:
     number = f"{found['peers']:,} peer{'' if found['peers'] == 1 else 's'}"
     if found["sampled"]:
         number = f"About {number} (± {100 * found['error']:.0f} %), estimated from the {found['listed']} in view"
+        if found["error"] > ROUGH:
+            least, most = (found["peers"] * (1 + 2 * error) for error in (-found["error"], found["error"]))
+            number = f"{max(least, found['listed']):,.0f} to {most:,.0f} peers; the {found['listed']} in view say no more"
     said = [f"{found['tokens_per_s']:,.0f} tokens a second in all"] if found["tokens_per_s"] else []
     said += [f"median loss {found['loss']:.4f}"] if found["loss"] is not None else []
     return f"{number}{': ' if said else ''}{', '.join(said)}."

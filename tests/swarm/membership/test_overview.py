@@ -43,6 +43,14 @@ def test_of_a_sample_sums_are_scaled_and_it_is_said_how_sure_they_are():
     assert said.endswith(": 40,000 tokens a second in all, median loss 12.0000.")
 
 
+@pytest.mark.parametrize(("listed", "size", "says"), [(1, 64, "1 to 192"), (4, 32, "4 to 64"), (9, 72, "24 to 120")])
+def test_a_few_in_view_tell_bounds_and_no_number(listed, size, says):
+    """Two standard errors each way, 2 / sqrt(listed), and at least those in view."""
+    said = totals_said(totals(members(listed), size))
+    assert said.startswith(f"{says} peers; the {listed} in view say no more: ")
+    assert "bout" not in said
+
+
 def test_the_table_says_so_and_stays_short():
     creator = Identity.ephemeral().peer_id
     manifest = Manifest(name="m", created=0.0, creator=creator, task="text", model="0" * 64)
