@@ -195,8 +195,8 @@ def data_parallel(spec: Spec) -> tuple[list[nn.Module], int, int]:
     return [model], sent, steps * batch * task.context
 
 
-def outer(spec: Spec) -> tuple[list[nn.Module], int, int]:
-    """One model with the slow weights of each peer, the bytes that a peer sends, its tokens."""
+def outer(spec: Spec, size: int | None = None, redrawn: int = 1) -> tuple[list[nn.Module], int, int]:
+    """One model with the slow weights of each peer, the bytes that a peer sends, its tokens. ``size``, ``redrawn``: of groups."""
     recipe = METHODS[spec.method]
     assert recipe.make is not None
     make, batch = recipe.make, spec.batch // spec.peers
@@ -220,8 +220,8 @@ def outer(spec: Spec) -> tuple[list[nn.Module], int, int]:
         finish(optimizer)
         return model, meter.bytes
 
-    size = 2 if recipe.group == "pair" else spec.peers
-    found = list(Simulation[tuple[nn.Module, int]](names, seed=spec.seed, size=size).run(peer).values())
+    size = size or (2 if recipe.group == "pair" else spec.peers)
+    found = list(Simulation[tuple[nn.Module, int]](names, seed=spec.seed, size=size, redrawn=redrawn).run(peer).values())
     sent = max(count for _, count in found) if spec.peers > 1 else 0
     return [model for model, _ in found], sent, spec.steps * batch * task.context
 

@@ -64,6 +64,7 @@ class Simulation(Generic[T]):
         peers: their ids; all are members from the start.
         seed: of the pairing.
         size: peers per group; 2 is NoLoCo's pair, ``len(peers)`` averages over everyone.
+        redrawn: rounds after which the groups are drawn anew; buckets of a swarm keep theirs for an epoch.
         wait: virtual seconds that a peer waits for its group in a round before it goes on without a partner.
         screens: the update screens of some peers; the others accept all. As over the network, a pair parts if one refuses the
             other's contribution, and a group goes on without a contribution that not all of the others accept.
@@ -75,11 +76,12 @@ class Simulation(Generic[T]):
         *,
         seed: int = 0,
         size: int = 2,
+        redrawn: int = 1,
         wait: float = 10.0,
         faults: Faults | None = None,
         screens: Mapping[str, UpdateScreen] | None = None,
     ) -> None:
-        self.peers, self.seed, self.size, self.wait = list(peers), seed, size, wait
+        self.peers, self.seed, self.size, self.redrawn, self.wait = list(peers), seed, size, redrawn, wait
         self.faults, self.screens = faults or Faults(), dict(screens or {})
         self.now = 0.0
         self._peers = {name: _Peer(name) for name in self.peers}
@@ -179,7 +181,7 @@ class Simulation(Generic[T]):
                 and (key, p) not in self._unpartnered
                 and (key, p) not in self._decided
             ]
-            found = [tuple(available)] if among else groups(self.seed, key.round, available, self.size)
+            found = [tuple(available)] if among else groups(self.seed, key.round // self.redrawn, available, self.size)
             self._groups[key] = (deaths, {p: group for group in found for p in group})
         return self._groups[key][1][name]
 

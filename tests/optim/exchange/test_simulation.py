@@ -239,3 +239,10 @@ def test_tensors_of_finished_rounds_are_released() -> None:
 
     simulation.run(peer)
     assert all(not tensors for _, _, tensors in simulation._posted.values())
+
+
+def test_groups_stay_for_the_rounds_of_an_epoch_and_are_then_drawn_anew():
+    log = Log(Simulation(PEERS, size=2, redrawn=4), 16, lambda peer, round: 0.0)
+    members = [frozenset(log.outcomes[peer, round].members for peer in PEERS if log.outcomes[peer, round]) for round in range(16)]
+    assert all(len(set(members[epoch : epoch + 4])) == 1 for epoch in range(0, 16, 4))
+    assert len(set(members)) > 1
