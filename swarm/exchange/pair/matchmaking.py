@@ -17,8 +17,9 @@ again. If it knows beforehand that its partner is dead, it calls only peers that
 none (`PairSelector`). If a transfer breaks off it goes on at once, because the time of the round is spent. A peer that gets
 "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one that slept, meets the others again.
 Where training goes on meanwhile, nobody stands still for others, so peers of different speed do not keep in step by waiting. There
-a peer waits for its partner as long as it else would, then searches the candidates without haste, so that it is turned down by
-none that listens, calls back, and is free for all others of its round until training needs the outcome;
+a peer waits for its partner as long as it else would, then searches the candidates (one in rounds shorter than two such waits, if
+the partner lives) without haste, so that it is turned down by none that listens, calls back, and is free for all others of its
+round until training needs the outcome;
 and no peer moves to a round that nobody has begun (`PairRounds.through`). That somebody is late or taken is then no failure.
 Each fragment is met by itself: a meeting sees the calls with its own fragment only, so several are under way at once, two of them
 with the same peer if the pairs fall so. Of one fragment a node is in one round at a time.
@@ -37,6 +38,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 from shoal.optim.exchange.base import RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
@@ -51,6 +53,7 @@ from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerCon
 from shoal.swarm.wire.member import Member
 
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
+OTHERS = 1  # of those in rounds that are short against the wait, if the partner lives: nearly all are with theirs, or through
 SEARCH, SEARCH_S = 0.15, 1.5  # part of the round's wait, and seconds at most, for all other candidates
 LINGER, LINGER_S = 0.1, 1.0  # part of the round's wait, and seconds at most, that a free peer listens for others
 WORTH = 0.1  # of the time from one round to the next, at most for either: after a short round there soon is another partner
@@ -152,6 +155,8 @@ class PairMatchmaker:
                 if pairing.swarm_round <= pairing.key.round:
                     if pairing.failing or not self.state.overlap:
                         self._selector.tried(peer, pairing.key.round)
+                    elif peer == partner and period < 2 * wait:
+                        queue = deque(islice(queue, OTHERS))
                 else:
                     pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
                     self.rounds.move(pairing.number, pairing.swarm_round, fragment)
