@@ -112,7 +112,11 @@ FIRST = (
     cell("diloco", every=200),
     cell("diloco", codec=TWO_BITS, every=200),
 )
-OFTEN = (cell("diloco", codec=ONE_BIT, every=16), cell("diloco", codec=ONE_BIT, every=40), cell("streaming", codec=ONE_BIT, every=16))
+OFTEN = (
+    cell("diloco", codec=ONE_BIT, every=16),
+    cell("diloco", codec=ONE_BIT, every=40),
+    cell("streaming", codec=ONE_BIT, every=16),
+)
 """Short rounds of one bit a value: about the bytes of 4 bits every 50, and fewer than a thousandth of data parallel training's."""
 OTHERS = ("noloco", "streaming", "sparseloco", "co2", "local-sgd", "snoo")
 SPREAD = ("diloco", "noloco-overlap", "streaming", "noloco")
