@@ -7,6 +7,9 @@ others' groups, picked by `optim.rollouts.select`, with rewards that it works ou
 a right answer, mean over all questions and nodes, summed over the rounds; "final" is that after the last one. Both are means over
 the seeds; "sd" is the standard deviation of "cumulative" over the seeds (0 for one seed).
 
+With --late N the groups of each other node come 0 to N rounds late, drawn anew each round; with --behind M those are left out that
+their author's policy wrote more than M versions before its newest (`rl.behind`).
+
 "poison" is 4/4 in which one node lies: it has a wrong answer to every question, puts that in place of one completion of each of its
 groups, so that its lie never lacks a reward, learns by it, and publishes it; counted are the others. "trusting" is the same when
 they take the sender's word for the answer, as the public code does (genrl 0.3.0).
@@ -109,12 +112,21 @@ def rewards_of(group: Group, answer: str) -> tuple[float, ...]:
 
 
 def train(
-    world: World, own: int, foreign: int, rounds: int, seed: int, liar: int | None = None, trusting: bool = False
+    world: World,
+    own: int,
+    foreign: int,
+    rounds: int,
+    seed: int,
+    liar: int | None = None,
+    trusting: bool = False,
+    late: int = 0,
+    behind: int | None = None,
 ) -> tuple[list[float], float]:
     """The honest nodes' mean accuracy at the beginning of each round, and in the end."""
     nodes = range(len(world.policies))
     beliefs = [world.wrong if node == liar else world.right for node in nodes]
-    draws = torch.Generator().manual_seed(seed)
+    draws, delays = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
+    before: list[list[list[Group]]] = []
 
     def accuracy(last: bool = False) -> float:
         return statistics.fmean(world.policies[node].accuracy(last) for node in nodes if node != liar)
@@ -129,15 +141,20 @@ def train(
                 if node == liar:
                     completions = (replace(completions[0], text=world.wrong[question]), *completions[1:])
                 written[node].append(Group(question, beliefs[node][question], completions))
+        before.append(written)
         for node in nodes:
-            pool = [(author, group) for author in nodes if author != node for group in written[author]]
+            others = [author for author in nodes if author != node]
+            made = dict(
+                zip(others, (round - torch.randint(late + 1, (len(others),), generator=delays)).clamp(0).tolist(), strict=True)
+            )
+            pool = [(author, group) for author in others for group in before[made[author]][author]]
             answers = [group.answer if trusting and node != liar else beliefs[node][group.question] for _, group in pool]
             judged = [rewards_of(group, answer) for (_, group), answer in zip(pool, answers, strict=True)]
             candidates = [
-                Candidate(f"{author}:{group.question}", str(author), round, rewards)
+                Candidate(f"{author}:{group.question}", str(author), round, rewards, round - made[author])
                 for (author, group), rewards in zip(pool, judged, strict=True)
             ]
-            picked = select(candidates, foreign, seed=seed * len(nodes) + node, round=round, max_age=0).places
+            picked = select(candidates, foreign, seed=seed * len(nodes) + node, round=round, max_age=0, max_behind=behind).places
             groups = [*written[node], *(pool[network][1] for network in picked)]
             rewards = [rewards_of(group, group.answer) for group in written[node]] + [judged[network] for network in picked]
             world.policies[node].learn(groups, rewards)
@@ -194,6 +211,8 @@ def main() -> None:
     parser.add_argument(
         "--overlap", type=float, default=1.0, help="linear: length of a question's shared features, its own one being 1"
     )
+    parser.add_argument("--late", type=int, default=0, help="rounds that others' groups come late at most")
+    parser.add_argument("--behind", type=int, help="versions of its author's policy that a group may be older  [default: any]")
     parser.add_argument("--figure", type=Path, help="draw the accuracy by rounds into this file (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
@@ -213,7 +232,9 @@ def main() -> None:
     rows, curves = {}, {}
     print("            cumulative     sd   final", file=sys.stderr)
     for name, case in cases.items():
-        rows[name], curves[name] = measure(make, rounds=options.rounds, seeds=options.seeds, **case)
+        rows[name], curves[name] = measure(
+            make, rounds=options.rounds, seeds=options.seeds, late=options.late, behind=options.behind, **case
+        )
         row = rows[name]
         print(f"{name:>10} {row['cumulative']:11.1f} {row['sd']:6.1f} {row['final']:7.3f}", file=sys.stderr, flush=True)
     if options.figure is not None:
@@ -227,7 +248,13 @@ def main() -> None:
     if options.json:
         about = {"policy": options.policy, "nodes": options.nodes, "seeds": options.seeds, "rounds": options.rounds}
         machine = {"python": platform.python_version(), "torch": torch.__version__}
-        how = {"loss": options.loss, "rate": options.rate, "overlap": options.overlap}
+        how = {
+            "loss": options.loss,
+            "rate": options.rate,
+            "overlap": options.overlap,
+            "late": options.late,
+            "behind": options.behind,
+        }
         print(json.dumps({**about, **how, **machine, "rows": rows}))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 JUDGED = (64, 8)  # most groups judged in a round: the larger of the first, and the second for each group to learn from
 REMEMBERED = 16_384  # groups that are recognised again, whoever sends them
+SENDERS = 1024  # of which the newest policy is known
 LONG = 16  # characters for each allowed token, above which a completion is not judged
 
 
@@ -49,16 +50,19 @@ def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
 class RemoteRollouts:
     """Buffer of drained rollouts until they are used or too old.
 
-    ``held_out``: prompts that nobody may train on. ``seed``: of the choice, and this node's own secret (`select`).
+    ``held_out``: prompts that nobody may train on. ``seed``: of the choice, and this node's own secret (`select`). ``behind``: how
+    many versions of its sender's policy a group may be older than the sender's newest.
     """
 
     def __init__(
         self, env: Env, policy: Policy, held_out: Collection[str], *,
-        seed: int, age: int, per_sender: int, group: int, max_tokens: int,
+        seed: int, age: int, per_sender: int, group: int, max_tokens: int, behind: int,
     ) -> None:  # fmt: skip
         self._env, self._policy, self._held_out = env, policy, held_out
         self._seed, self._age, self._per_sender = seed, age, per_sender or None
-        self._group, self._max_tokens = group, max_tokens
+        self._group, self._max_tokens, self._most_behind = group, max_tokens, behind
+        self._newest: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """Of each sender the rollout that it issued last: when, and by which version of its policy."""
         self._kept: list[_Kept] = []
         self._seen = LRUSet(REMEMBERED)
         self.used = 0
@@ -68,15 +72,34 @@ class RemoteRollouts:
 
     def take(self, came: list[Rollout], count: int, round: int) -> list[RolloutGroup]:
         """Choose at most ``count`` groups for this node's ``round``, among those that arrived by now."""
+        for rollout in came:
+            self._note(rollout)
         room = max(JUDGED[0], JUDGED[1] * count)
         self.rejected["crowded"] += max(len(came) - room, 0)
         self._kept += [kept for rollout in fair(came, room) if (kept := self._judge(rollout, round)) is not None]
-        candidates = [Candidate(kept.key, kept.rollout.peer, kept.arrived, kept.group.rewards) for kept in self._kept]
-        picked = select(candidates, count, seed=self._seed, round=round, max_age=self._age, per_sender=self._per_sender)
+        candidates = [
+            Candidate(kept.key, kept.rollout.peer, kept.arrived, kept.group.rewards, self._behind(kept.rollout))
+            for kept in self._kept
+        ]
+        picked = select(
+            candidates, count, seed=self._seed, round=round, max_age=self._age, per_sender=self._per_sender,
+            max_behind=self._most_behind,
+        )  # fmt: skip
         chosen = [self._kept[place].group for place in picked.places]
         self.used += len(chosen)
         self._keep(set(picked.places), round)
         return chosen
+
+    def _note(self, rollout: Rollout) -> None:
+        issued = rollout.issued, rollout.policy_version
+        self._newest[rollout.peer] = max(self._newest.get(rollout.peer, issued), issued)
+        self._newest.move_to_end(rollout.peer)
+        if len(self._newest) > SENDERS:
+            self._newest.popitem(last=False)
+
+    def _behind(self, rollout: Rollout) -> int:
+        """Return the versions from that which wrote ``rollout`` to its sender's newest, also where that began anew."""
+        return abs(self._newest.get(rollout.peer, (0.0, rollout.policy_version))[1] - rollout.policy_version)
 
     def _keep(self, gone: Collection[int], round: int) -> None:
         """Keep the rollouts of use in the next round; count the others once, by reason."""
@@ -86,6 +109,8 @@ class RemoteRollouts:
                 continue
             if min(item.group.rewards) == max(item.group.rewards):
                 self.rejected["no_spread"] += 1
+            elif self._behind(item.rollout) > self._most_behind:
+                self.rejected["off_policy"] += 1
             elif round + 1 - item.arrived > self._age:
                 self.rejected["not_drawn"] += 1
             else:

@@ -126,6 +126,7 @@ class RLTask(Task):
         self.foreign = RemoteRollouts(
             self.env, self.policy, self.held_out_prompts, seed=self._number("choice", 0), age=self.settings.age,
             per_sender=self.settings.per_sender, group=self.settings.group, max_tokens=self.max_tokens,
+            behind=self.settings.behind,
         )  # fmt: skip
         return map(self._round, itertools.count(step))
 

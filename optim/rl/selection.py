@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-REASONS = ("duplicate", "stale", "no_spread", "over_quota", "not_drawn")
+REASONS = ("duplicate", "stale", "off_policy", "no_spread", "over_quota", "not_drawn")
 """Reasons for not picking a candidate, in the order of the checks."""
 
 
@@ -30,6 +30,8 @@ class Candidate:
     """This node's round when it arrived; not one stated by the sender, who could state any."""
     rewards: tuple[float, ...]
     """Rewards of its completions, recomputed by this node."""
+    behind: int = 0
+    """Versions of its sender's policy from the one that wrote it to the sender's newest."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,28 @@ def rank(seed: int, round: int, key: str) -> bytes:
 
 
 def select(
-    candidates: Sequence[Candidate], count: int, *, seed: int, round: int, max_age: int, per_sender: int | None = None
+    candidates: Sequence[Candidate],
+    count: int,
+    *,
+    seed: int,
+    round: int,
+    max_age: int,
+    per_sender: int | None = None,
+    max_behind: int | None = None,
 ) -> Picked:
     """Pick ``count`` candidates (or all, if fewer), uniformly among the eligible ones.
 
-    A group is eligible if it is no copy of another one (same key), arrived at most ``max_age`` rounds ago, has rewards that differ,
-    and does not exceed its sender's quota: of each sender at most ``per_sender`` remain, drawn uniformly too (None: all). Public
-    code (genrl) takes the groups with the highest reward instead, often of equal rewards; this follows the paper's rule.
+    A group is eligible if it is no copy of another one (same key), arrived at most ``max_age`` rounds ago, is at most
+    ``max_behind`` versions of its sender's policy behind (None: any number; prime-rl's max_off_policy_steps), has rewards that
+    differ, and does not exceed its sender's quota: of each sender at most ``per_sender`` remain, drawn uniformly too (None: all).
+    Public code (genrl) takes the groups with the highest reward instead, often of equal rewards; this follows the paper's rule.
 
     ``seed``: the node's own, and secret: a sender who knew it could vary its groups until they come first. ``round``: the present
     one. A candidate of a later round, left by a node that went back to a checkpoint, counts as of this one.
-    ValueError if ``count`` or ``max_age`` is below 0 or ``per_sender`` below 1.
+    ValueError if ``count``, ``max_age`` or ``max_behind`` is below 0 or ``per_sender`` below 1.
     """
+    if max_behind is not None and max_behind < 0:
+        raise ValueError(f"max_behind must be at least 0, got {max_behind}")
     if count < 0 or max_age < 0 or (per_sender is not None and per_sender < 1):
         raise ValueError(f"count and max_age must be at least 0 and per_sender at least 1, got {count}, {max_age} and {per_sender}")
     left = dict.fromkeys(REASONS, 0)
@@ -79,6 +91,8 @@ def select(
         keys.add(candidate.key)
         if round - candidate.round > max_age:
             left["stale"] += 1
+        elif max_behind is not None and candidate.behind > max_behind:
+            left["off_policy"] += 1
         elif not has_spread(candidate.rewards):
             left["no_spread"] += 1
         elif per_sender is not None and taken[candidate.sender] >= per_sender:

@@ -179,8 +179,8 @@ class OuterSettings(BaseModel):
     )
     check_loss: bool = Field(
         default=False,
-        description="Methods with one partner: try its weights on two batches before they count, and refuse those that make the "
-        "loss higher than usual. A public swarm has it unless it is false. Nodes of several GPUs, rl and own loops try nothing.",
+        description="Methods with one partner: try its weights on two batches; those that make the loss higher than usual do not "
+        "count. A public swarm has it unless it is false. Nodes of several GPUs and rl try nothing.",
     )
     radius: float = Field(
         default=1.0, gt=0, le=1e6, description="robust: a contribution counts no further than this many usual distances away."

@@ -132,7 +132,7 @@ def test_no_question_of_a_round_is_held_out(tiny):
 
 
 def foreign(policy, **changes):
-    settings = {"seed": 1, "age": 2, "per_sender": 0, "group": 8, "max_tokens": 12} | changes
+    settings = {"seed": 1, "age": 2, "per_sender": 0, "group": 8, "max_tokens": 12, "behind": 8} | changes
     return RemoteRollouts(ENV, policy, frozenset(ENV.made.question(HELD_OUT, i).prompt for i in range(3)), **settings)
 
 
@@ -140,7 +140,7 @@ def record(texts, *, seed=3, index=0, **fields):
     bus = Bus([], PEERS[0])
     return bus.make(
         env="strings", env_version="1", env_config=ENV.config, seed=seed, index=index, completions=texts,
-        finish=["stop"] * len(texts), policy_version=0, temperature=1.0, **fields,
+        finish=["stop"] * len(texts), **{"policy_version": 0, "temperature": 1.0, **fields},
     )  # fmt: skip
 
 
@@ -179,6 +179,43 @@ def test_what_is_not_learnt_from_is_counted_under_its_reason(tiny):
     assert len(pool.take([], 1, 1)) == 1  # what was left over
     assert pool.take([], 1, 5) == []  # too old by now
     assert pool.used + sum(pool.rejected.values()) == 6
+
+
+def fresh(step, most):
+    """Oldest version that may train in batch ``step``, which trains on version ``step`` - 1: prime-rl's ``min_fresh_version``."""
+    return (step - 1) - most
+
+
+@pytest.mark.parametrize("most", [0, 3, 8])
+def test_a_group_is_left_out_when_its_senders_policy_is_too_many_versions_newer(tiny, most):
+    versions, newest = range(20), 19
+    for version in versions:
+        pool = foreign(tiny, behind=most)
+        old = record([right(0), "zz"], index=0, policy_version=version)
+        seen = record(["zz", "zz"], index=1, policy_version=newest).model_copy(update={"issued": old.issued + 1})
+        assert len(pool.take([seen, old], 4, 0)) == (version >= fresh(newest + 1, most)), version
+        assert pool.rejected["off_policy"] == (version < fresh(newest + 1, most))
+
+
+def test_a_group_ages_while_it_waits_and_only_by_its_own_senders_versions(tiny):
+    pool = foreign(tiny)
+    waiting = [record([right(index), "zz"], index=index, policy_version=5) for index in range(2)]
+    assert len(pool.take(waiting, 1, 0)) == 1
+    far = record(["zz", "zz"], index=7, policy_version=99).model_copy(update={"peer": PEERS[1], "issued": waiting[0].issued + 1})
+    assert pool.take([far], 0, 1) == []
+    assert pool.rejected["off_policy"] == 0
+    own = record(["zz", "zz"], index=8, policy_version=14).model_copy(update={"issued": waiting[0].issued + 1})
+    assert pool.take([own], 1, 1) == []
+    assert pool.rejected["off_policy"] == 1
+
+
+def test_a_sender_that_began_anew_is_not_left_out_for_its_low_versions(tiny):
+    pool = foreign(tiny)
+    before = record([right(0), "zz"], index=0, policy_version=300)
+    after = record([right(1), "zz"], index=1, policy_version=0).model_copy(update={"issued": before.issued + 1})
+    (group,) = pool.take([before, after], 4, 0)
+    assert group.prompt == ENV.made.question(3, 1).prompt
+    assert pool.rejected["off_policy"] == 1
 
 
 def test_a_flood_costs_a_bounded_number_of_judgements(tiny):

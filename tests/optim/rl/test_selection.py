@@ -79,7 +79,7 @@ def test_reasons():
         replace(good, key="more"),
     ]
     picked = select(candidates, 5, seed=0, round=7, max_age=2, per_sender=1)
-    assert picked.left == {"duplicate": 1, "stale": 1, "no_spread": 2, "over_quota": 1, "not_drawn": 0}
+    assert picked.left == {"duplicate": 1, "stale": 1, "off_policy": 0, "no_spread": 2, "over_quota": 1, "not_drawn": 0}
     assert {candidates[place].sender for place in picked.places} == {"anna", "bert"}
 
 
@@ -124,3 +124,13 @@ def test_the_order_is_by_the_documented_hash():
 def test_what_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValueError, match="must be at least 0"):
         select([], **{"count": 1, "seed": 0, "round": 0, "max_age": 0, **wrong})
+
+
+def test_max_behind_leaves_out_what_an_older_policy_wrote():
+    candidates = [Candidate(str(behind), "peer", 0, (0.0, 1.0), behind) for behind in range(5)]
+    picked = select(candidates, 9, seed=1, round=0, max_age=0, max_behind=2)
+    assert sorted(candidates[place].behind for place in picked.places) == [0, 1, 2]
+    assert picked.left["off_policy"] == 2
+    assert len(select(candidates, 9, seed=1, round=0, max_age=0).places) == 5
+    with pytest.raises(ValueError, match="max_behind"):
+        select(candidates, 9, seed=1, round=0, max_age=0, max_behind=-1)
