@@ -81,7 +81,7 @@ PACKAGES = {
         "plan": set(),
         "commands": {"checkpoint", "config", "data", "doctor", "plan", "runtime", "tasks"},
         "doctor": {"config", "data", "runtime", "tasks"},
-        "demo": {"checkpoint", "config", "data", "metrics", "rl", "runtime", "tasks"},
+        "demo": {"checkpoint", "config", "data", "metrics", "rl", "runtime", "tasks", "verify.completions"},
         "sim": {"config"},
         "chaos": {"checkpoint", "config", "data", "demo", "runtime", "tasks", "training"},
         "cli": {
@@ -98,7 +98,7 @@ FREE = {
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
-MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 56_620
+MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 56_940
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]

@@ -37,6 +37,7 @@ from shoal.node.logs import log_to_stderr
 @click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ... or mps.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
 @click.option("--no-compare", is_flag=True, help="Leave out training alone, which takes as long again.")
+@click.option("--cheat", type=click.IntRange(0, 63), default=0, help="rl, --verify: so many nodes cheat, and are found.")
 @task_option("text")
 @option_option
 @computing_options
@@ -53,6 +54,7 @@ def demo(as_json: bool, verbose: bool, no_compare: bool, **options: Any) -> int:
       shoal demo                                  four nodes and a small language model, about a minute
       shoal demo --task task.py:Mine --peers 2    a task of your own
       shoal demo --method diloco --rounds 20      another method
+      shoal demo --task rl --verify activations --peers 8 --cheat 2     two nodes cheat, and are banned
     """
     log_to_stderr(verbose)
     outer = {**outer_overrides(options), **metrics_overrides(options), **computing_overrides(options)}
@@ -65,8 +67,11 @@ def demo(as_json: bool, verbose: bool, no_compare: bool, **options: Any) -> int:
         report = rl_demo.run_demo(verbose=verbose, more={**outer, **rl}, **own)
         click.echo(dumps(report) if as_json else rl_demo.summary(report))
         return int(ExitCode.OK)
+    from shoal.node.config.settings import ConfigError
     from shoal.node.demo.demo import run_demo, summary
 
+    if own.pop("cheat"):
+        raise ConfigError("--cheat is for --task rl with --verify activations: leave it out, or give these too.")
     report = run_demo(verbose=verbose, compare=not no_compare, outer=outer, **own)
     click.echo(dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)
