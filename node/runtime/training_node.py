@@ -39,7 +39,7 @@ from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.run_options import RunOptions
 from shoal.node.task import Shard
 from shoal.node.training import resources
-from shoal.node.training.loss_trial import try_partners
+from shoal.node.training.partner_trial import try_partners
 from shoal.node.training.throughput import Rates
 from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.verify.start import start_verification

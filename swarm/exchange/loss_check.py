@@ -9,6 +9,10 @@ A contribution is refused if the mean of both sets of weights has a higher loss 
 median of what the last 16 partners changed, or the partner's own weights have, by more than 8 times. Until 5 are known the bounds
 are 5 % and 10 % of the loss, and they are never below 1 % and 2 %. A refused one counts as 1.5 times the usual, so that a few
 hostile partners cannot widen the bounds. A peer whose own weights are bad refuses nobody who is better.
+
+A peer that learns from data unlike the others' finds all of them bad, and would go on alone, ever further away from them. So who
+refused 6 of the last 8 partners takes itself for the odd one, and refuses nobody until it is fewer: with a quarter of all peers
+hostile that happens by chance in one exchange of a hundred.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ one, with the mean of both and with the other's alone; None if they cannot be co
 
 FIRST, LAST = 5, 16
 WIDER = 1.5
+VERDICTS, ODD = 8, 6
 
 
 class _Bound:
@@ -55,6 +60,7 @@ class LossCheck:
     def __init__(self, losses: Losses) -> None:
         self._losses, self._lock = losses, threading.Lock()
         self._mean, self._alone = _Bound(6.0, 0.01, 0.05), _Bound(8.0, 0.02, 0.1)
+        self._bad: deque[bool] = deque(maxlen=VERDICTS)
 
     def problem(self, key: RoundKey, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
         """Return in a few words why the contribution must not count, or None. Neither tensor is changed."""
@@ -69,7 +75,9 @@ class LossCheck:
                 self._mean.passes(key.fragment, mean - mine, mine),
                 self._alone.passes(key.fragment, alone - mine, mine),
             ]
-        if all(passed):
+            odd = sum(self._bad) >= ODD
+            self._bad.append(not all(passed))
+        if all(passed) or odd:
             return None
         return f"with it the loss on this node's own batches is {alone:.4g}, averaged with it {mean:.4g}, in place of {mine:.4g}"
 
@@ -78,3 +86,4 @@ class LossCheck:
         with self._lock:
             self._mean.forget()
             self._alone.forget()
+            self._bad.clear()

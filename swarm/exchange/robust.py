@@ -27,7 +27,11 @@ influence of a contribution that passed. Their cost:
 * *Groups*: every member computes the same from the same payloads, so all hold the same bits, as before; but the result is not the
   mean, and payloads are gathered, never all-reduced. Rules that ask for their own share in the mean (eager) get an equal one.
 
-**Loss** (``outer.check_loss``). What is not too far away is tried on data (`loss_check`), where partners send weights.
+**Loss** (``outer.check_loss``). What is not too far away is tried on data (`loss_check`), where partners send weights. With
+clipped-gossip one that makes the loss too high is clipped to nothing: the exchange counts, and the partner may take this node's
+weights. A partner whose data is unlike the others' is not left behind so.
+
+**Newcomers** (clipped-gossip). What a peer counts at most depends on what it has shown to this node (`newcomers`).
 
 The robust rules count all members alike: a stated weight is an unchecked claim, which the plain mean bounds (`counted_weights`).
 """
@@ -48,6 +52,7 @@ from shoal.optim.exchange.base import Mean, RoundKey, combined, weighted_mean
 from shoal.optim.exchange.on_demand import held_at_once
 from shoal.optim.exchange.robust import GRID, Contributions, centered_clip, clipped_gossip, norms, squared_distances
 from shoal.swarm.exchange.loss_check import LossCheck
+from shoal.swarm.exchange.newcomers import Newcomers
 
 Robust = Literal["none", "clipped-gossip", "centered-clip"]
 FIRST, LAST = 5, 16  # distances known before any contribution is clipped, and remembered for it
@@ -60,7 +65,7 @@ REMEMBERED = 1024  # radii and refusals
 
 @dataclass(frozen=True)
 class RejectedUpdate:
-    """A contribution that was refused for its distance, or for its loss."""
+    """A contribution that was refused, or does not count, for its distance or its loss."""
 
     key: RoundKey
     peer: str
@@ -102,6 +107,7 @@ class DistanceScreen:
         self._lock = threading.Lock()
         self.loss_check: LossCheck | None = None
         """Tries what is not too far away on data, if the node that has this screen has a model and data."""
+        self.newcomers = Newcomers()
 
     @property
     def gathers(self) -> bool:
@@ -109,7 +115,10 @@ class DistanceScreen:
         return self.robust == "centered-clip"
 
     def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
-        """Return why a contribution that lies too far away, or that makes the loss too high, is refused, or None."""
+        """Return why a contribution that lies too far away, or that makes the loss too high, is refused, or None.
+
+        None too where `mean` gives it no share.
+        """
         mine = own() if self._measures or self.loss_check is not None else []
         if self._measures:
             distance, norm = norms(mine, theirs)
@@ -120,7 +129,10 @@ class DistanceScreen:
             if too_far is not None:
                 return self._refused(key, peer, too_far, "outer.suspect=0")
         if self.loss_check is not None and (worse := self.loss_check.problem(key, mine, theirs)) is not None:
-            return self._refused(key, peer, worse, "outer.check_loss=false")
+            refused = self._refused(key, peer, worse, "outer.check_loss=false")
+            if self.robust != "clipped-gossip":
+                return refused
+            self._radius[key.fragment, peer] = 1.0, 0.0
         return None
 
     def _refused(self, key: RoundKey, peer: str, reason: str, unless: str) -> str:
@@ -168,7 +180,8 @@ class DistanceScreen:
         elif self.robust == "centered-clip":
             shares = centered_clip(squared_distances([tensors for _, _, tensors in whole]), self.times)
         else:
-            theirs = clipped_gossip(*self._radius[fragment, next(peer for peer, _, _ in whole if peer != me)])
+            other = next(peer for peer, _, _ in whole if peer != me)
+            theirs = self.newcomers.take(other, clipped_gossip(*self._radius[fragment, other]))
             shares = [GRID - theirs if peer == me else theirs for peer, _, _ in whole]
         counted = [(peer, float(share), tensors) for share, (peer, _, tensors) in zip(shares, whole, strict=True) if share]
         # The limit makes the own share in the mean, for rules that ask for it, an equal one.

@@ -281,6 +281,7 @@ class SimHost:
         """Refuses no peer: it only counts."""
         self.free = 0.0
         """The time at which everything sent has left, where its streams share one link."""
+        self.met: dict[str, str] = {}
         self.slow = 0.0
         """Seconds that its links take longer, each way."""
         self.busy: Counter[str] = Counter()

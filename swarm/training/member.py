@@ -15,6 +15,7 @@ from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION
 from shoal.swarm.membership.view import MemberView
+from shoal.swarm.p2p.multiaddr import host_of, range_of
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.lag_report import LagReport
@@ -70,6 +71,7 @@ class TrainingMember:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._membership, self._opt, self._screen, self._clock = membership, opt, screen, clock
+        screen.newcomers.where = self._range
         self._name, self._model, self._shard, self._publisher = name, model, shard, publisher
         self.exchange = exchange
         self.lag_report = LagReport(opt, membership.host.traffic.rate, clock)
@@ -143,6 +145,7 @@ class TrainingMember:
     def on_round(self, info: RoundInfo, wait_s: float | None = None) -> RoundReport:
         """Follow a round that is over: the optimizer's ``on_round``. ``wait_s`` None: the wait that the exchange measured."""
         self.sync.on_round(info)
+        self._screen.newcomers.see(self._membership.directory.members())
         traffic, waited = self._membership.host.traffic, self.exchange.waited
         wait_s = waited - self._waited if wait_s is None else wait_s
         odd = self.exchange.stats.odd
@@ -152,6 +155,12 @@ class TrainingMember:
         self.self_report.waited(wait_s)
         self.lag_report.on_round(info, wait_s, report.sent)
         return report
+
+    def _range(self, peer: str) -> str:
+        """Return the address range in which a peer was met, or says that it is; one for all that say nothing."""
+        member = self._membership.directory.members().get(peer)
+        said = member.addresses[0] if member is not None and member.addresses else ""
+        return range_of(self._membership.host.met.get(peer) or host_of(said))
 
     def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> None:
         """Send what a round came to, to those who watch. ``loss``: this node's training loss, nats."""

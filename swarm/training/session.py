@@ -33,6 +33,7 @@ from shoal.optim import Alone, OuterOptimizer, RoundInfo, Stepped, config_diff
 from shoal.optim.outer.parameters import Inner
 from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
+from shoal.swarm.exchange.loss_check import LossCheck
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership import membership as members
@@ -44,6 +45,7 @@ from shoal.swarm.state.catch_up import check_model
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.child_signals import keep_child_signals
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.training.loss_trial import LossTrial
 from shoal.swarm.training.member import RoundReport, TrainingMember
 from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
 from shoal.swarm.training.session_setup import EPOCH_S, SessionError, SessionExchange, begin, new_swarm, parameters_of
@@ -127,6 +129,20 @@ class Session:
         device = place if isinstance(place, Path) else torch.device(place)
         length = round_length(self.settings.round, time.time, self._speeds)
         return make_outer(self.settings, inner, exchange, model=self._model, slow_device=device, length=length, **options)
+
+    def try_partners(self, loss: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any]) -> None:
+        """Try a partner's weights on two of ``batches`` before they count, if the swarm's settings have ``check_loss``.
+
+        Call it once the session has its optimizer; without it all weights count untried. ``loss(model, batch)`` is called in
+        threads of the network, with a copy of the model in evaluation mode, without gradients. ``batches``: endless, of this
+        node's own data, known to no other peer, on the model's device; where they end, trying ends. SessionError without a
+        module as state, or without an optimizer.
+        """
+        if not self.settings.check_loss:
+            return
+        if self._model is None or self._opt is None:
+            raise SessionError("Trying partners needs the module as state, and the session's optimizer: make it first.")
+        self._screen.loss_check = LossCheck(LossTrial(loss, iter(batches), self._model, self._opt, log.warning))
 
     def _expected(self) -> OuterOptimizer:
         """Return an optimizer with the swarm's settings that holds no memory."""

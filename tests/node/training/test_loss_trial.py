@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from shoal.node.task import Shard, Task
-from shoal.node.training import loss_trial
-from shoal.node.training.loss_trial import LossTrial, try_partners
+from shoal.node.training.partner_trial import try_partners
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.training import loss_trial
+from shoal.swarm.training.loss_trial import LossTrial
 
 SHARD = Shard(0, 1, 3)
 
@@ -34,7 +35,7 @@ class Line(Task):
 
 
 def trial(model, opt, log=print):
-    return LossTrial(Line(), model, opt, torch.device("cpu"), SHARD, nullcontext, log)
+    return LossTrial(Line().loss, Line().batches(SHARD), model, opt, log)
 
 
 def around(model, **options):
@@ -101,3 +102,8 @@ def test_a_node_tries_if_the_swarm_asks_for_it_and_it_can(asked, draws, ranks, t
     )  # fmt: skip
     try_partners(trainer, screen, lines.append)
     assert (screen.loss_check is not None, len(lines)) == (tries, said)
+
+
+def test_without_batches_nothing_is_tried():
+    model = Line().model()
+    assert LossTrial(Line().loss, iter([]), model, around(model), print)(0, weights(1, 0), weights(1, 0)) is None

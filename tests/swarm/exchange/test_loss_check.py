@@ -108,3 +108,30 @@ def test_the_screen_tries_what_is_near_enough_and_tells_which_setting_refused_it
     screen = DistanceScreen(suspect=0)
     screen.loss_check = LossCheck(given)
     assert screen.problem(KEY, lambda: own, "peer", [-torch.ones(4)]) is None
+
+
+def test_who_refused_six_of_the_last_eight_is_the_odd_one_and_refuses_nobody_until_it_is_fewer(given):
+    check, refused = taught(given), []
+    for _ in range(9):  # five good ones were taught
+        refused.append(verdict(check, given, 1.0, 1.5, 2.0) is not None)
+    assert refused == [True] * 6 + [False] * 3
+    for _ in range(3):  # better ones: five bad of the last eight
+        assert verdict(check, given, 1.0, 0.9, 0.9) is None
+    assert verdict(check, given, 1.0, 1.9, 3.0) is not None
+
+
+def test_with_clipped_gossip_what_makes_the_loss_too_high_counts_nothing_and_the_exchange_does(given):
+    screen = DistanceScreen(robust="clipped-gossip", suspect=0)
+    screen.loss_check = LossCheck(given)
+    own, theirs = [torch.ones(4)], [torch.ones(4) * 1.01]
+
+    def mean(*losses):
+        given.losses = losses
+        assert screen.problem(KEY, lambda: own, "peer", theirs) is None
+        return screen.mean("me", 0, [("me", 1.0, own), ("peer", 1.0, theirs)])
+
+    bad = mean(1.0, 2.0, 3.0)
+    assert torch.equal(bad.tensors[0], own[0])
+    assert [found.peer for found in screen.rejections()] == ["peer"]
+    assert mean(1.0, 1.0, 1.0).tensors[0][0].item() == pytest.approx(1.005)
+    assert not screen.rejections()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.optim import RoundInfo, RoundKey
+from shoal.swarm.exchange.newcomers import PATIENCE, Newcomers
 from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.training.member import LEAVE_S, TrainingMember
 from shoal.swarm.training.shard import Shard
@@ -27,14 +28,14 @@ def world():
     calls, traffic, waits = [], SimpleNamespace(sent=100, received=50, rate=lambda: None), []
     details = {"wait_s": 0.5}
     report = SimpleNamespace(waited=waits.append, details=lambda: details)
-    rejected = []
+    rejected, met, members = [], {}, {}
     member = TrainingMember(
-        SimpleNamespace(host=SimpleNamespace(traffic=traffic)),
+        SimpleNamespace(host=SimpleNamespace(traffic=traffic, met=met), directory=SimpleNamespace(members=lambda: members)),
         SimpleNamespace(
             round=3, steps=30, lag=7, lag_auto=True, schedule=SimpleNamespace(every=10), projection_of=lambda fragment: (1.0,)
         ),
         SimpleNamespace(waited=0.0, stats=ExchangeStats()),
-        SimpleNamespace(rejections=lambda: [rejected.pop() for _ in rejected[:]]),
+        screen := SimpleNamespace(rejections=lambda: [rejected.pop() for _ in rejected[:]], newcomers=Newcomers()),
         model="digest",
         name="anna",
         shard=Shard(1, 4, 0),
@@ -47,8 +48,9 @@ def world():
         member._sync = sync
 
     return SimpleNamespace(
-        member=member, calls=calls, traffic=traffic, waits=waits, details=details, rejected=rejected, serve=serve
-    )
+        member=member, calls=calls, traffic=traffic, waits=waits, details=details, rejected=rejected, serve=serve,
+        screen=screen, met=met, members=members,
+    )  # fmt: skip
 
 
 def info(number):
@@ -119,3 +121,18 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
         "odd": False,
         "projection": (1.0,),
     }
+
+
+def test_members_in_view_are_known_and_newcomers_count_by_the_range_in_which_they_were_met(world):
+    half = 2**19
+    world.serve()
+    for _ in range(PATIENCE):
+        world.screen.newcomers.take("old", half)
+    world.members["waiting"] = SimpleNamespace(addresses=("/ip4/10.1.2.3/tcp/1",))
+    world.member.on_round(info(3))
+    for _ in range(PATIENCE):
+        world.screen.newcomers.take("old", half)
+    assert world.screen.newcomers.take("waiting", half) == half
+    world.met.update({"one": "10.9.1.1", "two": "10.9.2.2", "three": "10.8.1.1"})
+    world.members["four"] = SimpleNamespace(addresses=("/ip4/10.8.7.7/tcp/1",))
+    assert [half // world.screen.newcomers.take(peer, half) for peer in ("one", "two", "three", "four")] == [2, 4, 2, 4]

@@ -5,54 +5,46 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.node.task import Shard, Task, iterator_of
-from shoal.node.training.trainer import Trainer, to_device
 from shoal.optim import OuterOptimizer
-from shoal.swarm.exchange.loss_check import LossCheck
-from shoal.swarm.exchange.robust import DistanceScreen
 
 BATCHES = 2
 TOO_LONG_S = 10.0
 """A trial that takes longer is the last one: a partner waits ``ExchangeTimeouts.trial`` seconds for it."""
-OTHER_SEED = 7_919
-"""Added to the shard's seed, so that a trial's batches are others than those that are trained on at that time."""
 
 
 class LossTrial:
     """Computes losses with a copy of the model, beside training. It may be called from several threads at once.
 
     Args:
-        task: its batches and loss.
+        loss: returns the loss of a model on a batch.
+        batches: none of them is known to another peer.
         model: what is trained; frozen parameters are shared with the copy.
         opt: the outer optimizer, whose slow weights stand for those that a contribution leaves out.
-        device: the model's.
-        shard: the part of the data that this node trains on. Its batches are known to no other peer.
         autocast: makes the context of computing in this node's precision.
         log: told once if a trial takes too long.
     """
 
     def __init__(
         self,
-        task: Task,
-        model: torch.nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        batches: Iterator[Any],
+        model: nn.Module,
         opt: OuterOptimizer,
-        device: torch.device,
-        shard: Shard,
-        autocast: Callable[[], AbstractContextManager[object]],
         log: Callable[[str], None],
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         shared = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
         self._model = copy.deepcopy(model, shared).eval()
         self._params = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._task, self._opt, self._device, self._autocast, self._log = task, opt, device, autocast, log
-        other = Shard(shard.index, shard.of, shard.seed + OTHER_SEED)
-        self._batches = iterator_of(task.batches(other), other)
+        self._task_loss, self._batches, self._opt, self._autocast, self._log = loss, batches, opt, autocast, log
         self._lock, self._ended = threading.Lock(), False
 
     @torch.no_grad()
@@ -66,7 +58,9 @@ class LossTrial:
             mine, other = self._weights(places, own), self._weights(places, theirs)
             for place in {*range(len(self._params))}.difference(places):
                 self._params[place].copy_(self._opt.slow[place])
-            batches = [to_device(next(self._batches), self._device) for _ in range(BATCHES)]
+            batches = list(islice(self._batches, BATCHES))
+            if not batches:
+                return None
             mean = [(a + b) / 2 for a, b in zip(mine, other, strict=True)]
             first, second, third = (self._loss(places, weights, batches) for weights in (mine, mean, other))
             if time.monotonic() - began > TOO_LONG_S:
@@ -86,22 +80,4 @@ class LossTrial:
         for place, tensor in zip(places, weights, strict=True):
             self._params[place].copy_(tensor)
         with self._autocast():
-            return sum(float(self._task.loss(self._model, batch)) for batch in batches) / len(batches)
-
-
-def try_partners(trainer: Trainer, screen: DistanceScreen, log: Callable[[str], None]) -> None:
-    """Let ``screen`` try what partners send, if the swarm's settings ask for it (``outer.check_loss``) and this node can.
-
-    ``trainer`` has its shard.
-    """
-    if not trainer.outer.check_loss:
-        return
-    why = "the batches of its task are made with the model" if trainer.task.draws_with_model else ""
-    if trainer.layout.ranks > 1:
-        why = "its model is trained by several processes"
-    if why:
-        log(f"this node counts partners' weights untried (outer.check_loss), for {why}")
-        return
-    own = trainer.inner_step
-    trial = LossTrial(trainer.task, trainer.model, trainer.whole, trainer.device, trainer.shard, own.autocast, log)
-    screen.loss_check = LossCheck(trial)
+            return sum(float(self._task_loss(self._model, batch)) for batch in batches) / len(batches)
