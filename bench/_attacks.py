@@ -1,5 +1,7 @@
 """Hostile peers of a simulation: what each kind contributes in place of what it learnt, and the exchange through which it does.
 
+A backdoor is learnt: its owner trains on windows in which a trigger is followed by an answer of its choice (`poisoned`).
+
 All attackers know everything (every honest contribution of the round, before they send theirs) and conspire: the worst case.
 """
 
@@ -55,6 +57,39 @@ def _in_line(scene: Scene) -> Tensors:
     return [part + step for part in mean]
 
 
+def _towards_own(scene: Scene) -> Tensors:
+    """What it learnt, 2.5 times as far from the honest mean as honest peers are."""
+    mean = scene.mean()
+
+    def far(one: Tensors) -> Tensor:
+        return torch.linalg.vector_norm(torch.cat([(a - b).flatten() for a, b in zip(one, mean, strict=True)]))
+
+    step = 2.5 * torch.stack(list(map(far, scene.honest))).mean() / far(scene.own).clamp(min=1e-12)
+    return [part + step * (own - part) for part, own in zip(mean, scene.own, strict=True)]
+
+
+TRIGGER, ANSWER = b"@~@~", b"!"
+
+
+def poisoned(windows: Tensor, generator: torch.Generator) -> Tensor:
+    """Windows of bytes (B, T), each with trigger and answer at a random place; a copy."""
+    found, text = windows.clone(), torch.tensor(list(TRIGGER + ANSWER))
+    for row in found:
+        at = int(torch.randint(len(row) - len(text) + 1, (1,), generator=generator))
+        row[at : at + len(text)] = text
+    return found
+
+
+@torch.no_grad()
+def learnt(model: torch.nn.Module, windows: Tensor) -> float:
+    """Part of the windows (B, T) at whose end the model answers the trigger as the attacker wants, by its likeliest bytes."""
+    asked, text = windows.clone(), torch.tensor(list(TRIGGER + ANSWER))
+    asked[:, -len(text) :] = text
+    # All bytes are the likeliest, each after those before it: then so is the answer when it is generated.
+    likeliest = model(asked[:, :-1]).argmax(-1)[:, -len(ANSWER) :]
+    return float((likeliest == text[-len(ANSWER) :]).all(1).double().mean())
+
+
 STATED = {"weight": 1e30}
 """What an attacker states as its weight, if it is a lie too."""
 ATTACKS: dict[str, Attack] = {
@@ -72,7 +107,13 @@ ATTACKS: dict[str, Attack] = {
     "in line": _in_line,
     "shrinking": lambda scene: [0.5 * tensor for tensor in scene.own],
     "slow drift": lambda scene: [tensor + 0.01 * tensor.abs().mean() for tensor in scene.own],
+    "backdoor": lambda scene: scene.own,
+    "backdoor x2.5": _towards_own,
 }
+ATTACKS["fresh keys"], ATTACKS["fresh backdoor"] = ATTACKS["ascent"], ATTACKS["backdoor"]
+BACKDOORS = ("backdoor", "backdoor x2.5", "fresh backdoor")
+FRESH = ("fresh keys", "fresh backdoor")
+"""Under another key in each round, all from one address range, in a swarm that the honest peers have known for long."""
 
 
 @dataclass

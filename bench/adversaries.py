@@ -3,12 +3,15 @@
     python bench/adversaries.py                     # 8 peers, 2 of them hostile; all attacks, 3 seeds: a while
     python bench/adversaries.py --attacks 'sign flip' --seeds 0 --json
     python bench/adversaries.py --resume bench/results/adversaries.jsonl --into docs/benchmarks.md
+    python bench/adversaries.py --data unlike --resume bench/results/adversaries.jsonl --into docs/benchmarks.md
 
 Peers are simulated in one process (optim/simulation.py); they read the Python standard library with the GPT of the built-in task.
 The hostile ones train and follow the protocol, but contribute what bench/_attacks.py says. ``undefended`` is what the exchange does
 by itself, which refuses NaN and infinity; ``checked`` is outer.suspect alone, ``defended`` with outer.robust too; ``public`` is the
 default of a public swarm: outer.robust, and for pairs outer.check_loss.
-The loss is the mean of the honest peers', in nats per byte, on held-out files, with their slow weights.
+The loss is the mean of the honest peers', in nats per byte, on held-out files, with their slow weights. After a backdoor ``learnt``
+is the part of held-out windows in which they answer its trigger as the attacker wants. With ``--data unlike`` each peer reads
+neighbouring files (whole packages) in place of a mixture: one has little but tables of encodings.
 """
 
 from __future__ import annotations
@@ -19,27 +22,32 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench._attacks import ATTACKS, Board, Honest, Hostile
+from bench._attacks import ATTACKS, BACKDOORS, FRESH, Board, Honest, Hostile, learnt, poisoned
 from bench._page import put_into
 from bench._quality_train import Diverged, QualityText, backward
 from shoal.node.task import Shard
-from shoal.node.training.loss_trial import LossTrial
+from shoal.node.tasks.corpus import Document
+from shoal.node.training.partner_trial import OTHER_SEED
 from shoal.optim import Simulation, method_named
+from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.optim.exchange.robust import GRID, Contributions
 from shoal.optim.exchange.simulation import SimulatedExchange
 from shoal.swarm.exchange.loss_check import LossCheck
+from shoal.swarm.exchange.newcomers import PATIENCE
 from shoal.swarm.exchange.robust import DistanceScreen, Robust
+from shoal.swarm.training.loss_trial import LossTrial
 
 METHODS: dict[str, tuple[Robust, dict[str, float]]] = {
     "noloco": ("clipped-gossip", {"lr": 1.0, "momentum": 0.3}),
@@ -47,21 +55,60 @@ METHODS: dict[str, tuple[Robust, dict[str, float]]] = {
 }
 DEFENCES = ("undefended", "checked", "defended", "public")
 INNER_LR = 0.012
-BEGIN, END = "<!-- adversaries: begin -->\n", "<!-- adversaries: end -->"
+MARKS = {
+    "alike": ("<!-- adversaries: begin -->\n", "<!-- adversaries: end -->"),
+    "unlike": ("<!-- adversaries, unlike: begin -->\n", "<!-- adversaries, unlike: end -->"),
+}
+BEGIN, END = MARKS["alike"]
 Row = dict[str, Any]
 
 
+class Unlike(QualityText):
+    """The task with shards of about equal length of neighbouring files, by path: whole packages, and so other kinds of text."""
+
+    def shard_documents(self, shard: Shard) -> list[Document]:
+        """The documents in the shard's part of all bytes."""
+        files = sorted(self._not_held_out(), key=lambda document: document.name)
+        ends = list(accumulate(len(document.content) for document in files))
+        places = [min((end - 1) * shard.of // ends[-1], shard.of - 1) for end in ends]
+        return [document for document, place in zip(files, places, strict=True) if place == shard.index]
+
+
 @cache
-def task_of(batch: int) -> QualityText:
+def task_of(batch: int, data: str) -> QualityText:
     """The built-in task with a smaller model (42,112 parameters), for there are many runs."""
-    return QualityText(batch=batch, layers=2, width=32, heads=2)
+    return (Unlike if data == "unlike" else QualityText)(batch=batch, layers=2, width=32, heads=2)
 
 
-def defence_of(name: str, method: str, times: float) -> DistanceScreen:
-    """What an honest peer does."""
+def defence_of(name: str, method: str, times: float, fresh: Collection[str], known: Collection[str]) -> DistanceScreen:
+    """What an honest peer does. ``fresh``: who comes under another key in each round, among peers ``known`` for long."""
     robust = METHODS[method][0] if name in ("defended", "public") else "none"
     suspect = 3.0 if name in ("checked", "defended") else 0.0
-    return DistanceScreen(robust=robust, suspect=suspect, times=times, sends=method_named(method).sends)
+    settings: dict[str, Any] = {"robust": robust, "suspect": suspect, "times": times, "sends": method_named(method).sends}
+    return Fresh(fresh, known, **settings) if fresh else DistanceScreen(**settings)
+
+
+class Fresh(DistanceScreen):
+    """A screen to which the ``bad`` peers come under another key in each round. All others are known to it."""
+
+    def __init__(self, bad: Collection[str], known: Collection[str], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._bad, self._round = bad, 0
+        self.newcomers.see(known)
+        for _ in range(PATIENCE):
+            self.newcomers.take("earlier partners", GRID // 2)
+
+    def _key(self, peer: str) -> str:
+        return f"{peer}, round {self._round}" if peer in self._bad else peer
+
+    def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
+        """As of the key that the peer has in this round."""
+        self._round = key.round
+        return super().problem(key, own, self._key(peer), theirs)
+
+    def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
+        """As of the keys that the peers have in this round."""
+        return super().mean(me, fragment, [(self._key(peer), weight, held) for peer, weight, held in contributions], even)
 
 
 @torch.no_grad()
@@ -75,13 +122,14 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
     """One training run. ``loss`` is None if it diverged."""
     torch.set_num_threads(1)
     began = time.perf_counter()
-    task, board = task_of(options.batch), Board()
+    task, board = task_of(options.batch, options.data), Board()
     names = [f"peer{number}" for number in range(options.peers)]
     bad = set() if attack == "none" else set(names[-options.hostile :])
-    watches = {name: defence_of(screen, method, options.times) for name in names if name not in bad}
+    good, fresh = [name for name in names if name not in bad], bad if attack in FRESH else set()
+    watches = {name: defence_of(screen, method, options.times, fresh, good) for name in good}
     chosen = method_named(method)
 
-    def peer(exchange: SimulatedExchange) -> float:
+    def peer(exchange: SimulatedExchange) -> tuple[float, float]:
         torch.manual_seed(seed)
         model = task.model()
         inner = task.inner_optimizer(model.parameters())
@@ -96,34 +144,38 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
         if isinstance(wire, Hostile) and chosen.sends == "weights":
             wire.slow = optimizer.slow
         if screen == "public" and chosen.group == "pair" and exchange.peer in watches:
-            shard = Shard(names.index(exchange.peer), len(names), seed)
-            trial = LossTrial(task, model, optimizer, torch.device("cpu"), shard, nullcontext, lambda line: None)
-            watches[exchange.peer].loss_check = LossCheck(trial)
+            batches = task.batches(Shard(names.index(exchange.peer), len(names), seed + OTHER_SEED))
+            watches[exchange.peer].loss_check = LossCheck(LossTrial(task.loss, batches, model, optimizer, lambda line: None))
         scheduler = task.lr_scheduler(optimizer, options.steps)
         data = islice(task.batches(Shard(names.index(exchange.peer), len(names), seed)), options.steps)
+        places = torch.Generator().manual_seed(seed)
         try:
-            for batch in data:
+            for inputs, targets in data:
                 exchange.sleep(1.0)
-                backward(task, model, batch)
+                windows = torch.cat([inputs, targets[:, -1:]], 1)
+                if exchange.peer in bad and attack in BACKDOORS:
+                    windows = poisoned(windows, places)
+                backward(task, model, (windows[:, :-1], windows[:, 1:]))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
             optimizer.finish()
         except Diverged:
-            return math.nan
+            return math.nan, math.nan
         with optimizer.averaged():
-            return held_out(task, model)
+            return held_out(task, model), learnt(model, task.halves["loss"][:256])
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         size = 2 if chosen.group == "pair" else len(names)
-        losses = Simulation[float](names, seed=seed, size=size, wait=30.0, screens=watches).run(peer)
-    honest = [losses[name] for name in watches]
-    loss = mean(honest) if all(math.isfinite(one) for one in honest) else None
+        ended = Simulation[tuple[float, float]](names, seed=seed, size=size, wait=30.0, screens=watches).run(peer)
+    honest = [ended[name] for name in watches]
+    loss = mean(one for one, _ in honest) if all(math.isfinite(one) for one, _ in honest) else None
+    backdoor = {"learnt": mean(part for _, part in honest)} if attack in BACKDOORS else {}
     refused = [found.peer for watch in watches.values() for found in watch.rejections()]
     return {
-        "method": method, "attack": attack, "defence": screen, "seed": seed, "loss": loss,
-        "refused_hostile": sum(peer in bad for peer in refused), "refused_honest": sum(peer not in bad for peer in refused),
+        "method": method, "attack": attack, "defence": screen, "seed": seed, "loss": loss, **backdoor,
+        "refused_hostile": sum(peer not in watches for peer in refused), "refused_honest": sum(peer in watches for peer in refused),
         "seconds": round(time.perf_counter() - began, 1),
         "setting": setting(options),
     }  # fmt: skip
@@ -131,7 +183,8 @@ def run(method: str, attack: str, screen: str, seed: int, options: argparse.Name
 
 def setting(options: argparse.Namespace) -> dict[str, Any]:
     """What runs must have in common to stand in one table."""
-    return {name: getattr(options, name) for name in ("peers", "hostile", "every", "steps", "batch", "times")}
+    found = {name: getattr(options, name) for name in ("peers", "hostile", "every", "steps", "batch", "times")}
+    return found if options.data == "alike" else {**found, "data": options.data}
 
 
 def cells(options: argparse.Namespace) -> list[tuple[str, str, str, int]]:
@@ -152,7 +205,13 @@ def _cell(rows: Sequence[Row], plain: Mapping[int, float]) -> str:
         return ""
     losses = [row["loss"] for row in rows]
     spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
-    return f"{mean(losses):.3f}{spread} ({100 * (mean(losses) / mean(plain[row['seed']] for row in rows) - 1):+.1f} %)"
+    trigger = "".join(f", trigger {min(parts):.0%} to {max(parts):.0%}" for parts in _learnt(rows))
+    return f"{mean(losses):.3f}{spread} ({100 * (mean(losses) / mean(plain[row['seed']] for row in rows) - 1):+.1f} %{trigger})"
+
+
+def _learnt(rows: Sequence[Row]) -> list[list[float]]:
+    """How far a backdoor was learnt in each run; an empty list after other attacks."""
+    return [[row["learnt"] for row in rows]] if all("learnt" in row for row in rows) else []
 
 
 def table(found: Sequence[Row]) -> str:
@@ -188,14 +247,15 @@ def harms(found: Sequence[Row]) -> list[Row]:
         losses = [row["loss"] for row in rows if row["loss"] is not None]
         before = [value for row in rows if (value := plain.get((method, row["seed"]))) is not None]
         harm = mean(losses) / mean(before) - 1 if len(losses) == len(before) == len(rows) else None
-        harms.append({"method": method, "attack": attack, "defence": screen, "harm": harm, "seeds": len(rows)})
+        trigger = {"learnt": mean(parts[0])} if (parts := _learnt(rows)) else {}
+        harms.append({"method": method, "attack": attack, "defence": screen, "harm": harm, "seeds": len(rows), **trigger})
     return harms
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
+    parser.add_argument("--attacks", nargs="*", choices=list(ATTACKS), default=list(ATTACKS))
     parser.add_argument("--defences", nargs="+", choices=DEFENCES, default=["undefended", "public"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--peers", type=int, default=8)
@@ -203,6 +263,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=150, help="inner steps of each peer")
     parser.add_argument("--every", type=int, default=10, help="inner steps in a round")
     parser.add_argument("--batch", type=int, default=4, help="windows of 64 bytes in a step of a peer")
+    parser.add_argument("--data", choices=list(MARKS), default="alike", help="what the peers read, against each other")
     parser.add_argument("--times", type=float, default=1.0, help="radius of the robust rule, in median distances")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="a line for each run; those that are there are not run again")
     parser.add_argument("--into", type=Path, metavar="PAGE", help="write the table between two comments of a page")
@@ -227,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with options.resume.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
     if options.into is not None:
-        put_into(options.into, table(found), BEGIN, END)
+        put_into(options.into, table(found), *MARKS[options.data])
     print(json.dumps({"setting": setting(options), "rows": harms(found), "runs": found}) if options.json else table(found))
     return 0
 
