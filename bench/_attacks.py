@@ -62,7 +62,8 @@ def _towards_own(scene: Scene) -> Tensors:
     mean = scene.mean()
 
     def far(one: Tensors) -> Tensor:
-        return torch.linalg.vector_norm(torch.cat([(a - b).flatten() for a, b in zip(one, mean, strict=True)]))
+        apart: Tensor = torch.linalg.vector_norm(torch.cat([(a - b).flatten() for a, b in zip(one, mean, strict=True)]))
+        return apart
 
     step = 2.5 * torch.stack(list(map(far, scene.honest))).mean() / far(scene.own).clamp(min=1e-12)
     return [part + step * (own - part) for part, own in zip(mean, scene.own, strict=True)]
