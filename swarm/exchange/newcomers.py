@@ -11,6 +11,7 @@ Nobody is a newcomer to a node that has done fewer than 32 exchanges: to one tha
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 
@@ -21,10 +22,11 @@ KNOWN = 4096  # peers remembered, those seen last
 
 
 class Newcomers:
-    """The partners that a node has seen. For one thread. ``where``: returns the address range of a peer."""
+    """The partners that a node has seen, for both its threads. ``where``: returns the address range of a peer."""
 
     def __init__(self, where: Callable[[str], str] = lambda peer: "") -> None:
         self.where = where
+        self._lock = threading.Lock()
         self._exchanges = 0
         self._known: OrderedDict[str, list[int]] = OrderedDict()
         """Of each peer the number of exchanges before it was seen, and of its contributions that counted."""
@@ -32,19 +34,21 @@ class Newcomers:
 
     def see(self, peers: Iterable[str]) -> None:
         """Note that ``peers`` are in view."""
-        for peer in peers:
-            self._entry(peer)
+        with self._lock:
+            for peer in peers:
+                self._entry(peer)
 
     def take(self, peer: str, share: int) -> int:
         """Return at most ``share``, of ``GRID``, for the contribution of ``peer`` to an exchange, and note that it counted."""
-        since, counted = entry = self._entry(peer)
-        new = self._exchanges >= PATIENCE and counted < SHOWN and self._exchanges - since < PATIENCE
-        where = self.where(peer) if new and share else None
-        if where is not None:
-            share = min(share, GRID // (4 * (1 + self._recent.count(where))))
-        self._recent.append(where)
-        self._exchanges += 1
-        entry[1] += share > 0
+        with self._lock:
+            since, counted = entry = self._entry(peer)
+            new = self._exchanges >= PATIENCE and counted < SHOWN and self._exchanges - since < PATIENCE
+            where = self.where(peer) if new and share else None
+            if where is not None:
+                share = min(share, GRID // (4 * (1 + self._recent.count(where))))
+            self._recent.append(where)
+            self._exchanges += 1
+            entry[1] += share > 0
         return share
 
     def _entry(self, peer: str) -> list[int]:
