@@ -62,7 +62,7 @@ class LightClient:
         """Watch until cancelled; a daemon that ends is started again. Raises StartupError."""
         self._send(Watching(time=self._clock(), swarm=self._link.swarm))
         while True:
-            daemon = await Daemon.launch(Identity.ephemeral(), listen=LISTEN, light=True)
+            daemon = await Daemon.launch(Identity.ephemeral(), listen=LISTEN, light=True, idle="")  # no connection to it stays open
             daemon.backoff = DialBackoff(self._link.bootstrap)
             try:
                 await self._watch(daemon)

@@ -22,7 +22,7 @@ from shoal.swarm.errors import StartupError
 from shoal.swarm.gossip.envelope import make_body, make_envelope, topic_of
 from shoal.swarm.manifest.manifest import Manifest, swarm_id
 from shoal.swarm.membership.manifest_exchange import serve_manifest
-from shoal.swarm.p2p import daemon
+from shoal.swarm.p2p import daemon, daemon_process
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import seal
@@ -122,6 +122,21 @@ def test_a_daemon_that_does_not_start_ends_the_watch_with_its_sentence(monkeypat
     link = Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{authors[0].peer}",))
     with pytest.raises(StartupError, match="the network daemon is missing"), watching(link) as next_of:
         next_of("watching")
+
+
+def test_the_daemon_never_ends_for_want_of_a_connection_that_stays_open(monkeypatch, authors):
+    """By default it does so after half a minute, and a watcher keeps none open to it."""
+    asked = {}
+
+    async def launch(*_, **options):
+        asked.update(options)
+        raise StartupError("enough")
+
+    monkeypatch.setattr(light_client.Daemon, "launch", launch)
+    with pytest.raises(StartupError, match="enough"):
+        asyncio.run(LightClient(Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{authors[0].peer}",)), lambda event: None).run())
+    assert not any("idle" in option for option in daemon_process.options(control="", key=Path("key"), **asked))
+    assert any("idle" in option for option in daemon_process.options(control="", key=Path("key"), listen=asked["listen"]))
 
 
 def test_a_host_that_failed_under_other_names_is_not_dialled_and_no_news(authors):
