@@ -95,7 +95,7 @@ def test_what_is_no_tokenizer_is_one_sentence(tmp_path, monkeypatch, name, words
 def test_a_damaged_or_huge_file_is_one_sentence(tmp_path, monkeypatch):
     file = train(tmp_path)
     file.write_text(file.read_text()[:500])
-    with pytest.raises(DataError, match="cannot be had") as caught:
+    with pytest.raises(DataError, match="cannot be loaded") as caught:
         load_tokenizer(str(file))
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(tokenizer, "MAX_FILE", 100)
@@ -126,7 +126,7 @@ def test_the_hub_is_asked_for_what_is_not_here_and_not_for_too_much(tmp_path, mo
         raise ConnectionError("no route to host\nin many lines")
 
     monkeypatch.setattr(hub, "get_hf_file_metadata", unreachable)
-    with pytest.raises(DataError, match=r"cannot be had \(no route to host\): check its name and the network") as caught:
+    with pytest.raises(DataError, match=r"cannot be loaded \(no route to host\): check its name and the network") as caught:
         load_tokenizer("owner/name")
     assert "\n" not in str(caught.value)
     assert len(asked) == 4
