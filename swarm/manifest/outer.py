@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -18,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from shoal.swarm.manifest.unused import without_unused
 from shoal.swarm.wire.fields import MAX_COUNT
 from shoal.swarm.wire.group import LARGEST_GROUP
 
@@ -74,11 +74,6 @@ def _checked(text: str) -> str:
 
 
 RoundSetting = Annotated[str, Field(max_length=32), AfterValidator(_checked)]
-
-
-def _without_unused(model: type[BaseModel], found: dict[str, Any], later: Sequence[str]) -> dict[str, Any]:
-    """Return ``found`` without what came later and is not set: peers of earlier versions read the manifest, its bytes unchanged."""
-    return {name: value for name, value in found.items() if name not in later or value != model.model_fields[name].default}
 
 
 class OuterSettings(BaseModel):
@@ -233,8 +228,8 @@ class OuterSettings(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """See `_without_unused`."""
-        return _without_unused(type(self), handler(self), ("check_loss",))
+        """See `without_unused`."""
+        return without_unused(type(self), handler(self), ("check_loss",))
 
     def _fits_the_round(self) -> None:
         overlap = self.overlap()
@@ -380,5 +375,5 @@ class TrainSettings(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """See `_without_unused`."""
-        return _without_unused(type(self), handler(self), LATER)
+        """See `without_unused`."""
+        return without_unused(type(self), handler(self), LATER)

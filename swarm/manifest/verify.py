@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
+from shoal.swarm.manifest.unused import without_unused
 from shoal.swarm.wire.fields import Digest
 
 
@@ -51,9 +52,8 @@ class VerifySettings(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what came later and is not used: peers of earlier versions read the manifest, and its bytes stay the same."""
-        found: dict[str, Any] = handler(self)
-        return {name: value for name, value in found.items() if name != "dtypes" or value != "float32"}
+        """See `without_unused`."""
+        return without_unused(type(self), handler(self), ("dtypes",))
 
 
 class Terms(BaseModel):
