@@ -14,11 +14,12 @@ _REASON = 200  # characters of the reason that travel
 
 @dataclass(frozen=True)
 class Measured:
-    """Evidence of a claim, with the honest claims of ``pair`` that it is compared with."""
+    """Evidence of a claim, with the honest claims of ``pair`` that it is compared with. ``kernel``: as the author says."""
 
     pair: Pair
     honest: Honest
     evidence: Evidence
+    kernel: str = ""
 
 
 @dataclass(frozen=True)

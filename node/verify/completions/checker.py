@@ -203,7 +203,7 @@ class Checker:
                 raise NotCalibrated(f"The claim cannot be judged: {error}.") from error
             honest = self.calibration.pairs.get(pair)
             if honest is not None and honest.features == evidence.features and not evidence.fault:
-                self._measured.append(Measured(pair, honest, evidence))
+                self._measured.append(Measured(pair, honest, evidence, material.kernel))
             if math.isfinite(judged.statistic):
                 statistics[f"{name}_statistic"], statistics[f"{name}_threshold"] = judged.statistic, judged.threshold
                 means = zip(evidence.features, evidence.means(), strict=True)

@@ -51,7 +51,10 @@ def _series(row: SeriesRow, claims: Sequence[ClaimRow]) -> dict[str, Any]:
     return {
         "number": row.number, "bans": row.bans, **about, "calibration": row.calibration[:16], **found,
         "counted": [
-            {"claim": one.claim, "round": one.round, "p": dict(zip(row.features, one.p, strict=True)), "odds": _odds(one.log_odds)}
+            {
+                "claim": one.claim, "round": one.round, "kernel": one.kernel,
+                "p": dict(zip(row.features, one.p, strict=True)), "odds": _odds(one.log_odds),
+            }
             for one in claims
         ],
     }  # fmt: skip
@@ -75,5 +78,6 @@ def summary(report: Mapping[str, Any]) -> str:
             )
             for one in series["counted"][-SHOWN:]:
                 feature, p = min(one["p"].items(), key=lambda item: item[1])
-                lines.append(f"     {one['claim'][:12]}  round {one['round']}  odds {one['odds']:.3g}  p {p:.3g} of {feature}")
+                by = f"  by {one['kernel']}" if one["kernel"] else ""
+                lines.append(f"     {one['claim'][:12]}  round {one['round']}  odds {one['odds']:.3g}  p {p:.3g} of {feature}{by}")
     return "\n".join(lines)

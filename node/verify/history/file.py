@@ -48,7 +48,7 @@ class SeriesRow:
 
 @dataclass(frozen=True)
 class ClaimRow:
-    """Claim in a series, by its hex id: what was measured, and the odds after it."""
+    """Claim in a series, by its hex id: what was measured, the odds after it, and by what its author says to have computed."""
 
     claim: str
     round: int
@@ -56,6 +56,7 @@ class ClaimRow:
     scores: tuple[float, ...]
     tolerances: tuple[float, ...]
     p: tuple[float, ...]
+    kernel: str = ""
 
 
 class EvidenceFile:
@@ -81,7 +82,7 @@ class EvidenceFile:
         with self._open() as database:
             found = database.execute("SELECT row FROM claims WHERE peer = ? AND number = ? ORDER BY place", (peer, number))
             rows = [json.loads(text) for (text,) in found]
-            return [ClaimRow(*row[:3], *map(tuple, row[3:])) for row in rows]
+            return [ClaimRow(*row[:3], *map(tuple, row[3:6]), *row[6:]) for row in rows]
 
     def knows(self, peer: str, claim: str) -> bool:
         """Return whether the claim was counted."""

@@ -128,7 +128,7 @@ class History:
                 row, claims=row.claims + 1, first=row.first if row.claims else claim.round, last=claim.round,
                 log_odds=max(row.log_odds, odds) if row.claims else odds,
             )  # fmt: skip
-            self._file.add(claim.peer, row, ClaimRow(claim.id.hex(), claim.round, odds, scores, tolerances, p))
+            self._file.add(claim.peer, row, ClaimRow(claim.id.hex(), claim.round, odds, scores, tolerances, p, one.kernel))
             self._open[place] = replace(found, row=row)
             while len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)

@@ -28,6 +28,7 @@ def noisy(weight):
 def statistics(world, checker, policy=None):
     found = [world.check(world.proven(index, policy, dtype="bfloat16"), checker) for index in range(8)]
     assert {one.pair.prover for each in found for one in each.measured} == {"bfloat16"}
+    assert all(one.kernel.startswith(f"torch {torch.__version__}, cpu") for each in found for one in each.measured)
     return [each.statistics["activations_statistic"] for each in found]
 
 

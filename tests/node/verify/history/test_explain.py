@@ -1,6 +1,8 @@
 """``shoal verify explain``: what was decided, from which claims, with which odds."""
 
 import json
+import sqlite3
+from contextlib import closing
 
 import pytest
 from click.testing import CliRunner
@@ -38,6 +40,7 @@ def test_json_has_every_claim_with_its_odds(folder):
     stored = EvidenceFile(folder / NAME).claims("peer-of-ann", 1)
     assert [one["claim"] for one in series["counted"]] == [row.claim for row in stored]
     assert [one["p"] for one in series["counted"]] == [{"error": row.p[0]} for row in stored]
+    assert {one["kernel"] for one in series["counted"]} == {"torch 2.13.0, cpu"}
     odds = [one["odds"] for one in series["counted"]]
     assert node["odds"] == series["odds"] == max(odds) > 20_000
     assert odds == sorted(odds)
@@ -51,8 +54,16 @@ def test_people_read_the_decision_and_the_newest_claims(folder):
     newest = EvidenceFile(folder / NAME).claims("peer-of-ann", 1)[-1]
     last = shown.rstrip().splitlines()[-1]
     assert last.strip().startswith(f"{newest.claim[:12]}  round 23  odds ")
-    assert last.endswith("of error")
+    assert last.endswith("of error  by torch 2.13.0, cpu")
     assert "no alarm, odds of " in run("peer-of-bob").output
+
+
+def test_a_claim_that_an_earlier_version_stored_has_no_kernel(folder):
+    with closing(sqlite3.connect(folder / NAME)) as database, database:
+        rows = database.execute("SELECT rowid, row FROM claims").fetchall()
+        earlier = [(json.dumps(json.loads(row)[:6]), key) for key, row in rows]
+        database.executemany("UPDATE claims SET row = ? WHERE rowid = ?", earlier)
+    assert run("peer-of-ann").output.rstrip().endswith("of error")
 
 
 @pytest.mark.parametrize(

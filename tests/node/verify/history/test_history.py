@@ -28,7 +28,8 @@ OTHERS = ("bob", "cat", "dan", "eve")
 
 
 def found(value, accepted=True, honest=HONEST):
-    return Finding(accepted, "As found.", {"tokens": 9.0}, 0.1, (Measured(PAIR, honest, Evidence(FEATURES, ((value,),), (1.0,))),))
+    measured = Measured(PAIR, honest, Evidence(FEATURES, ((value,),), (1.0,)), "torch 2.13.0, cpu")
+    return Finding(accepted, "As found.", {"tokens": 9.0}, 0.1, (measured,))
 
 
 class World:
