@@ -21,7 +21,6 @@ from shoal.node.task import Shard
 from shoal.node.tasks.corpus import Document
 from shoal.node.tasks.text import TextTask, _digest
 from shoal.optim import FLOAT32, Alone, Codec, OuterOptimizer, Simulation, codec_named
-from shoal.optim.codecs.base import Shape
 from shoal.optim.exchange.base import Exchange, Handle, RoundKey
 from shoal.optim.exchange.simulation import SimulatedExchange
 from shoal.optim.outer.inner import as_one
@@ -93,42 +92,18 @@ def task_of(batch: int) -> QualityText:
     return task
 
 
-class _Counted:
-    """A codec that adds up the lengths of its payloads."""
-
-    def __init__(self, codec: Codec, meter: Meter) -> None:
-        self.codec, self.meter = codec, meter
-        self.name, self.displacement = codec.name, codec.displacement
-
-    def nbytes(self, shapes: Sequence[Shape]) -> int:
-        return self.codec.nbytes(shapes)
-
-    def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        payload = self.codec.encode(tensors)
-        self.meter.bytes += payload.numel()
-        return payload
-
-    def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        return self.codec.decode(payload, shapes)
-
-    def fresh(self) -> Codec:
-        return _Counted(self.codec.fresh(), self.meter)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.codec.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.codec.load_state_dict(state_dict)
-
-
 class Meter:
-    """An exchange that counts what is handed to it."""
+    """An exchange that counts what is handed to it: the bytes of the payloads, which a codec knows from the shapes.
+
+    The exchange gets the codec itself, for some say how their contributions are averaged (``exchange.averaging``).
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange, self.bytes = exchange, 0
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
-        return self.exchange.start(key, tensors, weight, _Counted(codec, self), even)
+        self.bytes += codec.nbytes([tuple(tensor.shape) for tensor in tensors])
+        return self.exchange.start(key, tensors, weight, codec, even)
 
 
 def _inner(task: QualityText, model: nn.Module, spec: Spec) -> torch.optim.Optimizer:

@@ -308,6 +308,19 @@ def test_a_run_has_losses_a_curve_and_its_bytes(small, cache, method, inner, cod
     assert json.loads(json.dumps(found))["outer"] == dict(setting)
 
 
+def test_a_codec_that_averages_by_its_senders_does_so(small, cache, monkeypatch):
+    """Both send the same bytes; over those who sent an index the mean is larger than over all, so the losses differ."""
+    monkeypatch.setitem(train.SIZES, "mite", train.Size(2, 8, 1, 16, 300, 4, 8, 8))
+    monkeypatch.setattr(train, "marks", lambda steps, every: [4])
+    digest, place = text.corpus(small, 300, cache).digest, train.Place(cache)
+    paper, authors = (
+        train.run(train.Spec(digest, "mite", "sparseloco", "adamw", codec, 2, 4, 8, 0.01, (("lr", 0.7),), 0), place)
+        for codec in methods.CODECS["sparseloco"]
+    )
+    assert paper["bytes_per_token"] == authors["bytes_per_token"] > 0
+    assert paper["loss"] != authors["loss"]
+
+
 @pytest.mark.slow(reason="starts processes of torchft")
 @pytest.mark.parametrize("inner", ["adamw", "muon"])
 def test_diloco_run_by_torchft_is_ours(small, cache, inner):
