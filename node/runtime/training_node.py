@@ -40,6 +40,7 @@ from shoal.node.runtime.run_options import RunOptions
 from shoal.node.task import Shard
 from shoal.node.training import resources
 from shoal.node.training.partner_trial import try_partners
+from shoal.node.training.priority import compute_last
 from shoal.node.training.throughput import Rates
 from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.verify.start import start_verification
@@ -245,6 +246,8 @@ class TrainingNode:
         p.member.announce("training", result.loss_first)
         p.metrics.write("start", **asdict(result))
         self.display.start(p.settings.train.steps)
+        if p.verification is not None:
+            compute_last()
         self.saver.due = self.ranks is not None  # what started them starts them again if one dies, from here
         try:
             with self._activity.doing("training"):

@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from shoal.node.training.priority import LAST
 from shoal.node.verify.completions.store import load
 
 CHEAT = Path(__file__).parent / "cheat.py"
@@ -41,6 +43,10 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
         nodes[kind] = shoal.node("join", link, kind, *own, program=(CHEAT, kind))
     peers = {name: eventually(lambda name=name: of(shoal, name, "start"), 240, f"the start of {name}")[0]["peer"] for name in nodes}
     guilty = {peers["quantised"], peers["copier"]}
+    trains = nodes[HONEST[0]].popen.pid
+    rest = [thread for thread in map(int, os.listdir(f"/proc/{trains}/task")) if thread != trains]
+    assert os.getpriority(os.PRIO_PROCESS, trains) >= LAST  # so that its votes are in time
+    assert os.getpriority(os.PRIO_PROCESS, 0) in {os.getpriority(os.PRIO_PROCESS, thread) for thread in rest}
     eventually(lambda: all(banned(shoal, name) >= guilty for name in HONEST), 500, "the bans")
     seen = shoal.start("peers", link, "--json").json(90)
     assert {one["peer"] for one in seen["peers"] if one["banned_until"] is not None} == guilty
