@@ -33,7 +33,7 @@ def test_only_the_thread_that_asks_comes_last():
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
-def test_what_came_later_already_stays_where_it_is():
+def test_a_lower_priority_is_kept():
     def lower():
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LAST + 5)
 
