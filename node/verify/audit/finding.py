@@ -19,7 +19,7 @@ class Measured:
     pair: Pair
     honest: Honest
     evidence: Evidence
-    kernel: str = ""
+    kernel: str
 
 
 @dataclass(frozen=True)
