@@ -98,7 +98,7 @@ FREE = {
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
-MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 56_940
+MAX_FILES, MAX_LINES, MEDIAN_LINES, MAX_PRODUCT_LINES = 20, 400, 120, 57_020
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]

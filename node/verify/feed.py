@@ -12,6 +12,11 @@ from shoal.node.verify.peers import reasons
 from shoal.verification.consensus.reputation import Table
 
 MOST_WAITING = 256  # sentences, and events, that wait to be passed on
+ABSENT = (
+    "this node is not drawn as a verifier for a while, because {} of its votes did not come; it stays a member, and its claims are "
+    "checked as before. If this comes back, raise node.verify_seconds, or run less on this machine"
+)
+BACK = "this node is drawn as a verifier again"
 
 
 class Feed:
@@ -22,6 +27,7 @@ class Feed:
         self._sentences: deque[str] = deque(maxlen=MOST_WAITING)
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
         self._banned = dict[str, int]()
+        self._absent = False
 
     def drain(self, notify: Callable[[str], None], write: Callable[..., None]) -> None:
         """Pass on what was queued since the last call: sentences to ``notify``, events to ``write``."""
@@ -46,7 +52,7 @@ class Feed:
         )
 
     def settled(self, table: Table, check_s: float) -> None:
-        """Report new bans by ``table``. ``check_s``: seconds that checking took so far."""
+        """Report new bans by ``table``, and whether this node is drawn. ``check_s``: seconds that checking took so far."""
         banned = {peer: until for peer in table.standings if (until := table.banned_until(peer)) is not None}
         for peer, until in banned.items():
             if self._banned.get(peer) != until:
@@ -54,6 +60,9 @@ class Feed:
                 who = "this node" if peer == self._me else self._name(peer)
                 self.notify(f"{who} is banned until {ends}: {reasons(table.standings[peer])}")
         self._banned = banned
+        if table.is_absent(self._me) != self._absent:
+            self._absent = not self._absent
+            self.notify(ABSENT.format(table.standings[self._me].votes["absent"]) if self._absent else BACK)
         self._events.append({"round": table.round, "banned": sorted(banned), "check_s": check_s})
 
 

@@ -102,6 +102,7 @@ def _standing(table: Table, peer: str, round_s: float, now: float) -> dict[str, 
         "bans": standing.bans,
         "banned_until": ends if ends is not None and ends > now else None,
         "why": reasons(standing),
+        "drawn": not table.is_absent(peer),
     }
 
 
@@ -110,7 +111,7 @@ def reasons(standing: Standing) -> str:
     counts = {
         "claims found invalid": standing.claims["invalid"], "votes against the outcome": standing.votes["against"],
         "planted claims approved": standing.votes["missed"], "votes not revealed": standing.votes["withheld"],
-        "votes not cast": standing.votes["absent"], "disputes lost": standing.appeals["lost"],
+        "disputes lost": standing.appeals["lost"],
     }  # fmt: skip
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
@@ -125,6 +126,7 @@ def summary(report: Mapping[str, Any]) -> str:
         grid.add_column(column, justify="left" if column in ("name", "peer", "because of") else "right")
     for one in report["peers"]:
         claims, votes, until = one["claims"], one["votes"], one["banned_until"]
+        missed = [] if one["drawn"] else [f"not drawn: {votes['absent']} votes not cast"]
         cells = [
             one["name"] or "(away)",
             short(one["peer"]),
@@ -132,7 +134,7 @@ def summary(report: Mapping[str, Any]) -> str:
             f"{claims['valid'] + claims['planted']}/{claims['invalid']}/{claims['unverified']}",
             f"{votes['agreed']}/{votes['against'] + votes['missed']}",
             "-" if until is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(until)),
-            one["why"] or "-",
+            ", ".join([*([one["why"]] if one["why"] else []), *missed]) or "-",
         ]
         grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name is no markup
     console = Console(width=140)

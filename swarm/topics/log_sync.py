@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
     from shoal.swarm.p2p.stream import Stream
 
-LOG_PROTOCOL = "/shoal/verification-log/1"
+LOG_PROTOCOL = "/shoal/verification-log/2"
 MAX_LOG = 8 << 20  # bytes
 QUOTA = RateLimit(messages=4)  # logs that one peer is handed out in a minute
 FRESH_S = 1.0  # seconds for which a log is handed out again

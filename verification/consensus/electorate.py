@@ -2,6 +2,7 @@
 
 Voters are the peers that entered within the last `Rules.life` rounds, are not banned, and have shown by valid claims that they work
 (`Rules.proven`): fresh keys cost nothing. As long as no more peers than sit in a draw have shown it, all who entered vote.
+Absent peers (`Table.is_absent`) do not, unless no more than sit in a draw are left.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, r
         entry = ledger.entry(peer, round + 1, rules.life)
         if entry is not None and not table.is_banned(peer, begins):
             entered[peer] = entry.operator
+    there = {peer: operator for peer, operator in entered.items() if not table.is_absent(peer)}
+    entered = there if len(there) > rules.verifiers else entered
     proven = {peer: operator for peer, operator in entered.items() if table.valid(peer) >= rules.proven}
     voters = proven if len(proven) > rules.verifiers else entered
     seed = beacon(run, round, salts(round - 1, ledger, electorates, rules))

@@ -5,6 +5,10 @@ matters. A score fades towards 0 and cannot be saved up beyond a ceiling that is
 for a defection. At the floor a peer is banned for some rounds, each time for longer, and comes back on probation.
 
 Every loss is a mark or a decision that more than half of a draw's verifiers have signed, so nobody is banned by fewer.
+
+Nobody is banned for votes that did not come, as those of an overloaded machine. They count as absence, beside the score: with three
+a peer is absent and not drawn, until that has faded. Where nothing is decided they count for nobody, so an author who shows its
+evidence to no verifier takes no seat from them.
 """
 
 from __future__ import annotations
@@ -21,8 +25,11 @@ from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.records import MAX_ROUND
 from shoal.verification.consensus.rulings import Electorates, Rules, Ruling, rule
 
-ROW = 14  # numbers of a standing
+ROW = 15  # numbers of a standing
 POINT = 1000  # scores and prices are in thousandths of a point
+ABSENT = 2000  # absence from which a peer is not drawn
+MOST_ABSENCE = 2 * ABSENT  # absence of one that never votes: it is drawn again some twenty rounds after its last seat
+RETURN = 32  # each round absence loses this part of itself
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,10 @@ class ScoreRules:
     """Change for a verifier that voted as was decided in the end."""
     against: int = -2000
     """Change for a verifier that voted otherwise."""
-    absent: int = -800
-    """Change for a verifier that sent no commitment in time."""
+    absent: int = 800
+    """Absence of a verifier that sent no commitment in time; its score stays as it is."""
+    present: int = 200
+    """What a vote takes from absence. So a peer that misses less than a fifth of its votes stays."""
     withheld: int = -2000
     """Change for a verifier whose vote did not come, or was not the one it committed to."""
     missed: int = -8000
@@ -57,11 +66,13 @@ class ScoreRules:
     """Rounds of the longest ban."""
 
     def __post_init__(self) -> None:
-        losses = (self.rejected, self.against, self.absent, self.withheld, self.missed, self.lost)
+        losses = (self.rejected, self.against, self.withheld, self.missed, self.lost)
         if max(losses) >= 0 or min(self.upheld, self.agreed, self.won) < 0:
             raise ValueError("losses must be negative, and gains must not")
-        if not self.absent > self.against >= self.withheld:
-            raise ValueError("staying away must cost less than a wrong vote, and hiding a vote no less than that")
+        if not self.absent > self.present >= 0:
+            raise ValueError("staying away must count for more than a vote takes back")
+        if self.against < self.withheld:
+            raise ValueError("hiding a vote must cost no less than a wrong one")
         if self.missed > self.against:
             raise ValueError("approving a planted claim must cost no less than another wrong vote")
         if not 0 <= self.ceiling < -self.rejected:
@@ -78,6 +89,8 @@ class Standing:
     until: int | None = None
     """Last round of a ban, also of one that is over; None if it never was banned."""
     bans: int = 0
+    absence: int = 0
+    """From 0 to `MOST_ABSENCE`, in thousandths: more with each seat left empty, less with each vote and round."""
     claims: dict[str, int] = field(default_factory=lambda: {"valid": 0, "invalid": 0, "unverified": 0, "planted": 0})
     votes: dict[str, int] = field(default_factory=lambda: {"agreed": 0, "against": 0, "absent": 0, "withheld": 0, "missed": 0})
     appeals: dict[str, int] = field(default_factory=lambda: {"won": 0, "lost": 0})
@@ -86,18 +99,18 @@ class Standing:
     def row(self) -> tuple[int | None, ...]:
         """All fields as `ROW` numbers."""
         counts = (*self.claims.values(), *self.votes.values(), *self.appeals.values())
-        return (self.score, self.until, self.bans, *counts)
+        return (self.score, self.until, self.bans, self.absence, *counts)
 
     @classmethod
     def of(cls, row: Sequence[int | None]) -> Standing:
         """Make a standing from its ``row``. ValueError unless it has `ROW` integers, all but the score >= 0 or None."""
-        score, until, bans, *counts = row
-        numbers = (score, bans, *counts, *([] if until is None else [until]))
+        score, until, bans, absence, *counts = row
+        numbers = (score, bans, absence, *counts, *([] if until is None else [until]))
         if len(row) != ROW or any(type(number) is not int or abs(number) > MAX_ROUND for number in numbers):
             raise ValueError("not a standing")
         if any(number < 0 for number in numbers[1:] if number is not None):
             raise ValueError("not a standing")
-        standing = cls(int(score or 0), until, int(bans or 0))
+        standing = cls(int(score or 0), until, int(bans or 0), int(absence or 0))
         found = iter(int(count or 0) for count in counts)
         for group in (standing.claims, standing.votes, standing.appeals):
             group.update({name: next(found) for name in group})
@@ -127,6 +140,10 @@ class Table:
         """Return whether ``peer`` is banned in ``round``, by default the one after the table's."""
         until = self.banned_until(peer)
         return until is not None and (self.round + 1 if round is None else round) <= until
+
+    def is_absent(self, peer: str) -> bool:
+        """Return whether ``peer`` missed so many votes that it is not drawn."""
+        return peer in self.standings and self.standings[peer].absence >= ABSENT
 
     def valid(self, peer: str) -> int:
         """Return how many claims of ``peer`` were found valid, which fresh keys have to show first."""
@@ -160,6 +177,7 @@ def compute_scores(
             _fade(standing, now - (last if last is not None else now), prices)
         banned = {peer for peer, standing in standings.items() if standing.until is not None and standing.until >= now}
         changes: defaultdict[str, int] = defaultdict(int)
+        absences: defaultdict[str, int] = defaultdict(int)
         while at < len(claims) and claims[at].round == now:
             claim, at = claims[at], at + 1
             if claim.peer in banned:
@@ -167,9 +185,13 @@ def compute_scores(
             ruling = rulings[claim.id] = rule(claim, ledger, electorates, rules, banned)
             for peer, change in _consequences(ruling, standings, prices):
                 changes[peer] += change
+            for peer, change in _absences(ruling, prices):
+                absences[peer] += change
         for peer, change in changes.items():
             if peer not in banned:
                 _apply(standings[peer], change, now, prices)
+        for peer, change in absences.items():
+            standings[peer].absence = min(max(standings[peer].absence + change, 0), MOST_ABSENCE)
         last = now
     for standing in standings.values():
         _fade(standing, round - (last if last is not None else round), prices)
@@ -188,17 +210,28 @@ def _consequences(ruling: Ruling, standings: defaultdict[str, Standing], prices:
         yield author, prices.upheld if ruling.planted else prices.rejected
     for trial in ruling.trials:
         for peer, mark in zip(trial.verifiers, trial.marks, strict=True):
-            if mark is None or (mark in ("valid", "invalid") and ruling.outcome == "unverified"):
+            if mark is None or (mark != "withheld" and ruling.outcome == "unverified"):
                 continue
             kind = _kind(mark, ruling)
-            if peer in trial.contradicted and getattr(prices, kind) > prices.withheld:
-                kind = "withheld"
+            change = 0 if kind == "absent" else int(getattr(prices, kind))
+            if peer in trial.contradicted and change > prices.withheld:
+                kind, change = "withheld", prices.withheld
             standings[peer].votes[kind] += 1
-            yield peer, int(getattr(prices, kind))
+            yield peer, change
     if ruling.appeal is not None:
         kind = "won" if ruling.overturned else "lost"
         standings[ruling.appeal.peer].appeals[kind] += 1
         yield ruling.appeal.peer, int(getattr(prices, kind))
+
+
+def _absences(ruling: Ruling, prices: ScoreRules) -> Iterator[tuple[str, int]]:
+    """Yield what a decided claim adds to the absence of its verifiers."""
+    for trial in ruling.trials if ruling.outcome != "unverified" else ():
+        for peer, mark in zip(trial.verifiers, trial.marks, strict=True):
+            if mark == "absent":
+                yield peer, prices.absent
+            elif mark in ("valid", "invalid"):
+                yield peer, -prices.present
 
 
 def _kind(mark: str, ruling: Ruling) -> str:
@@ -210,10 +243,11 @@ def _kind(mark: str, ruling: Ruling) -> str:
 
 
 def _fade(standing: Standing, rounds: int, prices: ScoreRules) -> None:
-    """Fade a score by integer division towards 0, so that it ends at 0 and every machine computes the same."""
+    """Fade score and absence by integer division towards 0, so that they end at 0 and every machine computes the same."""
     for _ in range(rounds):
-        if standing.score == 0:
+        if standing.score == 0 and standing.absence == 0:
             return
+        standing.absence = standing.absence * (RETURN - 1) // RETURN
         sign = 1 if standing.score > 0 else -1
         standing.score = sign * (abs(standing.score) * (prices.fade - 1) // prices.fade)
 

@@ -117,7 +117,7 @@ def test_the_table_that_most_give_is_shown(identities, story, look):
     assert by_peer[liar]["why"] == "2 claims found invalid"
     assert by_peer[honest] | {"claims": 0, "votes": 0} == {
         "name": "", "peer": honest, "here": False, "score": by_peer[honest]["score"], "claims": 0, "votes": 0,
-        "disputes": {"won": 0, "lost": 0}, "bans": 0, "banned_until": None, "why": "",
+        "disputes": {"won": 0, "lost": 0}, "bans": 0, "banned_until": None, "why": "", "drawn": True,
     }  # fmt: skip
     assert by_peer[honest]["claims"]["valid"] == 2
     assert by_peer[honest]["score"] > 0
@@ -128,6 +128,25 @@ def test_the_table_that_most_give_is_shown(identities, story, look):
     assert "0/2/0" in line
     assert "2 claims found invalid" in line
     assert "(away)" in next(line for line in shown.splitlines() if honest[-8:] in line)
+
+
+def test_who_misses_its_votes_is_shown_with_the_reason(identities, look):
+    story = Story(tuple(identities), rules=RULES)
+    away, *others = identities
+    missed = 0
+    for slot in range(12):
+        claim = story.claim(others[0], ROUND, slot, ("absent",) * 3, stating=())
+        seats = story.verifiers(claim)[0]
+        story.vote(claim.id, 0, seats, ["absent" if seat == away else "valid" for seat in seats])
+        missed += away in seats
+    assert missed > 3
+    found = look({others[0]: log_of(identities, story)})
+    by_peer = {one["peer"]: one for one in found["peers"]}
+    assert [peer for peer, one in by_peer.items() if not one["drawn"]] == [away]
+    assert (by_peer[away]["banned_until"], by_peer[away]["score"], by_peer[away]["why"]) == (None, 0, "")
+    (line,) = [line for line in summary(found).splitlines() if "not drawn" in line]
+    assert f"not drawn: {missed} votes not cast" in line
+    assert away[-8:] in line
 
 
 def test_a_log_that_is_none_does_not_count_and_none_at_all_is_said(identities, story, look):
@@ -150,7 +169,7 @@ def test_a_name_is_no_markup():
         "peers": [
             {
                 "name": "[red]eve[/red][link=http://x]", "peer": "12D3KooWeve", "score": -1.0, "claims": Standing().claims,
-                "votes": Standing().votes, "banned_until": None, "why": "",
+                "votes": Standing().votes, "banned_until": None, "why": "", "drawn": True,
             }
         ],
     }  # fmt: skip

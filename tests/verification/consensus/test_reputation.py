@@ -9,7 +9,7 @@ from stories import BEHAVIOURS, Story
 
 from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.records import Verdict
-from shoal.verification.consensus.reputation import ScoreRules, compute_scores
+from shoal.verification.consensus.reputation import ABSENT, MOST_ABSENCE, ScoreRules, compute_scores
 from shoal.verification.consensus.rulings import quorum
 from shoal.verification.consensus.sortition import SETTLED
 
@@ -81,8 +81,52 @@ def score_of_seat(behaviour):
 
 
 def test_staying_away_costs_less_than_a_wrong_vote_and_hiding_a_vote_does_not():
-    assert score_of_seat("valid") > 0 > score_of_seat("absent") > score_of_seat("invalid") >= score_of_seat("withheld")
+    assert score_of_seat("valid") > 0 == score_of_seat("absent") > score_of_seat("invalid") >= score_of_seat("withheld")
     assert score_of_seat("unfit") == score_of_seat("twice") == score_of_seat("withheld")
+
+
+def absence_after(*behaviours):
+    """Claims of round 5 on whose draws the same peer has a seat, whose behaviour is given, until nothing is left of them."""
+    story, me, slot = Story(PEERS), None, 0
+    for behaviour in behaviours:
+        while True:  # a slot for which that peer is drawn
+            claim = story.claim(PEERS[0], 5, slot, ("absent",) * 3, stating=())
+            seats = story.verifiers(claim)[0]
+            me, slot = me or seats[2], slot + 1
+            if me in seats:
+                break
+        story.vote(claim.id, 0, seats, [behaviour if seat == me else "valid" for seat in seats])
+    return [table(story, round).standings[me] for round in (5, 6, 40)]
+
+
+def test_votes_that_do_not_come_take_the_seat_and_never_the_membership():
+    now, later, faded = absence_after(*("absent",) * 20)
+    assert (now.score, now.until, now.votes["absent"]) == (0, None, 20)
+    assert now.absence == MOST_ABSENCE
+    assert later.absence == MOST_ABSENCE * 31 // 32
+    assert faded.absence < ABSENT
+
+
+@pytest.mark.parametrize(
+    ("behaviours", "absence"),
+    [
+        (("absent", "absent"), 1600), (("absent", "absent", "absent"), 2400), (("absent", "valid", "absent"), 1400),
+        (("valid", "invalid", "valid"), 0), (("absent", *("valid",) * 5), 0), (("absent", "withheld"), 800),
+    ],
+)  # fmt: skip
+def test_a_vote_takes_back_a_quarter_of_what_an_empty_seat_adds(behaviours, absence):
+    assert absence_after(*behaviours)[0].absence == absence
+
+
+def test_a_claim_on_which_nothing_is_decided_makes_nobody_absent():
+    """As of an author who shows its evidence to no verifier."""
+    story = Story(PEERS)
+    for slot in range(12):
+        claim = story.claim(PEERS[0], 5, slot, ("absent", "absent", "valid"), stating=())
+        for attempt, seats in enumerate(story.verifiers(claim)):
+            story.vote(claim.id, attempt, seats, ("valid", "absent", "absent"), stating=seats)
+    found = table(story, 5).standings
+    assert all(standing.absence == standing.score == standing.votes["absent"] == 0 for standing in found.values())
 
 
 def test_a_lie_costs_more_than_can_be_saved_up():
@@ -191,8 +235,8 @@ def test_with_the_default_prices_laziness_does_not_pay_and_work_does():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"absent": -3000}, {"withheld": -1000}, {"missed": -100}, {"ceiling": 6000}, {"floor": 0}, {"rejected": 0}, {"agreed": -1},
-        {"fade": 1}, {"ban": 0}, {"ban": 9000},
+        {"absent": 200}, {"present": -1}, {"withheld": -1000}, {"missed": -100}, {"ceiling": 6000}, {"floor": 0}, {"rejected": 0},
+        {"agreed": -1}, {"fade": 1}, {"ban": 0}, {"ban": 9000},
     ],
 )  # fmt: skip
 def test_prices_under_which_cheating_would_pay_are_refused(wrong):
