@@ -21,19 +21,19 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_json_has_every_row_and_the_same_numbers_each_time(called: Callable[..., Any]) -> None:
-    done = bench("--nodes", "3", "--seeds", "2", "--rounds", "20", "--json")
+    done = bench("--nodes", "3", "--seeds", "2", "--rounds", "10", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
-    assert (result["policy"], result["nodes"], result["seeds"], result["rounds"]) == ("linear", 3, 2, 20)
+    assert (result["policy"], result["nodes"], result["seeds"], result["rounds"]) == ("linear", 3, 2, 10)
     assert list(result["rows"]) == ROWS
     for row in result["rows"].values():
         assert set(row) == {"cumulative", "sd", "final"}
-        assert 20 / 32 < row["cumulative"] < 20
+        assert 10 / 32 < row["cumulative"] < 10
         assert 0 < row["sd"] < row["cumulative"]
-        assert row["final"] > row["cumulative"] / 20  # it learns
+        assert row["final"] > row["cumulative"] / 10  # it learns
     assert "poison" in done.stderr  # the table is for people, so it does not mix with the JSON
-    assert called(sapo.main, "--nodes", "3", "--seeds", "2", "--rounds", "20", "--json").stdout == done.stdout
+    assert called(sapo.main, "--nodes", "3", "--seeds", "2", "--rounds", "10", "--json").stdout == done.stdout
 
 
 def test_sharing_pays_and_a_lie_is_not_believed(called: Callable[..., Any]) -> None:

@@ -15,8 +15,8 @@ from tests.sim.peers import Setting
 from tests.sim.run import setting_of, simulate
 
 ROOT = Path(__file__).resolve().parents[3]
-SEEDS, BLOCK, QUICK = 500, 50, 100
-LATER = pytest.mark.slow(reason="a minute of a processor; the first hundred have swarms of every kind")
+SEEDS, BLOCK, QUICK = 500, 50, 50
+LATER = pytest.mark.slow(reason="a minute of a processor; the first fifty have swarms of every kind")
 
 
 @pytest.mark.parametrize(
