@@ -1,6 +1,6 @@
 """Honest peers cut off by hostile identities, with and without peer exchange; everything but the DHT is a node's own code.
 
-    python bench/eclipse.py                                       # 100 peers, 10 and 30 % hostile, 2 seeds: ten minutes
+    python bench/eclipse.py                                       # 100 peers, 10 and 30 % hostile, 3 seeds: five minutes
     python bench/eclipse.py --hostile .3 --seeds 0 --json
     python bench/eclipse.py --resume bench/results/eclipse.jsonl --into docs/benchmarks.md
 
@@ -339,7 +339,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hostile", nargs="+", type=float, default=[0.1, 0.3], help="shares of the identities")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--peers", type=int, default=100)
     parser.add_argument("--captured", type=float, default=0.5, help="share of the honest peers whose DHT is hostile")
     parser.add_argument("--entries", type=int, default=3, help="peers that each knows at the start")
