@@ -95,8 +95,9 @@ def test_two_peers_pretrain_on_text_and_end_with_one_model(tmp_path):
     timer.cancel()
     second = start("pretrain_text.py", *options, "--link", link, folder=tmp_path)
     outs = [ended(process).splitlines() for process in (first, second)]
-    assert outs[0] == outs[1]
-    assert outs[0][:4] == [f"round {number}: 2 peers" for number in range(4)]
+    assert outs[0][-1] == outs[1][-1]
+    assert sorted(outs[0]) == sorted(outs[1])  # a round that overlaps with the next may end after it
+    assert {f"round {number}: 2 peers" for number in range(4)} <= set(outs[0])
 
 
 @pytest.mark.slow(reason="two processes train with transformers")
