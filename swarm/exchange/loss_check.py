@@ -11,8 +11,9 @@ are 5 % and 10 % of the loss, and they are never below 1 % and 2 %. A refused on
 hostile partners cannot widen the bounds. A peer whose own weights are bad refuses nobody who is better.
 
 A peer that learns from data unlike the others' finds all of them bad, and would go on alone, ever further away from them. So who
-refused 6 of the last 8 partners takes itself for the odd one, and refuses nobody until it is fewer: with a quarter of all peers
-hostile that happens by chance in one exchange of a hundred.
+refused 6 of the last 8 partners takes itself for the odd one until it is fewer. With a quarter of all peers hostile that happens by
+chance in one exchange of a hundred, and soon to a peer whose data is unlike. The odd one takes its partners as they are: it refuses
+those with whom its loss rises by more than twice the median of the last 8, or beyond twice the least of its own last 16 losses.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ one, with the mean of both and with the other's alone; None if they cannot be co
 FIRST, LAST = 5, 16
 WIDER = 1.5
 VERDICTS, ODD = 8, 6
+TOLERATED = 2.0  # times the median change, and times the least own loss: what the odd one takes
 
 
 class _Bound:
@@ -61,6 +63,8 @@ class LossCheck:
         self._losses, self._lock = losses, threading.Lock()
         self._mean, self._alone = _Bound(6.0, 0.01, 0.05), _Bound(8.0, 0.02, 0.1)
         self._bad: deque[bool] = deque(maxlen=VERDICTS)
+        self._changes: deque[float] = deque(maxlen=VERDICTS)
+        self._own: deque[float] = deque(maxlen=LAST)
 
     def problem(self, key: RoundKey, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
         """Return in a few words why the contribution must not count, or None. Neither tensor is changed."""
@@ -75,15 +79,21 @@ class LossCheck:
                 self._mean.passes(key.fragment, mean - mine, mine),
                 self._alone.passes(key.fragment, alone - mine, mine),
             ]
-            odd = sum(self._bad) >= ODD
+            odd = sum(self._bad) >= ODD and (passed[0] or self._tolerates(mean - mine, mine))
             self._bad.append(not all(passed))
+            self._changes.append(mean - mine)
+            self._own.append(mine)
         if all(passed) or odd:
             return None
         return f"with it the loss on this node's own batches is {alone:.4g}, averaged with it {mean:.4g}, in place of {mine:.4g}"
+
+    def _tolerates(self, change: float, mine: float) -> bool:
+        return change <= TOLERATED * median(self._changes) and mine + change <= TOLERATED * min(*self._own, mine)
 
     def forget(self) -> None:
         """Forget what was usual: this node has taken over others' weights."""
         with self._lock:
             self._mean.forget()
             self._alone.forget()
-            self._bad.clear()
+            for seen in (self._bad, self._changes, self._own):
+                seen.clear()

@@ -109,7 +109,9 @@ def test_who_comes_back_first_goes_on_alone_and_is_found(shoal, eventually):
     eventually(lambda: any(e["round"] > last for e in rounds("bert", 1)), 90, "a round alone")
     said = again.said()
     assert "nobody of this swarm answers: trying the link and" in said
-    assert re.search(r"going on without a partner from the checkpoint; others find this node again, or by the link shoal://\S+", said)
+    assert re.search(
+        r"going on without a partner from the checkpoint; others find this node again, or by the link shoal://\S+", said
+    )
 
     back = shoal.node("up", settings, "anna", "--resume", *saving)
     port = re.compile(r"/tcp/(\d+)")

@@ -110,14 +110,42 @@ def test_the_screen_tries_what_is_near_enough_and_tells_which_setting_refused_it
     assert screen.problem(KEY, lambda: own, "peer", [-torch.ones(4)]) is None
 
 
-def test_who_refused_six_of_the_last_eight_is_the_odd_one_and_refuses_nobody_until_it_is_fewer(given):
-    check, refused = taught(given), []
-    for _ in range(9):  # five good ones were taught
-        refused.append(verdict(check, given, 1.0, 1.5, 2.0) is not None)
-    assert refused == [True] * 6 + [False] * 3
+def odd(given, mean=1.5, alone=2.0):
+    """A check whose node refused six of the last eight."""
+    check = taught(given)
+    for _ in range(6):
+        assert verdict(check, given, 1.0, mean, alone) is not None
+    return check
+
+
+def test_who_refused_six_of_the_last_eight_is_the_odd_one_and_takes_what_is_like_the_others_until_it_is_fewer(given):
+    check = odd(given)
+    assert [verdict(check, given, 1.0, 1.5, 2.0) for _ in range(3)] == [None] * 3
     for _ in range(3):  # better ones: five bad of the last eight
         assert verdict(check, given, 1.0, 0.9, 0.9) is None
-    assert verdict(check, given, 1.0, 1.9, 3.0) is not None
+    assert verdict(check, given, 1.0, 1.5, 2.0) is not None
+
+
+def test_the_odd_one_refuses_who_raises_its_loss_by_more_than_twice_what_the_last_eight_did(given):
+    """As a hostile partner, whom a node that takes everybody would take too."""
+    assert verdict(odd(given, mean=1.3), given, 1.0, 1.59, 90.0) is None
+    assert verdict(odd(given, mean=1.3), given, 1.0, 1.61, 1.61) is not None
+
+
+def test_the_odd_one_s_loss_is_at_most_doubled_in_sixteen_exchanges(given):
+    check = odd(given, mean=3.0, alone=3.0)
+    assert verdict(check, given, 1.0, 2.01, 2.01) is not None
+    assert verdict(check, given, 1.0, 1.99, 1.99) is None
+    for _ in range(6):
+        assert verdict(check, given, 1.99, 2.01, 9.0) is None  # as good as its own by now
+        assert verdict(check, given, 1.99, 2.9, 9.0) is not None
+
+
+def test_the_odd_one_takes_who_does_not_raise_its_loss_in_the_mean(given):
+    assert verdict(odd(given, mean=1.0, alone=3.0), given, 1.0, 1.009, 3.0) is None
+    check = odd(given)
+    check.forget()
+    assert verdict(check, given, 1.0, 1.5, 2.0) is not None
 
 
 def test_with_clipped_gossip_what_makes_the_loss_too_high_counts_nothing_and_the_exchange_does(given):
