@@ -126,7 +126,7 @@ def summary(report: Mapping[str, Any]) -> str:
         grid.add_column(column, justify="left" if column in ("name", "peer", "because of") else "right")
     for one in report["peers"]:
         claims, votes, until = one["claims"], one["votes"], one["banned_until"]
-        missed = [] if one["drawn"] else [f"not drawn: {votes['absent']} votes not cast"]
+        missed = "" if one["drawn"] else f"not drawn: {votes['absent']} votes not cast"
         cells = [
             one["name"] or "(away)",
             short(one["peer"]),
@@ -134,7 +134,7 @@ def summary(report: Mapping[str, Any]) -> str:
             f"{claims['valid'] + claims['planted']}/{claims['invalid']}/{claims['unverified']}",
             f"{votes['agreed']}/{votes['against'] + votes['missed']}",
             "-" if until is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(until)),
-            ", ".join([*([one["why"]] if one["why"] else []), *missed]) or "-",
+            ", ".join(filter(None, (one["why"], missed))) or "-",
         ]
         grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name is no markup
     console = Console(width=140)

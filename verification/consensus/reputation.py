@@ -183,55 +183,45 @@ def compute_scores(
             if claim.peer in banned:
                 continue
             ruling = rulings[claim.id] = rule(claim, ledger, electorates, rules, banned)
-            for peer, change in _consequences(ruling, standings, prices):
+            for peer, change, absence in _consequences(ruling, standings, prices):
                 changes[peer] += change
-            for peer, change in _absences(ruling, prices):
-                absences[peer] += change
+                absences[peer] += absence
         for peer, change in changes.items():
             if peer not in banned:
                 _apply(standings[peer], change, now, prices)
-        for peer, change in absences.items():
-            standings[peer].absence = min(max(standings[peer].absence + change, 0), MOST_ABSENCE)
+        for peer, absence in absences.items():
+            standings[peer].absence = min(max(standings[peer].absence + absence, 0), MOST_ABSENCE)
         last = now
     for standing in standings.values():
         _fade(standing, round - (last if last is not None else round), prices)
     return Table(round, dict(sorted(standings.items())), rulings)
 
 
-def _consequences(ruling: Ruling, standings: defaultdict[str, Standing], prices: ScoreRules) -> Iterator[tuple[str, int]]:
-    """Count the events of ``ruling`` into ``standings`` and yield the changes of scores."""
+def _consequences(ruling: Ruling, standings: defaultdict[str, Standing], prices: ScoreRules) -> Iterator[tuple[str, int, int]]:
+    """Count the events of ``ruling`` into ``standings`` and yield (peer, change of its score, change of its absence)."""
     if not ruling.trials:  # nobody was drawn: strangers' claims leave no trace
         return
     author = ruling.claim.peer
     standings[author].claims["planted" if ruling.planted else ruling.outcome] += 1
     if ruling.outcome == "valid":
-        yield author, 0 if ruling.opened else prices.upheld  # it was to be wrong: it earns nothing
+        yield author, 0 if ruling.opened else prices.upheld, 0  # it was to be wrong: it earns nothing
     elif ruling.outcome == "invalid":
-        yield author, prices.upheld if ruling.planted else prices.rejected
+        yield author, prices.upheld if ruling.planted else prices.rejected, 0
     for trial in ruling.trials:
         for peer, mark in zip(trial.verifiers, trial.marks, strict=True):
             if mark is None or (mark != "withheld" and ruling.outcome == "unverified"):
                 continue
             kind = _kind(mark, ruling)
+            absence = prices.absent if mark == "absent" else 0 if mark == "withheld" else -prices.present
             change = 0 if kind == "absent" else int(getattr(prices, kind))
             if peer in trial.contradicted and change > prices.withheld:
                 kind, change = "withheld", prices.withheld
             standings[peer].votes[kind] += 1
-            yield peer, change
+            yield peer, change, absence
     if ruling.appeal is not None:
         kind = "won" if ruling.overturned else "lost"
         standings[ruling.appeal.peer].appeals[kind] += 1
-        yield ruling.appeal.peer, int(getattr(prices, kind))
-
-
-def _absences(ruling: Ruling, prices: ScoreRules) -> Iterator[tuple[str, int]]:
-    """Yield what a decided claim adds to the absence of its verifiers."""
-    for trial in ruling.trials if ruling.outcome != "unverified" else ():
-        for peer, mark in zip(trial.verifiers, trial.marks, strict=True):
-            if mark == "absent":
-                yield peer, prices.absent
-            elif mark in ("valid", "invalid"):
-                yield peer, -prices.present
+        yield ruling.appeal.peer, int(getattr(prices, kind)), 0
 
 
 def _kind(mark: str, ruling: Ruling) -> str:

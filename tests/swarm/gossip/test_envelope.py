@@ -211,7 +211,7 @@ anything = st.one_of(
 )
 
 
-@settings(max_examples=1_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(anything)
 def test_the_decoder_raises_nothing_but_message_errors(data):
     refusal = found = None

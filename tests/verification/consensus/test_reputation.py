@@ -86,7 +86,7 @@ def test_staying_away_costs_less_than_a_wrong_vote_and_hiding_a_vote_does_not():
 
 
 def absence_after(*behaviours):
-    """Claims of round 5 on whose draws the same peer has a seat, whose behaviour is given, until nothing is left of them."""
+    """Standings in rounds 5, 6 and 40 of a peer that is drawn for a claim of round 5 for each of ``behaviours``, and behaves so."""
     story, me, slot = Story(PEERS), None, 0
     for behaviour in behaviours:
         while True:  # a slot for which that peer is drawn
