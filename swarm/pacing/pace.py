@@ -20,7 +20,7 @@ SURPLUS = 12 << 10  # over all peers to which bulk goes
 FIRST, LEAST, MOST = 32 << 10, 16 << 10, 256 << 20  # bytes on their way: at first, at least, at most
 GRAIN = 8 << 10  # bytes between two pings, at least
 PING = 32  # bytes of a ping, which the peer's daemon sends back
-PINGS = 16  # in a window of bytes, at most
+PINGS, FEWER = 16, 4  # in a window of bytes, at most; and of which the delay is the mean once they are quicker
 PONG_S, PONGS = (2.0, 4.5), 6  # seconds, and empty links' delays within them, without an answer after which only a few bytes go out
 EMPTY_S = 60.0  # seconds for which the delay of the empty link is known, which is measured after a transfer
 BASES = 8  # such measurements of which the shortest counts
@@ -197,7 +197,8 @@ class Pace:
             self._hold(False)
         self._bases[-1] = min(self._bases[-1], delay)
         self._delay = min(self._delay, delay)
-        self._trip += (delay - self._trip) / PINGS if self._trip else delay
+        # Quicker ones count more: another transfer has ended, and what it leaves free is used at once.
+        self._trip += (delay - self._trip) / (PINGS if delay > self._trip else FEWER) if self._trip else delay
         if ping.ahead > self._turn:  # the last change has shown its effect
             self._adapt(self._delay, min(self._bases))
             self._turn, self._turned, self._before = self._sent, self._clock(), self._answered

@@ -53,6 +53,7 @@ class Net:
     def __init__(self, loop, up, delay, down=1000.0, peer="answers"):
         self.loop, self.peer = loop, peer
         self.up, self.down = Line(loop, up * MBIT, delay / 2), Line(loop, down * MBIT, delay / 2)
+        self.others = {}
         self.pacer = Pacer(self.echo, loop.time)
 
     @contextlib.asynccontextmanager
@@ -68,7 +69,7 @@ class Net:
             if self.peer == "lies":
                 data = bytes(len(data))
             if self.peer != "is silent":
-                self.down.push(100, lambda: answers.put_nowait(data))
+                (self.others[peer].up if self.others else self.down).push(100, lambda: answers.put_nowait(data))
 
         yield Echo(lambda data: self.up.push(100, lambda: back(data)), answers.get)
 
@@ -235,6 +236,29 @@ def test_of_two_that_send_to_each_other_none_starves(loop, mbit, delay):
     assert all(statistics.mean(later) < 1.25 for _, *later in took.values())
     late = sorted(wait for at, wait in waits if at > 5)
     assert late[int(0.99 * len(late))] < 0.3
+
+
+def test_eight_that_send_to_each_other_use_what_ended_transfers_leave_free(loop):
+    """As in a group. The last of seven transfers of a node went on at the rate that it had beside the others."""
+    peers = "abcdefgh"
+    nets = {peer: Net(loop, 20, 0.1) for peer in peers}
+    nbytes, took = 3 * MB, []
+    for net in nets.values():
+        net.others = nets  # whose uplinks carry the answers
+
+    async def all_to_all():
+        for _ in range(3):
+            began = loop.time()
+            await asyncio.gather(*(of_one(peer, 0.1 * index) for index, peer in enumerate(peers)))
+            took.append((loop.time() - began) / (7 * nbytes / (20 * MBIT)))
+            await asyncio.sleep(5)
+
+    async def of_one(peer, after):
+        await asyncio.sleep(after)
+        await asyncio.gather(*(nets[peer].send(nbytes, other) for other in peers if other != peer))
+
+    run(loop, nets["a"], all_to_all())
+    assert statistics.mean(took[1:]) < 1.35
 
 
 def test_a_rate_that_was_low_for_a_moment_holds_nothing_back(loop):
