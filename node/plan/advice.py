@@ -33,9 +33,7 @@ def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
         if every is not None:
             longer = _with(row, every, line)
             now = row.forecast
-            before = f"computing {100 * now.utilisation:.0f} % of the time"
-            if now.utilisation >= GOOD:
-                before = f"filling {100 * now.filled:.0f} %, which leaves no room"
+            before = f"computing {100 * now.utilisation:.0f} % of the time and filling {100 * now.filled:.0f} % of it"
             return (
                 longer,
                 f"On this link choose {_named(longer)}: {_cost(longer)}, in place of {before} with every {row.work.every}.",

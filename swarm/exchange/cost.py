@@ -1,14 +1,15 @@
 """What an exchange costs, as formulas: bytes, seconds, and how much of its time a node computes. No torch, no clock.
 
-    seconds of an exchange  = bytes / rate + ROUND_TRIPS x round trip + bytes x HANDLING
+    seconds of an exchange  = ROUND_TRIPS x round trip + the longer of bytes / PACED / rate and bytes / rate + bytes x HANDLING
     of all-reduce           = 2 (n - 1) / n payloads a member; of gathering n - 1; of a pair 1
     utilisation             = computing / (computing + at hand + waiting)
 
 *At hand* is what the training thread itself does in a round: copies, codecs, the outer step. It *waits* for what is not there when
 it is to be applied: for all of an exchange without a lag, for what exceeds the lag with one, and for what the link cannot carry in
 a round in any case. ``ROUND_TRIPS`` counts everything that a longer way delays: the stream, offer and answer, the commit, and TCP
-and its flow control until they fill the link, which are most of them. The constants are fitted to exchanges that were measured by
-bench/overlap.py, and a test compares the formulas with its figures.
+and its flow control until they fill the link, which are most of them. With the longest lag, a round, the latest fragment decides
+how long a round is. The constants are fitted to exchanges that were measured by bench/overlap.py, and a test compares the formulas
+with its figures.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Literal, NamedTuple
 
 ROUND_TRIPS = 8.5
 HANDLING = 3e-8  # seconds a byte that is sent: encryption, digests, copies, the mean, and what pacing leaves of a fast link
+PACED = 0.8  # of a slow link, that bulk takes which is paced
+PAIRED = 0.67  # of a link, that a round of pairs in fragments takes at most: their partners are as busy with others
+LATE = 1.35  # times what the exchange of a fragment takes alone, after which the latest of a round, which share the link, is there
 AT_HAND = 1e-9  # seconds a byte of float32 weights, in the training thread
 LOOP = 0.002  # of the computing time: what the loop costs a node without any exchange
 WIRE = 1.013  # bytes on the wire for each byte of payload
@@ -44,6 +48,7 @@ class Costs(NamedTuple):
     round_trips: float = ROUND_TRIPS
     handling: float = HANDLING
     at_hand: float = AT_HAND
+    paced: float = PACED
 
 
 MEASURED = Costs()
@@ -131,8 +136,9 @@ def sent(work: Work) -> int:
 
 def exchange_s(work: Work, line: Line) -> float:
     """Return the seconds from sending one fragment to its mean."""
-    each = sent(work) / work.fragments
-    return each / line.rate + work.costs.round_trips * line.round_trip + each * work.costs.handling if each else 0.0
+    each, costs = sent(work) / work.fragments, work.costs
+    moving = max(each / (costs.paced * line.rate), each / line.rate + each * costs.handling)
+    return moving + costs.round_trips * line.round_trip if each else 0.0
 
 
 def expected_lag(work: Work, line: Line) -> int:
@@ -143,14 +149,26 @@ def expected_lag(work: Work, line: Line) -> int:
     return min(arrival + arrival // 8, work.every)  # as `shoal.optim.schedule.auto_lag` does from what it sees
 
 
+def waiting_s(work: Work, line: Line) -> float:
+    """Return the seconds of a round in which training waits for means."""
+    takes, lag, several = exchange_s(work, line), expected_lag(work, line), work.fragments > 1
+    if not takes:
+        return 0.0
+    if lag < work.every:
+        late = work.fragments * max(takes - lag * work.step_s, 0.0)
+    else:  # what is waited for one exchange is not waited for the next
+        late = takes * (LATE if several else 1.0) - work.computing_s
+    share = PAIRED if work.group == "pair" and several else work.costs.paced
+    return max(late, sent(work) / (share * line.rate) - work.computing_s, 0.0)
+
+
 def forecast(work: Work, line: Line) -> Forecast:
     """Return what to expect."""
-    computing, moved, takes, lag = work.computing_s, sent(work), exchange_s(work, line), expected_lag(work, line)
-    waiting = work.fragments * max(takes - lag * work.step_s, 0.0) if moved else 0.0
-    waiting = max(waiting, moved / line.rate - computing)
+    computing, moved = work.computing_s, sent(work)
     busy = computing * (1 + LOOP) + (work.costs.at_hand * FLOAT32 * work.params if moved else 0.0)
-    round_s = busy + waiting
-    return Forecast(computing / round_s, round_s, takes, lag, moved, moved / line.rate / computing)
+    round_s = busy + waiting_s(work, line)
+    filled = moved / line.rate / computing
+    return Forecast(computing / round_s, round_s, exchange_s(work, line), expected_lag(work, line), moved, filled)
 
 
 def every_that_fits(every: int, needed: float, rate: float, busy: float = BUSY) -> int:

@@ -133,7 +133,7 @@ def test_a_good_link_gets_the_overlapped_default():
 
 
 def test_a_thinner_link_gets_fewer_bytes():
-    thin = Line(8e6, 0.05)
+    thin = Line(9e6, 0.05)
     chosen, said = advise(found(thin), thin)
     assert (chosen.outer.method, chosen.outer.codec) == ("noloco", "int8")
     assert chosen.forecast.utilisation >= GOOD
@@ -157,8 +157,8 @@ def test_a_link_that_would_be_filled_gets_fewer_bytes_or_longer_rounds():
     assert (chosen.outer.method, chosen.outer.codec, chosen.work.every) == ("noloco", "int8", 50)
     assert "fills 45 % of the link" in said
     chosen, said = advise([row for row in found(full) if row.outer.codec == "bfloat16"], full)
-    assert chosen.work.every == 55
-    assert said.endswith("in place of filling 88 %, which leaves no room with every 50.")
+    assert chosen.work.every == 65  # pairs get two thirds of a link that their partners use as well
+    assert said.endswith("in place of computing 75 % of the time and filling 88 % of it with every 50.")
 
 
 def test_a_link_that_carries_nothing():

@@ -11,7 +11,7 @@ import pytest
 from bench._overlap_report import line, records, work
 from shoal.optim.schedule.auto_lag import AutoLag
 from shoal.swarm.exchange import cost
-from shoal.swarm.exchange.cost import Line, Work, exchange_s, expected_lag, forecast, least_every, members, sent
+from shoal.swarm.exchange.cost import BUSY, Line, Work, exchange_s, expected_lag, forecast, least_every, members, sent
 
 RECORD = Path(__file__).resolve().parents[3] / "bench" / "results" / "overlap.jsonl"
 PARAMS = 10_000_000
@@ -38,7 +38,9 @@ def test_the_formula_agrees_with_what_was_measured(done, over, measured, loaded)
     short = done.lag != "auto" and 0 < done.lag * done.step_s < exchange_s(done, over)
     # What is waited for takes longer where other work keeps the processors busy, which delays the answers that pace it.
     slower = loaded and done.lag == 0
-    assert forecast(done, over).utilisation == pytest.approx(measured, abs=0.15 if short or slower else 0.03)
+    # Where exchanges want more than there is, runs differ by more: 0.73 to 0.81 for gossip over 20 Mbit/s and 200 ms.
+    full = forecast(done, over).filled > BUSY
+    assert forecast(done, over).utilisation == pytest.approx(measured, abs=0.15 if short or slower else 0.05 if full else 0.03)
 
 
 @pytest.mark.parametrize(("peers", "most", "count"), [(1, 32, 1), (2, 32, 2), (8, 32, 8), (33, 32, 17), (64, 32, 32)])
@@ -73,6 +75,27 @@ def test_seconds_of_an_exchange_are_bytes_round_trips_and_handling():
     assert exchange_s(PAIR, Line(12.5e6, 0.1)) == pytest.approx(exchange_s(PAIR, FAST) + 0.1 * cost.ROUND_TRIPS)
     assert exchange_s(replace(PAIR, fragments=4), FAST) == pytest.approx(exchange_s(PAIR, FAST) / 4)
     assert exchange_s(replace(PAIR, group="nobody"), FAST) == 0
+
+
+def test_paced_bulk_leaves_a_part_of_a_slow_link_unused():
+    slow, each = Line(2.5e6, 0.0), cost.WIRE * 4 * PARAMS
+    assert exchange_s(PAIR, slow) == pytest.approx(each / (0.8 * 2.5e6))
+    assert exchange_s(replace(PAIR, costs=cost.Costs(handling=0, paced=1)), slow) == pytest.approx(each / 2.5e6)
+
+
+def test_with_the_longest_lag_the_latest_exchange_is_waited_for_once():
+    far = Line(12.5e6, 1.5)
+    done = replace(PAIR, fragments=4, lag="auto")
+    takes = exchange_s(done, far)
+    assert takes > 10
+    assert cost.waiting_s(done, far) == pytest.approx(cost.LATE * takes - 10)
+    assert cost.waiting_s(replace(done, lag=99), far) == pytest.approx(4 * (takes - 9.9))
+
+
+def test_pairs_in_fragments_take_less_of_a_link_than_a_group_does():
+    thin = Line(cost.WIRE * 4 * PARAMS / 10 / 0.8, 0.0)  # a round fills .8 of it
+    assert cost.waiting_s(replace(PAIR, fragments=4, lag="auto"), thin) == pytest.approx(10 * (0.8 / cost.PAIRED - 1))
+    assert cost.waiting_s(replace(ALL, fragments=4, lag="auto"), thin) == pytest.approx(0)
 
 
 def test_who_sends_nothing_computes_all_the_time():
