@@ -102,10 +102,11 @@ class Network:
 
     def close(self):
         async def end():
-            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # Again and again: ``wait_for`` loses a cancellation that comes together with a result (Python below 3.12).
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=1.0)
 
         asyncio.run_coroutine_threadsafe(end(), self.loop).result(60)
         self.loop.call_soon_threadsafe(self.loop.stop)
