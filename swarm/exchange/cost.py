@@ -152,8 +152,6 @@ def expected_lag(work: Work, line: Line) -> int:
 def waiting_s(work: Work, line: Line) -> float:
     """Return the seconds of a round in which training waits for means."""
     takes, lag, several = exchange_s(work, line), expected_lag(work, line), work.fragments > 1
-    if not takes:
-        return 0.0
     if lag < work.every:
         late = work.fragments * max(takes - lag * work.step_s, 0.0)
     else:  # what is waited for one exchange is not waited for the next
