@@ -13,22 +13,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from shoal.node.batch import elements
 from shoal.optim.inner.split import hidden_matrices
 from shoal.swarm.errors import OuterError
 from shoal.swarm.training.shard import Shard as Shard
-
-
-def elements(batch: Any) -> int:
-    """Return the number of elements of the first tensor in ``batch``; 1 if there is none."""
-    first = _first_tensor(batch)
-    return 1 if first is None else first.numel()
-
-
-def _first_tensor(batch: Any) -> torch.Tensor | None:
-    if isinstance(batch, torch.Tensor):
-        return batch
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
 
 
 class Batches(Iterator[Any]):
@@ -155,7 +143,7 @@ class Task:
     """True if ``batches`` computes with the model, as reinforcement learning does: then no other process can draw them."""
 
     def batches(self, shard: Shard) -> Iterator[Any] | Dataset[Any] | DataLoader[Any]:
-        """Yield batches without end: CPU tensors in any nesting of tuples, lists and dicts.
+        """Yield batches without end: CPU tensors in any nesting of mappings, sequences, dataclasses and objects with a ``to``.
 
         The sequence must depend on ``shard`` alone, else a resumed run cannot continue where it was. Besides an iterator it may be
 

@@ -91,7 +91,7 @@ PACKAGES = {
 }  # fmt: skip
 FREE = {
     "swarm": {"errors", "file_lock", "identity"},
-    "node": {"exit_codes", "extras", "help", "json_output", "logs", "memory", "task", "uncollected", "user_code"},
+    "node": {"batch", "exit_codes", "extras", "help", "json_output", "logs", "memory", "task", "uncollected", "user_code"},
     "optim": set(),
     "verification": set(),
 }

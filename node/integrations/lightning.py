@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from shoal.node.task import elements
+from shoal.node.batch import elements
 from shoal.optim import OuterOptimizer
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.training.session import Session

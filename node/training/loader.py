@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from shoal.node.batch import mapped
 from shoal.node.task import Batches, NumberedBatches, Task
 from shoal.node.user_code import UserCodeError
 from shoal.swarm.errors import ShoalError
@@ -199,19 +200,16 @@ def _own(batch: Any) -> Any:
 
     It is sent while the next one is drawn, perhaps into the same memory; and of a view, torch would send the whole storage.
     """
-    if isinstance(batch, torch.Tensor):
-        span = (
-            1 + sum((size - 1) * stride for size, stride in zip(batch.shape, batch.stride(), strict=True)) if batch.numel() else 0
-        )
-        if batch.layout is not torch.strided or not batch.numel() <= span <= WIDE * batch.numel():
-            return batch.detach().clone()
-        return torch.empty_strided(batch.shape, batch.stride(), dtype=batch.dtype).copy_(batch.detach())
-    if isinstance(batch, np.ndarray):
-        return batch.copy()
-    if isinstance(batch, tuple | list):
-        items = [_own(item) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return {key: _own(item) for key, item in batch.items()} if isinstance(batch, dict) else batch
+    return mapped(batch, _copied, anew=True)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) if leaf.numel() else 0
+        if leaf.layout is not torch.strided or not leaf.numel() <= span <= WIDE * leaf.numel():
+            return leaf.detach().clone()
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).copy_(leaf.detach())
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def _unchanged(batch: Any) -> Any:

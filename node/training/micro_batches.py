@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from shoal.node.batch import leaves, mapped
 from shoal.node.training.errors import TrainingError
 
 
 def rows(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor in ``batch`` that has one; None if there is no such tensor."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else None
-    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple | list) else ()
-    return next((found for part in parts if (found := rows(part)) is not None), None)
+    """Return the first dimension of the first tensor or array in ``batch`` that has one; None if there is none."""
+    return next((len(leaf) for leaf in leaves(batch) if _has_rows(leaf)), None)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
 
 
 def cut(batch: Any, parts: int) -> list[Any]:
-    """Return ``parts`` equal parts of ``batch``, in order: any nesting of tuples, lists and dicts of tensors.
+    """Return ``parts`` equal parts of ``batch``, in order, whatever holds its tensors (`shoal.node.batch`).
 
-    Every tensor of which the first dimension is that of the first tensor (`rows`) is cut along it, as a view; all else is the same
-    in each part.
+    Every tensor and array of which the first dimension is that of the first tensor (`rows`) is cut along it, as a view; all else is the
+    same in each part.
 
     Raises:
         TrainingError: the batch has no rows, or they do not divide.
@@ -40,16 +43,10 @@ def cut(batch: Any, parts: int) -> list[Any]:
             f"A batch of {count} rows cannot be cut into {parts} equal parts: choose train.accumulate (times the devices) so that "
             "it divides the batch, or another batch size."
         )
-    return [_part(batch, count, count // parts, number) for number in range(parts)]
+    size = count // parts
 
+    def part(number: int) -> Any:
+        at = slice(number * size, (number + 1) * size)
+        return mapped(batch, lambda leaf: leaf[at] if _has_rows(leaf) and len(leaf) == count else leaf)
 
-def _part(batch: Any, count: int, size: int, number: int) -> Any:
-    if isinstance(batch, torch.Tensor):
-        whole = not batch.ndim or len(batch) != count
-        return batch if whole else batch[number * size : (number + 1) * size]
-    if isinstance(batch, tuple | list):
-        items = [_part(item, count, size, number) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # a named tuple takes them one by one
-    if isinstance(batch, dict):
-        return {key: _part(item, count, size, number) for key, item in batch.items()}
-    return batch
+    return [part(number) for number in range(parts)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shoal.node.batch import to_device
 from shoal.node.task import Shard, iterator_of
-from shoal.node.training.trainer import Trainer, to_device
+from shoal.node.training.trainer import Trainer
 from shoal.swarm.exchange.loss_check import LossCheck
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.training.loss_trial import LossTrial

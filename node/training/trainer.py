@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shoal.node.batch import to_device
 from shoal.node.config.train import OwnTraining
 from shoal.node.task import Batches, Shard, Task, iterator_of, tokens_in
 from shoal.node.training import random_state
@@ -325,18 +326,6 @@ class Trainer:
             random_state.restore(state, self.device)
         elif len(others := state.get("ranks", ())) == self.layout.ranks - 1:  # of another layout there are none for this rank
             random_state.restore(others[rank - 1], self.device)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with every tensor in it on ``device``."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, tuple | list):
-        items = [to_device(item, device) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)  # a named tuple takes them one by one
-    if isinstance(batch, dict):
-        return {key: to_device(item, device) for key, item in batch.items()}
-    return batch
 
 
 def plain(value: Any) -> Any:

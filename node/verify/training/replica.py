@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from shoal.node.batch import to_device
 from shoal.node.task import Shard, Task
 from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.schedule import make_inner, make_scheduler
-from shoal.node.training.trainer import to_device
 from shoal.node.verify.audit.errors import VerifyError
 from shoal.swarm.manifest.outer import TrainSettings
 

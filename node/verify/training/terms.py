@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.node.batch import parts
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.config.train import TrainTable
 from shoal.node.rl.task import RLTask
@@ -81,10 +82,8 @@ def _feed(found: Any, batch: Any) -> None:
         tensor = batch.detach().to("cpu").contiguous()
         found.update(f"{tensor.dtype} {list(tensor.shape)}\0".encode())
         found.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")
-    elif isinstance(batch, tuple | list):
-        for part in batch:
-            _feed(found, part)
-    elif isinstance(batch, dict):
-        for name in sorted(batch, key=str):
-            found.update(f"{name}\0".encode())
-            _feed(found, batch[name])
+    elif (inside := parts(batch)) is not None:
+        ordered = isinstance(batch, tuple | list)
+        for name in inside if ordered else sorted(inside, key=str):
+            found.update(b"" if ordered else f"{name}\0".encode())
+            _feed(found, inside[name])
