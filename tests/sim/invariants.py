@@ -168,6 +168,8 @@ class Checks:
         """Check the end, when all have left and everything has had time to finish."""
         self.look()
         swarm = self._swarm
+        if not swarm.over:  # first, for then nobody has left, and there are tasks, streams and entries too
+            self._fail(f"the spread is still {swarm.spread()}, and was {self._apart_at_calm}")
         for peer in swarm.peers:
             if peer.gone:
                 continue
@@ -179,8 +181,6 @@ class Checks:
         open_now = [wire for wire in wires if all(host.process.state != "dead" for host in wire.hosts)]
         if open_now:
             self._fail(f"streams are open: {[(w.number, *(host.name for host in w.hosts)) for w in open_now]}")
-        if not swarm.over:
-            self._fail(f"the spread is still {swarm.spread()}, and was {self._apart_at_calm}")
 
 
 def tables(thing: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, int]]:

@@ -6,8 +6,10 @@ and need not search among the others. It considers a peer dead from when it coul
 record.
 
 A peer that spends this node's rounds, by breaking off again and again or by never being free for its partner, is passed over as if
-it were dead: for 8 rounds, and for 32 after each further failure in a row (`PASSED_OVER`). An honest peer on a bad link
-comes back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. The pairs of all others stay as they are.
+it were dead: up to the next multiple of 8 rounds, and of 32 after each further failure in a row (`PASSED_OVER`). An honest peer on a
+bad link comes back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. Those terms end in the same rounds at
+all nodes. Else two that pass each other over would come back by turns, each turned away by the other and so passing it over anew:
+four peers stayed two pairs for good. The pairs of all others stay as they are.
 Those whose partners are passed over, and the odd one out, meet each other: nodes that have seen the same failures agree about that,
 and an odd one out that has seen any listens for a moment, for others may have seen more.
 """
@@ -21,7 +23,7 @@ from shoal.optim.exchange.pairing import candidates, groups, partner_of
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.wire.member import Member
 
-PASSED_OVER = (8, 32)  # rounds of each fragment, after so many failures in a row
+PASSED_OVER = (8, 32)  # up to the next multiple of so many rounds of each fragment, after so many failures in a row
 FORGOTTEN = 64  # rounds after these
 REMEMBERED = 1024  # peers
 
@@ -39,7 +41,7 @@ class PairSelector:
         self._unreached: dict[str, float] = {}
         """Peer -> the time of issue of the record that it had when it could not be reached."""
         self._misses: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """Peer -> its failures in a row, and the last round in which it is passed over for them. Rounds of all fragments count."""
+        """Peer -> its failures in a row, and the round of the last one. Rounds of all fragments count."""
 
     def of(self, round: int) -> tuple[str | None, list[str]]:
         """Return the partner in ``round`` (None for the odd one out) and the others to call: the partner first, unless it is
@@ -81,18 +83,25 @@ class PairSelector:
 
     def wary(self, round: int) -> bool:
         """Return whether any peer has spent this node's rounds lately."""
-        return any(round <= until + FORGOTTEN * self._fragments for _, until in self._misses.values())
+        return any(round < self._until(peer) + FORGOTTEN * self._fragments for peer in self._misses)
 
     def missed(self, peer: str, round: int) -> None:
         """Note that ``peer`` spent this node's round without an exchange."""
-        count, until = self._misses.pop(peer, (0, 0))
+        count, last = self._misses.get(peer, (0, 0))
         # Several meetings with one peer that fail at once, with a fragment each, count as one failure.
-        if not count or round >= until - PASSED_OVER[count - 1] * self._fragments + self._fragments:
-            count = min(count + 1 if round <= until + FORGOTTEN * self._fragments else 1, len(PASSED_OVER))
-            until = round + PASSED_OVER[count - 1] * self._fragments
-        self._misses[peer] = count, until
+        if not count or round >= last + self._fragments:
+            again = round < self._until(peer) + FORGOTTEN * self._fragments
+            count, last = min(count + 1 if again else 1, len(PASSED_OVER)), round
+        self._misses[peer] = count, last
+        self._misses.move_to_end(peer)
         while len(self._misses) > REMEMBERED:
             self._misses.popitem(last=False)
+
+    def _until(self, peer: str) -> int:
+        """Return the first round in which ``peer`` is no longer passed over."""
+        count, last = self._misses.get(peer, (0, 0))
+        term = PASSED_OVER[count - 1] * self._fragments if count else 0
+        return (last // term + 1) * term if term else 0
 
     def tried(self, peer: str, round: int) -> None:
         """Note that ``peer`` was called in vain: a failure if it is the partner; others may well be busy."""
@@ -111,7 +120,7 @@ class PairSelector:
         self._misses.pop(peer, None)
 
     def _passes_over(self, peer: str, round: int) -> bool:
-        return round <= self._misses.get(peer, (0, -1))[1]
+        return round < self._until(peer)
 
     def failed(self, peer: str) -> None:
         """Note that no stream to ``peer`` could be opened."""

@@ -320,18 +320,18 @@ def test_failures_are_forgotten_no_faster_with_fragments():
     plain, cut = selector("peer-0", directory(2)), PairSelector(selector("peer-0", directory(2))._context, fragments=4)
     for node, step in ((plain, 1), (cut, 4)):
         node.missed("peer-1", 0)
-        assert [node.takes("peer-1", step * PASSED_OVER[0] + more) for more in (0, 1)] == [False, True]
-        assert [node.wary(step * (PASSED_OVER[0] + FORGOTTEN) + more) for more in (0, 1)] == [True, False]
+        assert [node.takes("peer-1", step * PASSED_OVER[0] - less) for less in (1, 0)] == [False, True]
+        assert [node.wary(step * (PASSED_OVER[0] + FORGOTTEN) - less) for less in (1, 0)] == [True, False]
         node.missed("peer-1", step)
-        assert [node.takes("peer-1", step * (1 + PASSED_OVER[1]) + more) for more in (0, 1)] == [False, True]
+        assert [node.takes("peer-1", step * PASSED_OVER[1] - less) for less in (1, 0)] == [False, True]
 
 
 def test_meetings_that_a_dead_peer_ends_at_once_are_one_failure():
     node = PairSelector(selector("peer-0", directory(2))._context, fragments=4)
     for round in (6, 7, 5, 9):
         node.missed("peer-1", round)
-    assert not node.takes("peer-1", 6 + 4 * PASSED_OVER[0])
-    assert node.takes("peer-1", 6 + 4 * PASSED_OVER[0] + 1)
+    assert not node.takes("peer-1", 4 * PASSED_OVER[0] - 1)
+    assert node.takes("peer-1", 4 * PASSED_OVER[0])
 
 
 def test_patience_is_of_the_time_between_two_rounds_of_one_fragment():
