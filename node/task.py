@@ -67,9 +67,9 @@ class LoadedBatches(Batches):
                 part.generator = torch.Generator()  # and not the global one, which is the model's
 
     @property
-    def own_workers(self) -> bool:
-        """True if the loader has processes of its own."""
-        return bool(self._loader.num_workers)
+    def own_workers(self) -> Any:
+        """The loader, if it has processes of its own."""
+        return self._loader if self._loader.num_workers else None
 
     def skip(self, count: int) -> None:
         """Draw ``count`` batches and drop them, before the next one."""

@@ -77,7 +77,8 @@ def failed(subject: str, function: str, error: BaseException) -> UserCodeError:
 
 def summary(error: BaseException) -> str:
     """Return ``error`` in a few words, with the last line of the user's that it came from."""
-    first = next(iter(str(error).splitlines()), "")[:300].rstrip(" .:")
+    said = str(error).splitlines() or [""]
+    first = said[-1 if said[0].startswith("Caught ") else 0][:300].rstrip(" .:")  # torch wraps an error of a DataLoader's worker
     lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__) if _is_users(f)]
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         lines = [(error.filename, error.lineno)]

@@ -160,7 +160,7 @@ class _Iterator(Iterator[Any]):
 
     def __init__(self, task: Guarded, inner: Iterator[Any], function: str) -> None:
         self._of, self._inner, self._function = task, inner, function
-        self.own_workers = isinstance(inner, LoadedBatches) and inner.own_workers
+        self.own_workers = inner.own_workers if isinstance(inner, LoadedBatches) else None
 
     def __next__(self) -> Any:
         with calling(self._of, self._function):

@@ -11,28 +11,36 @@ from __future__ import annotations
 import copy
 import ctypes
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.queues import Queue
 from typing import Any
 
 import numpy as np
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.worker import _AckStartup
 
 from shoal.node.batch import mapped
 from shoal.node.task import Batches, NumberedBatches, Task
-from shoal.node.user_code import UserCodeError
+from shoal.node.user_code import UserCodeError, summary
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.training.child_signals import keep_child_signals
 
 POSITION = "position of the task"
 WIDE = 2  # times the elements that a tensor's strides may span to be sent as they are
+IN_PROCESS = "draw batches in the training process (--workers 0; num_workers=0 in a DataLoader of the task's own)"
+OTHERS = f"{IN_PROCESS}, or yield dicts, lists or dataclasses of tensors"
+ROOM = f"if memory is short, in /dev/shm too, {IN_PROCESS}, make them smaller, or give a container more (docker run --shm-size 2g)"
 _PR_SET_PDEATHSIG = 1  # Linux's prctl: "send me this signal when my parent is gone"
 
 
@@ -62,8 +70,10 @@ class Loader(Iterator[Any]):
         keep_child_signals()  # from DataLoaders in the task too
         self._batches, self._taken = batches, 0
         numbered = batches if isinstance(batches, NumberedBatches) else None
-        own = getattr(batches, "own_workers", False)
-        self.workers = 0 if own else workers if numbered is not None else min(workers, 1)
+        own = getattr(batches, "own_workers", None)
+        if own is not None:
+            own.multiprocessing_context = _telling(own.multiprocessing_context or multiprocessing.get_context())
+        self.workers = 0 if own is not None else workers if numbered is not None else min(workers, 1)
         """Processes of this loader: none where the task's own DataLoader has some."""
         ahead = self.workers > 0
         dataset: Dataset[Any] = _Sequence(batches, ahead) if numbered is None else _Numbered(numbered, ahead)
@@ -76,7 +86,7 @@ class Loader(Iterator[Any]):
                 num_workers=self.workers,
                 collate_fn=_unchanged,
                 pin_memory=pin,
-                multiprocessing_context="fork" if ahead else None,
+                multiprocessing_context=_telling(multiprocessing.get_context("fork")) if ahead else None,
                 worker_init_fn=_begin_worker(os.getpid(), threading.current_thread() is threading.main_thread()) if ahead else None,
                 # By default it takes a number of the global generator, and those are the model's.
                 generator=torch.Generator().manual_seed(seed),
@@ -90,18 +100,15 @@ class Loader(Iterator[Any]):
             if self._inner is None:
                 self._inner = iter(self._loader)
             batch = next(self._inner)
-        except RuntimeError as error:
-            if (
-                not self.workers
-                or "DataLoader worker" not in str(error)
-                or ("exited" not in str(error) and "killed" not in str(error))
-            ):
+        except (StopIteration, ShoalError):
+            raise
+        except Exception as error:
+            if not self.workers or str(error).startswith("Caught "):  # in the worker's own code
                 raise
             self.close()
-            raise LoadingError(
-                f"A worker that draws batches was ended ({str(error).splitlines()[0]}): if memory is short, in /dev/shm too, set "
-                "train.workers to 0 or make the batches smaller."
-            ) from None
+            ended = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
+            what = "A worker that draws batches was ended" if ended else "A batch of a worker cannot be taken"
+            raise LoadingError(f"{what} ({summary(error)}): {ROOM if ended else OTHERS}.") from error
         if isinstance(batch, _Failure):
             self.close()
             raise batch.error()
@@ -139,6 +146,42 @@ class _Failure:
 
     def error(self) -> ShoalError:
         return LoadingError(self.text) if self.trace is None else UserCodeError(self.text, self.trace)
+
+
+class _Unsent(ExceptionWrapper):
+    """What takes the place of something that could not be sent; torch raises it where that is received."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def reraise(self) -> None:
+        """Raise LoadingError."""
+        raise LoadingError(self.text)
+
+
+class _Telling(Queue):  # type: ignore[type-arg]
+    """A queue of which the receiver hears when something cannot be sent; else it would wait without end.
+
+    Pickling happens in a thread of the queue's, whose errors are printed and forgotten.
+    """
+
+    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
+        place, content = item
+        room = isinstance(error, OSError | RuntimeError) and ("shm" in str(error) or "/torch_" in str(error))
+        unsent = _Unsent(f"A worker cannot send what it drew ({summary(error)}): {ROOM if room else OTHERS}.")
+        if isinstance(content, _AckStartup):
+            self.put((place, replace(content, initial_state=unsent)))
+        elif isinstance(content, tuple) and len(content) == 3:  # torchdata's: batch, worker, state
+            self.put((place, (unsent, content[1], None)))
+        else:
+            self.put((place, unsent))
+
+
+def _telling(like: Any) -> Any:
+    """Return a context of processes that are started as those of ``like`` are, and of queues that tell."""
+    context = copy.copy(like)
+    context.Queue = partial(_Telling, ctx=context)
+    return context
 
 
 class _Sequence(IterableDataset[Any]):

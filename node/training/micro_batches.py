@@ -23,8 +23,8 @@ def _has_rows(leaf: Any) -> bool:
 def cut(batch: Any, parts: int) -> list[Any]:
     """Return ``parts`` equal parts of ``batch``, in order, whatever holds its tensors (`shoal.node.batch`).
 
-    Every tensor and array of which the first dimension is that of the first tensor (`rows`) is cut along it, as a view; all else is the
-    same in each part.
+    Every tensor and array of which the first dimension is that of the first one (`rows`) is cut along it, as a view; all else is
+    the same in each part.
 
     Raises:
         TrainingError: the batch has no rows, or they do not divide.

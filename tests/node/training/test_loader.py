@@ -302,7 +302,7 @@ def test_workers_end_when_the_loader_is_closed_and_one_that_is_killed_is_named()
     next(made)
     (worker,) = children() - before
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(LoadingError, match=r"A worker that draws batches was ended .*set train\.workers to 0"):
+    with pytest.raises(LoadingError, match=r"A worker that draws batches was ended .*--workers 0.*--shm-size"):
         list(made)
     assert children() == before
 
@@ -355,3 +355,65 @@ def test_a_worker_ends_with_a_node_that_is_killed_even_in_the_middle_of_a_batch(
         node.kill()
         assert select.select([worker], [], [], 60)[0]
         os.close(worker)
+
+
+def unpicklable():
+    yield torch.ones(2)
+    while True:
+        yield {"x": torch.ones(2), "function": lambda: 1}
+
+
+class Unpicklable(Few):
+    def __getitem__(self, number):
+        return lambda: number
+
+
+class NoPosition(Counted):
+    def state_dict(self):
+        return {"function": lambda: 1}
+
+
+def too_large():
+    import resource  # a file in shared memory may be as small as /dev/shm
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    while True:
+        yield torch.ones(1 << 20)
+
+
+class Taken:
+    """What can be sent, and fails where it is received."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+UNSENT = {
+    "a function": (unpicklable, r"A worker cannot send what it drew \(\w+: Can't pickle local object .*--workers 0"),
+    "a position": (NoPosition, r"A worker cannot send what it drew \(\w+: Can't pickle local object .*--workers 0"),
+    "too large": (too_large, r"A worker cannot send what it drew \(RuntimeError: .*--workers 0.*docker run --shm-size"),
+    "received": (lambda: iter([Taken()] * 9), r"A batch of a worker cannot be taken \(ValueError: invalid literal .*--workers 0"),
+    "own loader": (lambda: DataLoader(Unpicklable(), None, num_workers=1), r"A worker cannot send .*num_workers=0"),
+    "own stateful": (lambda: StatefulDataLoader(Unpicklable(), None, num_workers=1), r"A worker cannot send .*num_workers=0"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSENT)
+def test_what_a_worker_cannot_send_ends_the_wait_for_it(kind):
+    make, said = UNSENT[kind]
+    task = Guarded(Own(make), "Mine")
+    made = Loader(task, task.batches(SHARD), workers=1)
+    with pytest.raises(LoadingError, match=said) as caught:
+        list(made)
+    made.close()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_in_a_worker_of_the_tasks_own_loader_is_named():
+    class Fails(Few):
+        def __getitem__(self, number):
+            raise ValueError("no such file")
+
+    task = Guarded(Own(lambda: DataLoader(Fails(), None, num_workers=1)), "Mine")
+    with pytest.raises(UserCodeError, match=r"^Your task 'Mine' failed in batches\(\): ValueError: .*no such file"):
+        next(Loader(task, task.batches(SHARD)))
