@@ -46,8 +46,9 @@ def export_model(model: nn.Module, about: Mapping[str, Any], out: Path, aside: P
         how = [f"from transformers import {name}", f'model = {name}.from_pretrained(".")']
         writers = [save_own, *(() if (own := getattr(tokenizer, "save_pretrained", None)) is None else (own,))]
         return _written(lambda: [write(str(aside)) for write in writers], about, how, out, aside)
-    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return _written(lambda: _save(state, aside / WEIGHTS), about, _loading(model, about), out, aside)
+    state = {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    whole = len(state) == len(model.state_dict())  # no module keeps what is no tensor (get_extra_state)
+    return _written(lambda: _save(state, aside / WEIGHTS), about, _loading(model, about, whole), out, aside)
 
 
 def export_numbered(tensors: Sequence[Tensor], about: Mapping[str, Any], out: Path, aside: Path) -> list[str]:
@@ -64,9 +65,10 @@ def _save(state: Mapping[str, Tensor], path: Path) -> None:
         write_tensors(file, {name: kind(tensor) for name, tensor in state.items()}, state.__getitem__)
 
 
-def _loading(model: nn.Module, about: Mapping[str, Any]) -> list[str]:
-    """Return lines of Python that load the file."""
-    load = [f'model.load_state_dict(load_file("{WEIGHTS}"))', "model.eval()"]
+def _loading(model: nn.Module, about: Mapping[str, Any], whole: bool) -> list[str]:
+    """Return lines of Python that load the file, which has the ``whole`` state of the model or the tensors of it."""
+    strict = "" if whole else ", strict=False"
+    load = [f'model.load_state_dict(load_file("{WEIGHTS}"){strict})', "model.eval()"]
     if type(model) is GPT:
         size = {name: int(value) for name, value in about["model"].items()}
         made = ", ".join(f"{name}={value}" for name, value in size.items())

@@ -115,7 +115,8 @@ def _source(path: Path, slow: bool) -> _Source:
     file, state = checkpoint.outline(path)
     try:
         trainer = state["trainer"]
-        names = {name: _text(tensor) for name, tensor in trainer["model"].items()}
+        # Beside tensors a module may keep anything (get_extra_state), of which there is no mean.
+        names = {name: _text(tensor) for name, tensor in trainer["model"].items() if isinstance(tensor, TensorName)}
         if slow:
             if "parameters" not in trainer:
                 raise CheckpointError(f"The checkpoint in {str(path)!r} is of an older shoal, without names: merge without --slow.")

@@ -14,11 +14,14 @@ import math
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,7 +29,8 @@ from torch import Tensor
 from shoal.node.checkpoint.folder import SAVING, CheckpointError, listed, path_of
 from shoal.node.checkpoint.tensor_file import kind, write_tensors
 
-FORMAT = 1
+FORMAT = 2
+"""1: without the `LATER` kinds. A checkpoint that holds none of them is still written as 1, which older versions read."""
 KEEP = 3
 MAX_STATE_BYTES = 256 * 2**20
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -34,6 +38,11 @@ POINTS = ("begun", "block", "tensors", "state", "synced", "aside", "renamed", "p
 """Moments of a save, in order, at each of which a process may die: the temporary folder exists; a block of the tensor file is
 written; all of it; the other file; both are on the disk; an older checkpoint of the same step, if any, was moved aside; the new
 one has its name; old ones are gone."""
+
+
+LATER = ("bytes", "complex", "set", "frozenset", "deque", "dtype", "device", "array", "generator")
+"""Kinds of values that format 1 had not."""
+ABLE = "numbers, texts, bytes, tensors, arrays of numbers, and dicts, lists, tuples, sets and deques of these"
 
 
 @dataclass(frozen=True)
@@ -44,32 +53,90 @@ class Packed:
     tensors: dict[str, Tensor]
 
 
+DEEPEST = 200  # levels of nested state: well within Python's own limit, which JSON meets too
+_NUMBERS = "biufc"  # kinds of NumPy's dtypes
+_SEQUENCES: dict[str, Callable[[Iterator[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class UnpackableError(TypeError):
+    """A value that a checkpoint cannot hold. ``place``: the keys that lead to it."""
+
+    def __init__(self, value: Any, place: tuple[Any, ...], why: str = "") -> None:
+        where = "".join(f"[{key!r:.40}]" for key in place)
+        super().__init__(f"a checkpoint cannot hold a {type(value).__name__}{why}: {value!r:.80}{where and f', at {where}'}")
+        self.value, self.place, self.why = value, place, why
+
+
 def pack(state: Any) -> Packed:
-    """Split ``state`` into a tree and tensors, which are not copied. Raises TypeError if a checkpoint cannot hold it."""
+    """Split ``state`` into a tree and tensors, which are not copied. Raises UnpackableError if a checkpoint cannot hold it."""
     tensors: dict[str, Tensor] = {}
-    tree = _pack(state, tensors)
+    tree = _pack(state, tensors, ())
     return Packed(tree, tensors)
 
 
-def _pack(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _pack(value: Any, tensors: dict[str, Tensor], place: tuple[Any, ...]) -> Any:
     """Turn ``value`` into JSON values; move each tensor to ``tensors`` and leave a one-key object in its place."""
+
+    def kept(tensor: Tensor) -> str:
+        name = str(len(tensors))
+        tensors[name] = tensor
+        return name
+
+    def each(values: Any) -> list[Any]:
+        return [_pack(v, tensors, (*place, number)) for number, v in enumerate(values)]
+
+    if len(place) > DEEPEST:
+        raise UnpackableError(value, place[:4], f" that is nested {DEEPEST} deep, or holds itself")
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or type(value) in (bool, int, str):
         return value
-    if type(value) is float:
+    if isinstance(value, float):
         # JSON keeps finite floats exactly (the shortest text that reads back equal) but has no others.
-        return value if math.isfinite(value) else {"float": repr(value)}
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if isinstance(value, int):  # an IntEnum, for one
+        return int(value)
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, Tensor):
-        kind(value)  # raises TypeError now rather than when it is written
-        name = str(len(tensors))
-        tensors[name] = value.detach()
-        return {"tensor": name}
+        try:
+            kind(value)  # raises TypeError now rather than when it is written
+        except TypeError as error:
+            raise UnpackableError(value, place, f" of {value.dtype}") from error
+        if value.layout != torch.strided or value.is_meta:
+            raise UnpackableError(value, place, " without values" if value.is_meta else f" that is {value.layout}")
+        return {"tensor": kept(value.detach())}
     if type(value) is list:
-        return [_pack(v, tensors) for v in value]
-    if type(value) is tuple:
-        return {"tuple": [_pack(v, tensors) for v in value]}
+        return each(value)
+    if type(value) in (tuple, torch.Size):
+        return {"tuple": each(value)}
     if isinstance(value, dict):
-        return {"dict": [[_pack(k, tensors), _pack(v, tensors)] for k, v in value.items()]}
-    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r:.80}")
+        return {"dict": [[_pack(k, tensors, (*place, k)), _pack(v, tensors, (*place, k))] for k, v in value.items()]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": each([value.real, value.imag])}
+    if type(value) in (set, frozenset):
+        return {type(value).__name__: each(sorted(value, key=repr))}
+    if isinstance(value, deque):
+        return {"deque": [value.maxlen, each(value)]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
+        flat = np.frombuffer(value.tobytes(), np.uint8).copy()
+        return {"array": [value.dtype.str, list(value.shape), kept(torch.from_numpy(flat))]}
+    if isinstance(value, torch.Generator) and value.device.type == "cpu":
+        return {"generator": kept(value.get_state())}
+    raise UnpackableError(value, place)
+
+
+def _later(tree: Any) -> bool:
+    """Return True if a packed tree has values that format 1 had not."""
+    if isinstance(tree, dict):
+        return any(key in LATER or _later(inner) for key, inner in tree.items())
+    return isinstance(tree, list) and any(map(_later, tree))
 
 
 def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -82,10 +149,30 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
         return float(inner)
     if kind == "tensor":
         return tensors[inner]
-    if kind == "tuple":
-        return tuple(_unpack(v, tensors) for v in inner)
     if kind == "dict":
         return {_unpack(k, tensors): _unpack(v, tensors) for k, v in inner}
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_unpack(v, tensors) for v in inner)
+    if kind == "bytes":
+        return bytes.fromhex(inner)
+    if kind == "complex":
+        return complex(*(_unpack(v, tensors) for v in inner))
+    if kind == "deque":
+        length, items = inner
+        return deque((_unpack(v, tensors) for v in items), length)
+    if kind == "dtype" and isinstance(found := getattr(torch, str(inner), None), torch.dtype):
+        return found
+    if kind == "device":
+        return torch.device(str(inner))
+    if kind == "array":
+        name, shape, content = inner
+        dtype, flat = np.dtype(str(name)), tensors[content]
+        if dtype.kind not in _NUMBERS:
+            raise ValueError(f"no array of numbers: {name!r:.40}")
+        return np.frombuffer(flat.numpy().tobytes(), dtype).reshape(shape).copy() if isinstance(flat, Tensor) else flat
+    if kind == "generator":
+        state = tensors[inner]
+        return torch.Generator().set_state(state) if isinstance(state, Tensor) else state
     raise ValueError(f"unknown kind {kind!r}")
 
 
@@ -140,14 +227,15 @@ def save(
 ) -> Path:
     """Write ``state`` as the checkpoint of ``step`` and return its path; the newest ``keep`` are kept.
 
-    ``state`` nests dicts, lists and tuples of None, bool, int, float, str and tensors (any dtype that safetensors
-    knows, any device, any strides). Subclasses of dict come back as dict, tensors on the CPU without gradient.
-    It may be `Packed` already. ``at`` is called with each of the `POINTS` that is reached. ``hash_later``: read the tensor file
+    ``state`` nests dicts, lists, tuples, sets and deques of None, bool, int, float, complex, str, bytes, tensors (any dtype that
+    safetensors knows, any device, any strides), NumPy's numbers and arrays of numbers, torch's dtypes, devices and generators of
+    the CPU. Subclasses of dict come back as dict, NumPy's numbers as Python's, tensors on the CPU without gradient. It may be
+    `Packed` already. ``at`` is called with each of the `POINTS` that is reached. ``hash_later``: read the tensor file
     once more to hash it, so that the tensors are written sooner.
 
     Raises:
         CheckpointError: the folder cannot be written (no permission, disk full); older checkpoints are as they were.
-        TypeError: ``state`` holds something else.
+        UnpackableError: ``state`` holds something else. ValueError: it is too large for a file that is read again.
     """
     packed = state if isinstance(state, Packed) else pack(state)
     kinds = {name: kind(tensor) for name, tensor in packed.tensors.items()}
@@ -161,8 +249,10 @@ def save(
                 write_tensors(hashed, kinds, packed.tensors.__getitem__)
             at("tensors")
             tensors = _sha256(temporary / TENSORS) if hash_later else hashed.digest.hexdigest()
-            body = {"format": FORMAT, "step": step, "tensors_sha256": tensors, "state": packed.tree}
+            body = {"format": FORMAT if _later(packed.tree) else 1, "step": step, "tensors_sha256": tensors, "state": packed.tree}
             text = json.dumps(body)
+            if len(text) > MAX_STATE_BYTES - 100:
+                raise ValueError(f"besides tensors it would take {len(text) >> 20} MiB, and could not be read again")
             digest = hashlib.sha256(text.encode()).hexdigest()
             (temporary / STATE).write_text(f"{digest}\n{text}\n", encoding="utf-8")
             at("state")
@@ -194,6 +284,10 @@ class _Damage(Exception):
     """A file is damaged; the message names it and the damage."""
 
 
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
+"""What a file of another form leads to: RuntimeError is torch's, and Python's where it is nested too deep."""
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Check both files and return what `save` wrote beside the tensors. Raises _Damage or OSError."""
     file = path / STATE
@@ -205,12 +299,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise _Damage(f"{str(file)!r} is not as it was written")
     try:
         body: dict[str, Any] = json.loads(text)
-        if body["format"] != FORMAT:
+        if body["format"] not in (1, FORMAT):
             raise _Damage(f"{str(file)!r} has format {body['format']}, where this version of shoal knows {FORMAT}")
         if _sha256(path / TENSORS) != body["tensors_sha256"]:
             raise _Damage(f"{str(path / TENSORS)!r} is not as it was written")
         return body
-    except (ValueError, KeyError, TypeError) as error:
+    except _WRONG as error:
         raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
 
 
@@ -220,7 +314,7 @@ def _load_one(path: Path) -> tuple[int, Any]:
     try:
         tensors = load_file(path / TENSORS)
         return int(body["step"]), _unpack(body["state"], tensors)
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (*_WRONG, SafetensorError) as error:
         raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
 
 
@@ -249,7 +343,7 @@ def outline(path: Path) -> tuple[Path, Any]:
         return newest / TENSORS, _unpack(_read(newest)["state"], _Names())
     except _Damage as damage:
         raise CheckpointError(f"The checkpoint is damaged: {damage}: take another one.") from damage
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _WRONG as error:
         raise CheckpointError(f"The checkpoint in {str(path)!r} is damaged ({type(error).__name__}): take another one.") from error
     except OSError as error:
         raise CheckpointError(f"Cannot read {error.filename!r} ({error.strerror}): check the path and its permissions.") from error

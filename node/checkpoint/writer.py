@@ -21,10 +21,15 @@ import torch
 from torch import Tensor
 
 from shoal.node.checkpoint.folder import CheckpointError
-from shoal.node.checkpoint.store import Packed, pack, save
+from shoal.node.checkpoint.store import ABLE, Packed, UnpackableError, pack, save
 
 PATIENCE_S = 60.0  # seconds that the last save may take, besides ...
 SLOWEST = 20e6  # ... its bytes over so many a second
+HOLDERS = {
+    "model": "the model", "optimizer": "the optimizer", "inner": "the optimizer", "scheduler": "the learning-rate scheduler",
+    "data": "the place in the data", "extra": "run.extra",
+}  # fmt: skip
+"""Whoever keeps what is found under a key of the state, for sentences."""
 
 _Shaped = tuple[torch.dtype, tuple[int, ...], bool]
 
@@ -88,7 +93,7 @@ class CheckpointWriter:
     """Writer of one run's checkpoints; all calls come from its training thread.
 
     A save that fails costs only the checkpoint: training goes on, the older ones stay, and ``notify`` is called once, and once more
-    when saving works again.
+    when saving works again. But a state that no checkpoint can hold is an error at the first `turn`, before hours of training.
 
     Args:
         folder: folder of the checkpoints.
@@ -121,6 +126,8 @@ class CheckpointWriter:
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         self._failing = False
+        self._tried = False
+        """True once a state could be packed."""
         self.due = False
         """Set it to True to save the state at the next `turn` at which no other save is being written."""
 
@@ -138,20 +145,31 @@ class CheckpointWriter:
         """Begin a save that is due, and report how the previous one ended; call it between two steps.
 
         It waits for the disk only where there is no memory for a copy, 60 s and 50 s for each GB at most.
+
+        Raises:
+            CheckpointError: at the first call: a checkpoint cannot hold the state; the sentence names who keeps what.
         """
         if self.busy:
             return
         self._report()
+        packed = None
+        if not self._tried:
+            try:
+                packed = self._pack()
+            except UnpackableError as error:
+                raise _as_failure(error) from error
         if self.due:
             self.due = False
-            self._begin(step)
+            self._begin(step, packed)
+            if not self.busy:
+                self._report()
 
     def last(self, step: int, patience_s: float = PATIENCE_S) -> str | None:
         """Save the end of the run and wait ``patience_s`` and 50 s for each GB; return one sentence why that failed, or None."""
         end = time.monotonic() + patience_s
         self._wait(end)
         if not self.busy:
-            self._report()
+            self._report(said=True)  # what follows says how saving ended
             self._begin(step, last=True)
             self._wait(end + self._size / SLOWEST)
         if self.busy:
@@ -161,24 +179,23 @@ class CheckpointWriter:
                 "checkpoints are as they were."
             )
         failure = self._failure
-        self._report()
+        self._report(said=failure is not None)
         return None if failure is None else str(failure)
 
     def _wait(self, end: float) -> None:
         if self._writer is not None:
             self._writer.join(max(end - time.monotonic(), 0.0))
 
-    def _begin(self, step: int, *, last: bool = False) -> None:
-        """Begin a save. The ``last`` needs no copy and is not waited for here, because no step follows it."""
+    def _begin(self, step: int, packed: Packed | None = None, *, last: bool = False) -> None:
+        """Begin a save, of ``packed`` if given. The ``last`` needs no copy and is not waited for here, for no step follows it."""
         try:
-            packed = pack(self._state())
+            packed = packed or self._pack()
             self._size = sum(tensor.nbytes for tensor in packed.tensors.values())
             copied = not last and self._copies(max(self._size - self._snapshots.nbytes, 0))
             if copied:
                 packed = self._snapshots.take(packed)
         except (CheckpointError, TypeError) as error:
             self._failure = _as_failure(error)
-            self._report(done=True)
             return
         if not copied:
             self._snapshots.clear()
@@ -189,6 +206,11 @@ class CheckpointWriter:
         self._writer.start()
         if not copied and not last and not self._free.wait(PATIENCE_S + self._size / SLOWEST):
             self._given_up.set()
+
+    def _pack(self) -> Packed:
+        packed = pack(self._state())
+        self._tried = True
+        return packed
 
     def _write(self, step: int, packed: Packed, copied: bool, free: threading.Event, given_up: threading.Event) -> None:
         def at(point: str) -> None:
@@ -203,17 +225,17 @@ class CheckpointWriter:
         try:
             self._room(sum(tensor.nbytes for tensor in packed.tensors.values()))
             save(self._folder, step, packed, keep=self._keep, at=at, hash_later=not copied)
-        except (CheckpointError, MemoryError, ValueError) as error:
+        except Exception as error:  # whatever it is: a thread that ends without a word would look like a save that went well
             self._failure = _as_failure(error)
         finally:
             free.set()
 
-    def _report(self, done: bool = False) -> None:
-        """Report how the finished save ended."""
-        if self._writer is None and not done:
+    def _report(self, said: bool = False) -> None:
+        """Report how the save that is over ended. ``said``: the caller says it if it failed."""
+        if self._writer is None and self._failure is None:
             return
         self._writer, failure, self._failure = None, self._failure, None
-        if failure is not None and not self._failing:
+        if failure is not None and not self._failing and not said:
             self._notify(f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as usual.")
         elif failure is None and self._failing:
             self._notify("Checkpoints can be saved again.")
@@ -224,4 +246,11 @@ def _as_failure(error: Exception) -> CheckpointError:
     """Return the error as CheckpointError. Any other error is caused by the task: a type that no file holds, a state too large."""
     if isinstance(error, CheckpointError):
         return error
+    if isinstance(error, UnpackableError):
+        holder = next((HOLDERS[key] for key in error.place if key in HOLDERS), "the state")
+        where = "".join(f"[{key!r:.40}]" for key in error.place)
+        return CheckpointError(
+            f"Cannot save a checkpoint: {holder} keeps a {type(error.value).__name__}{error.why} ({error.value!r:.80}) at {where}, "
+            f"and a checkpoint holds {ABLE}: keep one of them in its place."
+        )
     return CheckpointError(f"Cannot save a checkpoint ({type(error).__name__}: {error}): change what the task's optimizer keeps.")

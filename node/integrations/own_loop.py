@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.node.checkpoint.folder import listed
+from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.settings import NodeSettings
@@ -136,6 +136,7 @@ class Run:
 
         Raises:
             RunError: the run was recorded before. MetricsError: metrics cannot be written where they were asked for.
+            CheckpointError: the last checkpoint was not saved; the model and the metrics are complete all the same.
         """
         if self._session is not None:
             raise RunError("A run is recorded once: make another Run for the next session.")
@@ -151,18 +152,23 @@ class Run:
         with self._sinks, Metrics(self.folder / FILE, log.warning, self._sinks) as self._metrics:
             self._metrics.write("start", peer=membership.identity.peer_id, name=self._node.name, steps=self.step)
             session.on_report = self._after_round
+            failure: str | None = None
             try:
                 yield self
                 session.finish()
-                if failure := self._saver.last(self.step):
-                    log.warning("%s", failure)
+                failure = self._saver.last(self.step)
             finally:
                 session.on_report = None
                 traffic = membership.host.traffic
                 self._metrics.write("end", steps=self.step, bytes_sent=traffic.sent, bytes_received=traffic.received)
+        if failure is not None:
+            raise CheckpointError(failure)
 
     def stepped(self, loss: float | None = None) -> None:
-        """Say that a step is over: after ``opt.step()``, with its training loss, nats, which others see too (`Session.report`)."""
+        """Say that a step is over: after ``opt.step()``, with its training loss, nats, which others see too (`Session.report`).
+
+        CheckpointError at the first one, if a checkpoint cannot hold what the model, the optimizer or ``extra`` keeps.
+        """
         session, opt, metrics = self._begun()
         self.step = self._base + opt.steps
         if loss is not None:

@@ -99,9 +99,12 @@ class WholeModels(RanksLayout):
         return loss
 
     def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Load rank 0's state, one tensor at a time."""
+        """Load rank 0's state, one tensor at a time, and what modules keep beside tensors."""
         if self.rank == 0:
             model.load_state_dict(state)
+        if any(not isinstance(value, Tensor) for value in model.state_dict().values()):
+            others = self.agreed({name: value for name, value in state.items() if not isinstance(value, Tensor)})
+            model.load_state_dict(others, strict=False)
         for tensor in model.state_dict().values():
             if isinstance(tensor, Tensor):
                 dist.broadcast(tensor.detach(), 0)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shoal.node.checkpoint.folder import steps
 from shoal.node.json_output import dumps
 from shoal.node.runtime.display import lag_words, per_second
 from shoal.node.training.throughput import Throughput
@@ -102,6 +103,11 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
         first = "" if result.loss_first is None else f", {shown(result.loss_first)} at first"
         end = f"finished after {done}: held-out loss {shown(result.loss_last)}{first}"
     resume = "the same command with --resume" + ("" if result.interrupted else " and more --steps") + " goes on from there"
+    files = f"checkpoints, metrics.jsonl and {RESULT} are in {str(folder)!r}"
+    if result.not_saved is not None:
+        older = next(iter(steps(folder)), None)
+        left = "no checkpoint is there" if older is None else f"--resume goes on from step {older}, the newest that is saved"
+        files, resume = f"metrics.jsonl and {RESULT} are in {str(folder)!r}, but not the end of this run", left
     speed = [
         f"{per_second(result.tokens_per_s, result.mfu)} in inner steps, {result.tokens_per_s_with_waiting:,.0f} with waiting for "
         "others, evaluating and saving"
@@ -114,7 +120,7 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
         end,
         *(speed if result.tokens else []),
         *(overlapped if result.lag else []),
-        f"checkpoints, metrics.jsonl and {RESULT} are in {str(folder)!r}; {resume}",
+        f"{files}; {resume}",
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from shoal.swarm.training.outer_factory import make_outer, round_length
 
 log = logging.getLogger(__name__)
 
+EXTRA_STATE = "_extra_state"  # the name that torch gives to what a module's get_extra_state() returned
 REPORT_S = 0.5  # seconds between two reports of progress
 
 
@@ -309,10 +310,9 @@ class Trainer:
         return None
 
     def check_model(self, state: dict[str, Any]) -> None:
-        """Raise TrainingError unless ``state`` is of a model with the same tensors."""
-        own = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
-        saved = {name: tensor.shape for name, tensor in state["model"].items()}
-        different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        """Raise TrainingError unless ``state`` is of a model with the same tensors, and the same modules with `get_extra_state`."""
+        own, saved = _shapes(self.model.state_dict()), _shapes(state["model"])
+        different = sorted(name for name in own.keys() | saved.keys() if own.get(name, "none") != saved.get(name, "none"))
         if different:
             raise TrainingError(
                 f"The checkpoint is of another model (its {different[0]!r} differs): use the same task, or start without --resume."
@@ -326,6 +326,12 @@ class Trainer:
             random_state.restore(state, self.device)
         elif len(others := state.get("ranks", ())) == self.layout.ranks - 1:  # of another layout there are none for this rank
             random_state.restore(others[rank - 1], self.device)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shape of each tensor in a model's state; None for what a module's ``get_extra_state`` returned, of any type."""
+    tensors = {name for name, value in state.items() if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)}
+    return {name: value.shape if name in tensors else None for name, value in state.items()}
 
 
 def plain(value: Any) -> Any:

@@ -116,8 +116,11 @@ class StateServer:
     async def _make(self, state: State, payload: Tensor | Spool, version: tuple[object, ...]) -> None:
         try:
             snapshot = await asyncio.get_running_loop().run_in_executor(None, make, state, payload)
-        except BaseException:
+        except BaseException as error:
             self._making = False
+            if isinstance(error, Exception):  # nobody waits for this coroutine
+                log.warning("the weights could not be copied for a peer that asked for them (%s): %s", type(error).__name__, error)
+                return
             raise
         self._last = version, snapshot.id
         self._kept.put(snapshot)

@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.topics.status import PER_SECOND, Status
 
@@ -67,5 +66,5 @@ class StatusPublisher:
             status = self._make()
             if status is not None:
                 self.topic.publish(status)
-        except (MessageError, ValueError) as error:  # pydantic's ValidationError is a ValueError
+        except Exception as error:  # else no later one would be sent either, and nobody would know
             log.warning("a status was not sent: %s", error)

@@ -164,6 +164,33 @@ def test_a_swarm_that_has_not_begun_has_the_weights_of_its_seed(shoal, eventuall
     assert waiting.wait() == 130
 
 
+def test_a_task_whose_optimizer_keeps_what_no_file_holds_ends_at_its_first_step(shoal):
+    """Fault: it trains to the end, saves nothing, says that --resume goes on, and exits with 0."""
+    arguments = own(shoal, "first")
+    path = shoal.home / "0.02" / "fit.py"
+    path.write_text(
+        path.read_text()
+        + """
+    def inner_optimizer(self, params):
+        made = torch.optim.SGD(params, lr=0.01)
+        step = made.step
+        def keeping(closure=None):
+            step(closure)
+            for group in made.param_groups:
+                group["seen"] = slice(3)
+        made.step = keeping
+        return made
+"""
+    )
+    node = shoal.start("up", *arguments, "--steps", 1000, "--every", EVERY)
+    assert node.wait() == 2
+    last = node.said().splitlines()[-1]
+    assert last.startswith(
+        "Error: Cannot save a checkpoint: the optimizer keeps a slice (slice(None, 3, None)) at ['trainer']['opt"
+    )
+    assert not list((shoal.home / "first").glob("step-*"))
+
+
 def test_where_nothing_can_be_saved_training_goes_on_and_the_end_says_so(shoal, eventually):
     """A file in the place of the node's folder stands for a full disk: nothing can be made there, for root neither."""
     node = up(shoal, "first", "--steps", 0, "--json")

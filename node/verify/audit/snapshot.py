@@ -48,6 +48,8 @@ def base(module: nn.Module) -> str:
     found = hashlib.sha256(b"shoal policy base 1\0")
     own, state = trained(module), module.state_dict()
     for name in sorted(state.keys() - own.keys()):
+        if not isinstance(state[name], Tensor):  # what a module keeps beside tensors (get_extra_state) may be of any type
+            continue
         tensor = state[name].detach().to("cpu").contiguous()
         found.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         found.update(tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b"")

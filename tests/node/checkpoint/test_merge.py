@@ -211,6 +211,13 @@ def test_nodes_checkpoints_give_the_model_or_its_slow_weights_under_its_own_name
     again.load_state_dict(slow)
 
 
+def test_what_modules_keep_beside_tensors_has_no_mean(tmp_path):
+    for name in "ab":
+        checkpoint.save(tmp_path / name, 5, {"trainer": {"model": {"w": torch.ones(2), "_extra_state": {"seen": torch.ones(1)}}}})
+    merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    assert list(load_file(tmp_path / "out")) == ["w"]
+
+
 def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
     trained(tmp_path / "0", 0)
     checkpoint.save(tmp_path / "1", 5, {"something": "else"})

@@ -7,9 +7,11 @@ import os
 import shutil
 import struct
 import tempfile
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from enum import IntEnum
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, check_writable, lock, path_of, steps
-from shoal.node.checkpoint.store import STATE, TENSORS, load, save
+from shoal.node.checkpoint.store import STATE, TENSORS, UnpackableError, load, outline, save
 from shoal.swarm.file_lock import InUseError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -265,9 +267,84 @@ def test_none_there(tmp_path):
 
 
 def test_other_types_are_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(TypeError, match="set"):
-        save(tmp_path, 1, {"x": {1, 2}})
+    for value in (object(), {1: [object]}, np.array([None]), {"a": {2: slice(3)}}):
+        with pytest.raises(UnpackableError, match=r"a checkpoint cannot hold a .*, at \['x'\]"):
+            save(tmp_path, 1, {"x": value})
     assert list(tmp_path.iterdir()) == []
+
+
+def kept(folder, value):
+    save(folder, 1, {"x": value})
+    return load(folder)[1]["x"], json.loads((path_of(folder, 1) / STATE).read_bytes().partition(b"\n")[2])["format"]
+
+
+@pytest.mark.parametrize(
+    ("value", "back"),
+    [
+        (np.float64(0.1), 0.1), (np.float32(0.5), 0.5), (np.int64(-3), -3), (np.bool_(True), True), (np.str_("a"), "a"),
+        (torch.Size([2, 3]), (2, 3)), (IntEnum("Kind", "ONE TWO").TWO, 2), (np.float64("inf"), math.inf),
+    ],
+)  # fmt: skip
+def test_numbers_of_other_libraries_come_back_as_pythons_in_the_format_that_older_versions_read(tmp_path, value, back):
+    got, version = kept(tmp_path, value)
+    assert same(got, back)
+    assert version == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"\0\xff", 1.5 - 2j, {3, "a", None}, frozenset({(1, 2)}), deque([1, [2.0]], maxlen=5), deque(), torch.bfloat16,
+        torch.device("cuda:1"), {"deep": [{"bytes": b"x"}]},
+    ],
+)  # fmt: skip
+def test_what_optimizers_and_samplers_keep_comes_back_in_a_format_of_its_own(tmp_path, value):
+    got, version = kept(tmp_path, value)
+    assert same(got, value)
+    assert getattr(got, "maxlen", None) == getattr(value, "maxlen", None)
+    assert version == 2  # an older version says so, and does not call it damaged
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "i8", "u4", "?", "c16", ">f4"])
+def test_arrays_come_back_in_their_own_type(tmp_path, dtype):
+    value = np.arange(6).reshape(3, 2).astype(dtype).T
+    got, _ = kept(tmp_path, value)
+    assert (got.dtype, got.shape) == (value.dtype, value.shape)
+    assert np.array_equal(got, value)
+    got[0, 0] = 7  # its own memory
+    assert outline(tmp_path)[1]["x"] == "0"  # merge reads no tensors
+
+
+def test_a_generator_goes_on_with_the_same_numbers(tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=generator)
+    got, _ = kept(tmp_path, generator)
+    assert torch.equal(torch.rand(4, generator=got), torch.rand(4, generator=generator))
+    outline(tmp_path)
+
+
+def test_a_state_too_large_to_be_read_again_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MAX_STATE_BYTES", 2000)
+    save(tmp_path, 1, {"x": "a" * 1000})
+    with pytest.raises(ValueError, match="could not be read again"):
+        save(tmp_path, 2, {"x": "a" * 2000})
+    assert load(tmp_path)[0] == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("tree", [
+    {"dtype": "load"}, {"dtype": "nn"}, {"array": ["O", [1], "0"]}, {"array": ["f4", [99], "0"]}, {"array": ["V8", [1], "0"]},
+    {"generator": "0"}, {"device": "nowhere"}, {"bytes": "zz"}, {"deque": [-1, []]}, {"complex": ["x", 1]}, {"set": [[]]},
+    {"odd": 1},
+])  # fmt: skip
+def test_a_file_from_elsewhere_makes_no_other_values(tmp_path, tree):
+    """Fault: a name in a checkpoint of a stranger is looked up, or an array of objects made of its bytes."""
+    save(tmp_path, 1, {"x": torch.zeros(8, dtype=torch.uint8), "y": "PLACE"})
+    path = path_of(tmp_path, 1) / STATE
+    text = path.read_text().partition("\n")[2].strip().replace('"PLACE"', json.dumps(tree))
+    path.write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load(tmp_path)
 
 
 def test_check_writable(tmp_path):

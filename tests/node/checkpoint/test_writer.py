@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.checkpoint.folder import lock, steps
+from shoal.node.checkpoint.folder import CheckpointError, lock, steps
 from shoal.node.checkpoint.store import POINTS, load
 from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots
 
@@ -205,11 +205,69 @@ def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, monkeypatch):
 
 def test_a_state_that_no_file_can_hold_is_told_too(tmp_path):
     run = Training(tmp_path)
+    run.train()
     run.weights.append(torch.zeros(2, dtype=torch.complex128))
     run.saver.due = True
     run.saver.turn(1)
-    assert "Cannot save a checkpoint (TypeError: a safetensors file cannot hold torch.complex128)" in run.said[0]
+    assert "Cannot save a checkpoint: the state keeps a Tensor of torch.complex128 (tensor([0.+0.j, 0.+0.j]" in run.said[0]
+    assert "at ['weights'][2], and a checkpoint holds numbers, texts, bytes, tensors" in run.said[0]
     assert not run.saver.busy
+
+
+class Odd:
+    """A value that no file holds."""
+
+    def __repr__(self):
+        return "<odd>"
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ({"trainer": {"optimizer": {"inner": {"state": {0: {"seen": Odd()}}}}}},
+         "the optimizer keeps a Odd (<odd>) at ['trainer']['optimizer']['inner']['state'][0]['seen'], and"),
+        ({"trainer": {"model": {"0._extra_state": Odd()}}}, "the model keeps a Odd (<odd>) at ['trainer']['model']['0._extra"),
+        ({"trainer": {"scheduler": {"odd": Odd()}}}, "the learning-rate scheduler keeps a Odd"),
+        ({"trainer": {"data": [Odd()]}}, "the place in the data keeps a Odd (<odd>) at ['trainer']['data'][0]"),
+        ({"extra": {"place": Odd()}}, "run.extra keeps a Odd (<odd>) at ['extra']['place']"),
+        ({"extra": {Odd(): 1}}, "run.extra keeps a Odd"),
+        ({"extra": torch.zeros(2).to_sparse()}, "run.extra keeps a Tensor that is torch.sparse_coo"),
+        ({"extra": torch.zeros(2, device="meta")}, "run.extra keeps a Tensor without values"),
+    ],
+)  # fmt: skip
+def test_a_state_that_can_never_be_saved_is_an_error_at_the_first_step(tmp_path, state, sentence):
+    """Fault: hours of training, exit code 0, and a sentence that --resume goes on, without any checkpoint."""
+    said = []
+    saver = CheckpointWriter(tmp_path, keep=3, state=lambda: state, notify=said.append)
+    with pytest.raises(CheckpointError) as caught:
+        saver.turn(1)
+    assert f"Cannot save a checkpoint: {sentence}" in str(caught.value)
+    assert str(caught.value) == saver.last(10)
+    assert said == []
+
+
+def test_a_state_that_holds_itself_is_said_too(tmp_path):
+    knot = []
+    knot.append(knot)
+    failure = CheckpointWriter(tmp_path, keep=3, state=lambda: {"extra": knot}, notify=print).last(1)
+    assert "run.extra keeps a list that is nested 200 deep, or holds itself" in failure
+
+
+@pytest.mark.parametrize("fails", [RuntimeError("no kernel image"), TypeError("odd"), RecursionError(), OSError(5, "Input/output")])
+def test_the_last_save_that_fails_is_known_to_the_caller_whatever_the_writing_thread_met(tmp_path, monkeypatch, fails):
+    """Fault: the thread ends with an error that nobody catches, and the save counts as done."""
+
+    def fail(*_args, **_kwargs):
+        raise fails
+
+    run = Training(tmp_path)
+    run.train()
+    monkeypatch.setattr(checkpoint, "write_tensors", fail)
+    failure = run.saver.last(1)
+    assert failure is not None
+    assert failure.startswith("Cannot save ")
+    assert "training goes on" not in "".join(run.said)
+    assert steps(tmp_path) == []
 
 
 def test_no_memory_for_the_copy_is_told_and_other_errors_are_not_hidden(tmp_path, monkeypatch):

@@ -272,6 +272,25 @@ def test_weights_that_are_not_finite_are_not_written(monkeypatch, world, task, t
     assert list(tmp_path.glob("model*")) == []
 
 
+@pytest.mark.parametrize("extra", [{"seen": 3}, None, torch.ones(2)])
+def test_a_module_with_state_beside_tensors_is_written_and_loads_as_the_card_says(tmp_path, monkeypatch, extra):
+    class Counting(torch.nn.Linear):
+        def get_extra_state(self):
+            return extra
+
+        def set_extra_state(self, state):
+            pass
+
+    torch.manual_seed(0)
+    made = Counting(2, 1)
+    export_model(made, {"round": 3, "notes": []}, tmp_path, tmp_path / ".pull" / "new")
+    lines = (tmp_path / "README.md").read_text().split("```")[1].removeprefix("python\n")
+    monkeypatch.chdir(tmp_path)
+    fresh = Counting(2, 1)
+    exec(lines, {"model": fresh})
+    assert torch.equal(fresh.weight, made.weight)
+
+
 def test_a_model_of_transformers_is_written_as_it_writes_itself(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.integrations.own_loop import RunError
 
 HERE = shoal.NetworkOptions(listen=["/ip4/127.0.0.1/tcp/0"])
@@ -103,3 +104,22 @@ def test_an_exception_saves_nothing_and_a_run_is_recorded_once(tmp_path):
 def test_what_cannot_be_used_is_said(tmp_path):
     with pytest.raises(RunError, match="Cannot use 'nowhere:x' as metrics"):
         shoal.Run(tmp_path, *parts(), metrics="nowhere:x")
+
+
+def test_a_value_that_cannot_be_kept_is_an_error_at_the_first_step(tmp_path):
+    model, inner = parts()
+    run = shoal.Run(tmp_path, model, inner)
+    run.extra["sampler"] = object()
+    with pytest.raises(CheckpointError, match=r"run\.extra keeps a object .* at \['extra'\]\['sampler'\]"):
+        train(run, model, inner, 4)
+    assert events(tmp_path, "end")[0]["steps"] == 1
+
+
+def test_a_last_checkpoint_that_fails_is_an_error_after_all_else_is_done(tmp_path):
+    """Fault: a line in a log and exit code 0."""
+    model, inner = parts()
+    run = shoal.Run(tmp_path, model, inner, checkpoint_every=0)
+    with pytest.raises(CheckpointError, match=r"run\.extra keeps a object"):
+        train(run, model, inner, 4, lambda run: run.extra.update(late=object()))
+    assert events(tmp_path, "end")[0]["steps"] == 4
+    assert run._opt.round == 1  # it was finished

@@ -204,6 +204,18 @@ def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
     )
 
 
+@pytest.mark.parametrize(
+    ("there", "way"), [((), "no checkpoint is there"), ((3, 5), "--resume goes on from step 5, the newest that is saved")]
+)
+def test_an_end_that_was_not_saved_is_no_place_to_go_on_from(tmp_path, there, way):
+    """Fault: "checkpoints are in ...; --resume goes on from there" after a save that failed."""
+    for step in there:
+        (tmp_path / f"step-{step:08d}").mkdir()
+    made = Result("a", "p", "s", "noloco", "cpu", "0/8", 1, not_saved="Cannot save")
+    said = f"metrics.jsonl and result.json are in {str(tmp_path)!r}, but not the end of this run; {way}"
+    assert summary(made, tmp_path, 1.0)[-1] == said
+
+
 def test_a_round_that_overlapped_shows_its_lag():
     assert describe(info(lag=7)).endswith("wait 0.25 s, lag 7 steps")
     assert describe(info(lag=1, late=True)).endswith("wait 0.25 s, lag 1 step (late)")

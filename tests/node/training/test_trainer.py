@@ -1,6 +1,7 @@
 """The training loop: it resumes bit by bit from any step, and names in one sentence what cannot be trained."""
 
 import math
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -190,6 +191,48 @@ def test_what_cannot_be_trained_is_said_in_one_sentence(task, sentence):
     with pytest.raises(TrainingError) as caught:
         made.run()
     assert str(caught.value) == sentence
+
+
+class Counting(torch.nn.Linear):
+    """A layer that keeps more than tensors."""
+
+    kept = None
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
+class Extra(Noisy):
+    def model(self):
+        made = super().model()
+        made[3] = Counting(self.width, 1)
+        return made
+
+
+@pytest.mark.parametrize("kept", [{"seen": 3, "sum": torch.ones(2)}, OrderedDict(a=[1.5]), None, torch.ones(3), "text"])
+def test_a_module_that_keeps_more_than_tensors_is_saved_and_resumed(tmp_path, kept):
+    """Fault: the shape of a dict is asked for; `--resume` ends with "bug in shoal"."""
+    whole = trainer(Extra())
+    whole.model[3].kept = kept
+    for _ in range(5):
+        whole.step()
+    checkpoint.save(tmp_path, 5, whole.state())
+    whole.run()
+    again = trainer(Extra())
+    again.model[3].kept = torch.ones(7)  # of another shape than the saved one, as of a fresh module
+    again.resume(checkpoint.load(tmp_path)[1])
+    assert str(again.model[3].kept) == str(dict(kept) if isinstance(kept, dict) else kept)
+    again.run()
+    assert all(torch.equal(a, b) for a, b in zip(whole.params, again.params, strict=True))
+
+
+def test_a_checkpoint_without_what_a_module_keeps_now_is_of_another_model():
+    state = trainer(Noisy()).state()
+    with pytest.raises(TrainingError, match=r"its '3\._extra_state' differs"):
+        trainer(Extra()).resume(state)
 
 
 def test_a_checkpoint_of_another_shard_or_model_is_refused_and_changes_nothing():
