@@ -114,6 +114,15 @@ class KnowsOptimizer(Protocol):
 
 
 @runtime_checkable
+class OrdersParameters(Protocol):
+    """Exchange whose peers agree on the order of the parameters, whatever the groups of their inner optimizers are."""
+
+    def ordered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the averaged parameters in that order. An exception prevents the ``OuterOptimizer``'s construction."""
+        ...
+
+
+@runtime_checkable
 class ComparesStates(Protocol):
     """Exchange over everyone that can equalise what its peers should hold alike, and do not after one has missed a round."""
 

@@ -242,7 +242,7 @@ class DecoupledDiLoCo(OuterOptimizer):
         **options: Unpack[Options],
     ) -> None:
         parts = _cut(fragments, inner, exchange, options)
-        parameters = _averaged(inner, options)
+        parameters = _averaged(inner, exchange, options)
         marked = {id(parameter) for parameter in plain}
         places = frozenset(
             (number, position)
@@ -349,10 +349,10 @@ def _cut(fragments: Fragments, inner: Inner, exchange: Exchange, options: Option
     known: Sequence[Sequence[Tensor]] | None = getattr(exchange, "fragments", None)
     if known and len(known) == fragments:
         return known
-    model, parameters = options.get("model"), _averaged(inner, options)
+    model, parameters = options.get("model"), _averaged(inner, exchange, options)
     fragments = possible(fragments, model, parameters)
     return even(parameters, fragments) if model is None else strided(model, fragments, parameters)
 
 
-def _averaged(inner: Inner, options: Options) -> list[Tensor]:
-    return trained(inner, excluded(options.get("exclude", ()), inner, options.get("model")))
+def _averaged(inner: Inner, exchange: Exchange, options: Options) -> list[Tensor]:
+    return trained(inner, exchange, excluded(options.get("exclude", ()), inner, options.get("model")))

@@ -95,7 +95,7 @@ class OuterOptimizer(OuterRounds):
         self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
         self.length = length or Steps()
         every, own = all_parameters(inner), excluded(exclude, inner, model)
-        self._params = trained(inner, own)
+        self._params = trained(inner, exchange, own)
         self._frozen = [p for p in every if not p.requires_grad and p not in own]
         self._count = len(every)
         wrong = [p.dtype for p in self._params if not p.is_floating_point()]

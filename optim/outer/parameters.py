@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from shoal.optim.exchange.base import Exchange, OrdersParameters
+
 Inner = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """An optimizer, or several of different parameters."""
 
@@ -24,16 +26,18 @@ def all_parameters(inner: Inner) -> list[Tensor]:
     return [parameter for one in several for group in one.param_groups for parameter in group["params"]]
 
 
-def trained(inner: Inner, but: Iterable[Tensor] = ()) -> list[Tensor]:
+def trained(inner: Inner, exchange: Exchange, but: Iterable[Tensor] = ()) -> list[Tensor]:
     """Return the parameters that require a gradient, ``but`` for some: those that are averaged.
 
-    They are in the order of ``all_parameters``, unless the optimizer has an ``order`` of its own, as `shoal.muon` makes it.
+    They are in the order of ``exchange`` if it has one (that of a session's model), else in that of ``all_parameters``, unless the
+    optimizer has an ``order`` of its own, as `shoal.muon` makes it.
     """
     every, left_out = all_parameters(inner), set(but)
     if order := getattr(inner, "order", ()):
         known = set(every)
         every = [parameter for parameter in order if parameter in known]
-    return [parameter for parameter in every if parameter.requires_grad and parameter not in left_out]
+    found = [parameter for parameter in every if parameter.requires_grad and parameter not in left_out]
+    return exchange.ordered(found) if isinstance(exchange, OrdersParameters) else found
 
 
 def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Tensor]:

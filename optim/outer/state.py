@@ -123,6 +123,7 @@ class OuterState(FlightsState):
             "schedule": repr(self.schedule),
             "groups": self.outer.settings(),
             "in_flight": begun,
+            "order": self._form.order,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -141,6 +142,11 @@ class OuterState(FlightsState):
             state = before(self, state) or state
         state = self._without_frozen(check_keys(self._whole(state)))
         groups = groups_of(state, len(self.outer.param_groups))
+        if state.get("order", self._form.order) != self._form.order:
+            raise ValueError(
+                "the saved outer state has the parameters in the order of another model or session: save state_dict() in place of "
+                "whole_state(), which fits any order"
+            )
         rule_state, codecs = self._weights.housed(self._checked_rule(state, self.slow)), self._loaded_codecs(state)
         counts = {name: int(state.get(name, default)) for name, default in (("steps", 0), ("round", 0), ("tokens", 0))}
         position, length = int(state.get("position", counts["steps"])), state.get("length", {})

@@ -22,7 +22,20 @@ from shoal.optim.outer.fsdp import local, sharded_like
 from shoal.optim.outer.in_flight import Record
 
 OUTER, PROGRESS = "outer", "progress"
-_PLAIN = ("steps", "position", "length", "round", "tokens", "sent_at", "applied", "arrivals", "kind", "settings", "schedule")
+_PLAIN = (
+    "steps",
+    "position",
+    "length",
+    "round",
+    "tokens",
+    "sent_at",
+    "applied",
+    "arrivals",
+    "kind",
+    "settings",
+    "schedule",
+    "order",
+)
 
 
 class TorchForm:
@@ -46,6 +59,8 @@ class TorchForm:
     ) -> None:
         self._every, self._params, self._parts, self._coarse, self._sent = every, params, parts, coarse, sent
         self._place = {parameter: index for index, parameter in enumerate(params)}
+        self.order = [number for _, number in sorted((self._place[p], n) for n, p in enumerate(every) if p in self._place)]
+        """The number among all parameters of each averaged one; a session has them in the order of its model."""
 
     def pack(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state in torch's form. Tensors of sharded parameters are DTensors with the parameter's placements."""
@@ -128,6 +143,12 @@ class TorchForm:
         if len(keys) != len(self._every):
             raise ValueError(f"the saved parameter groups have {len(keys)} parameters, this optimizer {len(self._every)}")
         progress = json.loads(text)
+        was = progress.get("order", self.order)
+        if was != self.order and sorted(was) == sorted(self.order):
+            to = [self.order.index(at) for at in was]
+            progress["parts"] = [sorted(to[index] for index in part) for part in progress["parts"]]
+            progress["rounded"] = [to[index] for index in progress["rounded"]]
+            progress |= {"in_flight": [], "order": self.order}  # what was sent is in the old order: it is taken back
         number = {parameter: at for at, parameter in enumerate(self._every)}
         entries = [dict(state["state"].get(key, {})) for key in keys]
         outer = [entries[number[parameter]].get(OUTER, {}) for parameter in self._params]

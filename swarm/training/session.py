@@ -21,7 +21,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -110,7 +110,7 @@ class Session:
             )  # fmt: skip
             params = opt.parameters
             parts = [[params[index] for index in opt.positions(number)] for number in range(opt.fragments)]
-            self._exchange = SessionExchange(inner, self._attach, parts)
+            self._exchange = SessionExchange(inner, self._attach, self._ordered, parts)
         return self._exchange
 
     def optimizer(self, inner: Inner | None = None, **options: Any) -> OuterOptimizer:
@@ -120,7 +120,7 @@ class Session:
         ``options``: ``slow_device`` and ``on_round``, as those of ``optim.OuterOptimizer``.
         Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do.
         """
-        return self._made(inner or Stepped(self._params), self.exchange(), **options)
+        return self._made(Stepped(self._params) if inner is None else inner, self.exchange(), **options)
 
     def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
         if self._model is None and (self.settings.fragments or 1) > 1:
@@ -153,15 +153,42 @@ class Session:
     def _speeds(self) -> list[float]:
         return [member.steps_per_s for member in self._membership.directory.members().values()]
 
-    def _attach(self, opt: OuterOptimizer) -> None:
-        """Become a member; called while ``opt`` is made."""
-        if self._opt is not None or self._closed:
-            raise SessionError("A session has one optimizer, and this one had its own: begin another session for the next.")
-        if [id(p) for p in opt.parameters] != [id(p) for p in self._params]:
+    def _ordered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return an optimizer's parameters in the order of the state, which all peers have, whatever their groups."""
+        if self._closed:
+            raise SessionError("This session is over, so an optimizer would have no partners: begin another session for it.")
+        if self._opt is not None:
             raise SessionError(
-                "The optimizer has other parameters than the session, or in another order: on all peers, hand in "
-                'state=[p for group in inner.param_groups for p in group["params"]].'
+                "This session has its optimizer already: train on with that one, hand several inner optimizers in together "
+                "(NoLoCo([muon, adamw], ...)), or begin another session for another model."
             )
+        own, theirs = set(self._params), set(parameters)
+        lacking = [name for name, parameter in self._named() if parameter not in theirs]
+        if lacking and not own & theirs:
+            raise SessionError(
+                "None of the optimizer's parameters is in the session's state: make it of the model that is handed in as state, "
+                "both after the model is moved, cast or wrapped."
+            )
+        if lacking:
+            raise SessionError(
+                f"The optimizer trains {len(own) - len(lacking)} of the {len(own)} parameters of the session's state, and not "
+                f"{lacking[0]}: hand in as state what it trains, or let it train the rest too (in several optimizers, as a list)."
+            )
+        if more := [parameter for parameter in parameters if parameter not in own]:
+            raise SessionError(
+                f"The optimizer trains {len(more)} parameters that are not in the session's state, such as one of shape "
+                f"{tuple(more[0].shape)}: hand in the whole model as state, or exclude them (exclude=[...])."
+            )
+        return list(self._params)
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the state's parameters, each with a name for people."""
+        names = {} if self._model is None else {parameter: repr(name) for name, parameter in self._model.named_parameters()}
+        for index, parameter in enumerate(self._params):
+            yield names.get(parameter, f"number {index} of shape {tuple(parameter.shape)}"), parameter
+
+    def _attach(self, opt: OuterOptimizer) -> None:
+        """Become a member; called while ``opt`` is made, of the parameters that ``_ordered`` returned."""
         found = config_diff(opt, self._expected())
         if found is not None:
             knobs = ", ".join(f"{name}={value}" for name, value in self.settings.knobs().items())

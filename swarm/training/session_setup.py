@@ -54,7 +54,7 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 
     SessionError if there are none, or if one is no floating-point tensor.
     """
-    given = list(state.parameters() if isinstance(state, nn.Module) else state)
+    given = dict.fromkeys(state.parameters() if isinstance(state, nn.Module) else state)  # a tied one counts once
     params: list[Tensor] = [p for p in given if not isinstance(p, Tensor) or p.requires_grad]
     if not params or not all(isinstance(p, Tensor) and p.is_floating_point() for p in params):
         raise SessionError(
@@ -198,21 +198,27 @@ def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: Trainin
 class SessionExchange:
     """An ``optim.Exchange`` in front of ``inner`` that calls ``attached`` with the optimizer that it is given to.
 
-    ``fragments``: the parameters of each of the swarm's fragments, as which an optimizer with that number of them takes its own.
+    ``ordered``: as of ``optim.exchange.base.OrdersParameters``. ``fragments``: the parameters of each of the swarm's fragments, as
+    which an optimizer with that number of them takes its own.
     """
 
     def __init__(
         self,
         inner: PairExchange | GroupExchange,
         attached: Callable[[OuterOptimizer], None],
+        ordered: Callable[[Sequence[Tensor]], list[Tensor]],
         fragments: Sequence[Sequence[Tensor]] = (),
     ) -> None:
-        self.inner, self._attached, self.fragments = inner, attached, fragments
+        self.inner, self._attached, self._ordered, self.fragments = inner, attached, ordered, fragments
         self._closed = False
 
     def attach(self, optimizer: OuterOptimizer) -> None:
         """Make ``optimizer`` the session's; the optimizer calls this when it is made."""
         self._attached(optimizer)
+
+    def ordered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the optimizer's parameters in the session's order. SessionError if it has others, or is not the first."""
+        return self._ordered(parameters)
 
     def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
         """Begin a round; without a partner once the session is over, or the network gone."""

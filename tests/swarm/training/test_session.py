@@ -32,7 +32,7 @@ def model(seed):
 def loop(opt, module, data_seed, steps=EVERY * ROUNDS):
     data = torch.Generator().manual_seed(data_seed)
     for _ in range(steps):
-        x = torch.randn(8, 4, generator=data)
+        x = torch.randn(8, 4, generator=data).to(next(module.parameters()))
         (module(x) - x.sum(1, keepdim=True)).square().mean().backward()
         opt.step()
         opt.zero_grad()
@@ -236,10 +236,102 @@ def test_an_optimizer_that_averages_otherwise_is_refused_in_one_sentence(alone, 
         make(sgd(module), session.exchange())
 
 
-def test_other_parameters_than_the_sessions_are_refused(alone):
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (lambda net: model(1).parameters(), "None of the optimizer's parameters is in the session's state: make it of the model"),
+        (lambda net: net[2].parameters(), "trains 2 of the 4 parameters of the session's state, and not '0.weight': hand in"),
+        (lambda net: [*net.parameters(), torch.nn.Parameter(torch.zeros(3))], r"trains 1 parameters .* one of shape \(3,\): hand"),
+    ],
+)
+def test_other_parameters_than_the_sessions_are_refused(alone, given, sentence):
     session, module = alone
-    with pytest.raises(SessionError, match=r"other parameters than the session, or in another order: .*state=\["):
-        NoLoCo(torch.optim.SGD(reversed(list(module.parameters())), lr=0.1), session.exchange(), every=5, lr=0.5, lag=0)
+    for make in (partial(NoLoCo, every=5, lr=0.5, lag=0), partial(NoLoCo, every=5), DiLoCo):
+        with pytest.raises(SessionError, match=sentence):
+            make(torch.optim.SGD(given(module), lr=0.1), session.exchange())
+
+
+def square(seed, frozen=False):
+    """Return a model whose matrices, and vectors, have one shape: in another order they would be averaged too."""
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    net[3].weight = net[1].weight  # tied
+    net[0].weight.requires_grad_(not frozen)
+    return net
+
+
+def decayed(module):
+    """Return one optimizer with decay and no-decay groups, as nanoGPT's."""
+    several = [[p for p in module.parameters() if (p.ndim > 1) is wide] for wide in (True, False)]
+    return torch.optim.SGD([{"params": params, "weight_decay": 0.0} for params in several], lr=0.05)
+
+
+def several(module):
+    """Return two optimizers, of vectors and of matrices, in the opposite order, as Muon beside AdamW."""
+    found = list(reversed(list(module.parameters())))
+    return [torch.optim.SGD([p for p in found if (p.ndim > 1) is wide], lr=0.05) for wide in (False, True)]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("settings", [{"lag": 0}, {"lag": 0, "fragments": 2}, {"method": "diloco"}])
+def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_group(settings, frozen):
+    """It catches parameters that are sent in the order of an optimizer's groups: their shapes are equal here."""
+    first = shoal.create(state=(begin := square(0, frozen)), every=EVERY, **settings, start_when=2, network=HERE)
+    link = first.link
+
+    def anna():
+        with first as s:
+            make = DiLoCo if "method" in settings else partial(NoLoCo, **settings)
+            opt = make(decayed(begin), s.exchange(), every=EVERY)
+            loop(opt, begin, 1)
+            return [t.clone() for t in opt.slow]
+
+    def bert():
+        other = square(7, frozen)
+        if frozen:
+            other[0].weight.data.copy_(begin[0].weight)
+        with shoal.join(link, state=other, network=HERE) as s:
+            opt = s.optimizer(several(other))
+            loop(opt, other, 2)
+            return [t.clone() for t in opt.slow]
+
+    found = together(anna, bert)
+
+    def simulated(exchange):
+        module = square(0, frozen)
+        options = {} if "method" in settings else {"model": module, **settings}
+        opt = (DiLoCo if "method" in settings else NoLoCo)(sgd(module), exchange, every=EVERY, **options)
+        loop(opt, module, int(exchange.peer))
+        return [t.clone() for t in opt.slow]
+
+    wanted = Simulation(["1", "2"]).run(simulated)
+    for mine, theirs in zip(found, wanted.values(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_session_in_the_models_order_resumes_in_that_of_the_groups_bit_for_bit():
+    """It catches state that is kept by place in the session's order and read in that of another exchange."""
+    net = square(0).to(torch.bfloat16)
+    with shoal.create(state=net, method="streaming", every=4, fragments=2, codec="e3m0+ef", lag=1, network=HERE, wait_s=0.2) as s:
+        opt = s.optimizer(decayed(net))
+        loop(opt, net, 1, steps=4 * EVERY - 1)
+        parts = [[opt.parameters[at] for at in opt.positions(fragment)] for fragment in range(opt.fragments)]
+        saved, model_saved = opt.state_dict(), {name: value.clone() for name, value in net.state_dict().items()}
+        other = square(3).to(torch.bfloat16)
+        place = dict(zip(net.parameters(), other.parameters(), strict=True))
+        other.load_state_dict(model_saved)
+        alike = [[place[p] for p in part] for part in parts]
+        again = StreamingDiLoCo(decayed(other), shoal.Alone(), every=4, fragments=alike, codec=opt.codec.fresh(), lag=1)
+        again.load_state_dict(saved)
+        order = [[id(p) for p in other.parameters()].index(id(p)) for p in again.parameters]
+        assert order != sorted(order)
+        for one, module in ((opt, net), (again, other)):
+            loop(one, module, 2, steps=3 * EVERY)
+            one.finish()
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(again.slow[at], opt.slow[place]) for at, place in enumerate(order))
+    with pytest.raises(ValueError, match="in the order of another model or session"):
+        again.load_state_dict(opt.whole_state())
 
 
 def test_a_session_has_one_optimizer(alone):
@@ -248,7 +340,7 @@ def test_a_session_has_one_optimizer(alone):
     assert session.status()["members"][0]["state"] == "training"
     assert session.status()["members"][0]["steps_per_s"] == 0
     session.report(float("nan"))
-    with pytest.raises(SessionError, match="has one optimizer"):
+    with pytest.raises(SessionError, match="has its optimizer already: train on with that one"):
         session.optimizer(sgd(module))
     before = [p.detach().clone() for p in module.parameters()]
     opt.count(640)
@@ -304,6 +396,7 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
     module[0].requires_grad_(False)
     assert [tuple(p.shape) for p in parameters_of(module)] == [(1, 8), (1,)]
     assert parameters_of(reversed([*module.parameters()])) == [module[2].bias, module[2].weight]
+    assert len(parameters_of([module[2].bias, module[2].bias])) == 1
     for wrong in (module[1], [], [module[0].weight], [torch.zeros(3, dtype=torch.int64)], ["x"]):
         with pytest.raises(SessionError, match="hand in the model that is trained"):
             parameters_of(wrong)
