@@ -39,7 +39,7 @@ class FileLock:
     """
 
     def __init__(self, path: Path, what: str, remedy: str) -> None:
-        self._path, self._what, self._remedy = path, what, remedy
+        self._path, self._what, self._remedy = path.absolute(), what, remedy
         try:
             while (fd := self._take()) is None:
                 pass  # its holder released it, and removed the file, between the opening and the locking

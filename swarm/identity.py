@@ -88,7 +88,7 @@ class Identity:
 
     def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
         self._key = key
-        self.path = path
+        self.path = None if path is None else path.absolute()  # the process may change its folder
         self.public_key = key.public_key().public_bytes_raw()
         self.peer_id = b58encode(ID_HEADER + self.public_key)
 

@@ -116,7 +116,7 @@ class CheckpointWriter:
         room: Callable[[int], None] = lambda nbytes: None,
         copies: Callable[[int], bool] = lambda nbytes: True,
     ) -> None:
-        self._folder, self._keep, self._state, self._notify, self._at = folder, keep, state, notify, at
+        self._folder, self._keep, self._state, self._notify, self._at = folder.absolute(), keep, state, notify, at
         self._room, self._copies = room, copies
         self._size = 0
         """Bytes of the tensors of the last save."""

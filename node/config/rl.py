@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
-from typing import Literal
+import os
+from pathlib import Path, PurePath
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+
+def spec_here(spec: str) -> str:
+    """Return ``path/file.py:Class`` with the whole path, if there is that file: its code may change the folder of the process."""
+    where, colon, name = spec.rpartition(":")
+    file = Path(os.path.expanduser(where))
+    return f"{file.absolute()}:{name}" if colon and where.endswith(".py") and file.is_file() else spec
 
 
 class RLSettings(BaseModel):
     """Settings of this node with ``--task rl``."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    env: str = Field(
+    env: Annotated[str, AfterValidator(spec_here)] = Field(
         default="strings",
         min_length=1,
         max_length=4096,

@@ -14,6 +14,7 @@ import reprlib
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -32,7 +34,7 @@ from pydantic import (
 from shoal.node.config.endpoint import parse_address
 from shoal.node.config.peers import PeersSettings
 from shoal.node.config.ranks import RankSettings
-from shoal.node.config.rl import RLSettings
+from shoal.node.config.rl import RLSettings, spec_here
 from shoal.node.config.train import TrainTable
 from shoal.swarm.access.link import address_problem
 from shoal.swarm.errors import ShoalError
@@ -55,10 +57,17 @@ def _file_name(value: str) -> str:
     return value
 
 
+def _absolute(path: Path) -> Path:
+    """Return ``path`` whatever folder the user's code changes to; as it is where the current one is gone."""
+    with suppress(FileNotFoundError):
+        return Path(os.path.expanduser(path)).absolute()
+    return path
+
+
 # The node's name is also its folder's, so it must be a plain file name on every system.
 Name = Annotated[str, AfterValidator(_file_name)]
 # Flags and TOML give a path as text, which strict mode would refuse.
-PathSetting = Annotated[Path, Field(strict=False)]
+PathSetting = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
 # 9464 in TOML is a number.
 Endpoint = Annotated[
     str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(lambda v: str(parse_address(v)))
@@ -109,7 +118,7 @@ class SwarmSettings(_Table):
 class TaskSettings(_Table):
     """Settings of the task."""
 
-    hooks: str = Field(
+    hooks: Annotated[str, AfterValidator(spec_here)] = Field(
         default="text", min_length=1, max_length=4096,
         description="The task: text or rl (built in), module:Class, or path/file.py:Class.",
     )  # fmt: skip
@@ -212,6 +221,8 @@ class NodeSettings(_Table, RankSettings):
         default=None, description="The key file; by default ~/.config/shoal/identity.key ($XDG_CONFIG_HOME is respected)."
     )
 
+    _runs: Path = PrivateAttr(default_factory=lambda: _absolute(Path("runs")))
+
     @field_validator("listen", "announce")
     @classmethod
     def _addresses(cls, value: list[str]) -> list[str]:
@@ -262,17 +273,12 @@ class NodeSettings(_Table, RankSettings):
     @property
     def run_folder(self) -> Path:
         """Folder of checkpoints and metrics."""
-        return Path(os.path.expanduser(self.folder)) if self.folder else Path("runs") / self.name
-
-    @property
-    def resume_from_path(self) -> Path | None:
-        """``resume_from`` with ~ expanded."""
-        return Path(os.path.expanduser(self.resume_from)) if self.resume_from else None
+        return self.folder or self._runs / self.name
 
     @property
     def identity_path(self) -> Path:
         """Path of the key file."""
-        return Path(os.path.expanduser(self.identity)) if self.identity else default_identity_path()
+        return self.identity or default_identity_path()
 
 
 def default_identity_path() -> Path:

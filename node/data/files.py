@@ -30,15 +30,19 @@ def _walk(root: Path, skip: set[str], suffix: str) -> Iterator[tuple[str, Path]]
                 yield path.relative_to(root).as_posix(), path
 
 
-def find_files(data: str) -> list[tuple[str, Path]]:
-    """List (name, path) of all files that ``data`` names, sorted by name; by default Python's library. DataError."""
+def find_files(data: str, at: Path | None = None) -> list[tuple[str, Path]]:
+    """List (name, path) of all files that ``data`` names, sorted by name; by default Python's library. DataError.
+
+    Paths begin at the folder ``at``, by default the current one.
+    """
+    at = at or Path.cwd()
     if not data.strip():
         return sorted(_walk(Path(sysconfig.get_paths()["stdlib"]), NOT_LIBRARY, ".py"))
     found: list[tuple[str, Path]] = []
     # An existing path is not split: a comma or colon may be part of its name.
-    parts = [data] if os.path.exists(data) else re.split(f"[,{re.escape(os.pathsep)}]", data)
+    parts = [data] if os.path.exists(at / data) else re.split(f"[,{re.escape(os.pathsep)}]", data)
     for part in filter(None, (p.strip() for p in parts)):
-        root = Path(os.path.expanduser(part))
+        root = at / os.path.expanduser(part)
         if os.path.isdir(root):  # unlike Path.is_dir, os.path answers False where it may not look
             found.extend(islice(_walk(root, {"__pycache__"}, ""), MAX_FILES + 1))
         elif os.path.isfile(root):

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shoal.node.data.dealing import belongs
@@ -64,6 +65,7 @@ class HubDataset:
 
     def __init__(self, data: str, field: str, skipped: Skipped) -> None:
         self.name, self.field, self.skipped = Name.parse(data), field, skipped
+        self._place = str(Path(self.name.path).absolute()) if is_path(self.name.path) else self.name.path
         self.what = f"{data} (texts in the column {field!r})"
         # Only the name of a folder counts: it may lie elsewhere when the run is resumed.
         path = os.path.basename(os.path.normpath(self.name.path)) if is_path(self.name.path) else self.name.path
@@ -103,7 +105,7 @@ class HubDataset:
             import datasets
 
             datasets.disable_progress_bars()
-            return datasets.load_dataset(self.name.path, self.name.config, split=self.name.split, streaming=True)
+            return datasets.load_dataset(self._place, self.name.config, split=self.name.split, streaming=True)
         except Exception as error:  # as above
             raise DataError(
                 f"Cannot open the dataset {self.name.path!r}, split {self.name.split!r} ({reason(error)}): "

@@ -85,7 +85,7 @@ class Run:
         tensorboard: str | None = None,
         wandb: str | None = None,
     ) -> None:
-        self.folder = Path(os.path.expanduser(folder))
+        self.folder = Path(os.path.expanduser(folder)).absolute()
         self._model, self._every = model, checkpoint_every
         self._inner = [inner] if isinstance(inner, Optimizer) else [*inner]
         self.step = 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 from shoal.node.config.endpoint import MAX_PORT, parse_address
 from shoal.node.config.settings import NodeSettings, Settings
@@ -25,7 +23,7 @@ def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
         if node.tensorboard is not None:
             from shoal.node.metrics.tensorboard_file import TensorBoardFile
 
-            sinks.append(Background(TensorBoardFile(Path(os.path.expanduser(node.tensorboard)), node.name)))
+            sinks.append(Background(TensorBoardFile(node.tensorboard, node.name)))
         if node.wandb is not None:
             from shoal.node.metrics.wandb_run import WandbRun
 

@@ -24,7 +24,7 @@ class TensorBoardFile:
 
     def __init__(self, folder: Path, node: str) -> None:
         require(MetricsError, "--tensorboard", "tensorboard", extra="tensorboard")
-        self._folder, self._curves = folder / node, Curves()
+        self._folder, self._curves = folder.absolute() / node, Curves()
         self._records: Any = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

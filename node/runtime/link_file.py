@@ -20,7 +20,7 @@ class LinkFile:
     """The link file of one run in ``folder``; call `refresh` often: it writes every ten seconds, and uses no network."""
 
     def __init__(self, folder: Path, membership: Membership, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._membership, self._clock = folder / LINK, membership, clock
+        self._path, self._membership, self._clock = folder.absolute() / LINK, membership, clock
         self._next = float("-inf")
 
     def refresh(self) -> None:

@@ -32,7 +32,7 @@ class NodeRun(RunOptions):
 
     def _run(self) -> Result:
         node, link, saved = self.settings.node, self.link, None
-        if node.resume or node.resume_from_path is not None or checkpoints.steps(self.folder):
+        if node.resume or node.resume_from is not None or checkpoints.steps(self.folder):
             from shoal.node.runtime import resume
 
             saved = resume.find(node)

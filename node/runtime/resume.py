@@ -60,7 +60,7 @@ def find(node: NodeSettings) -> SavedRun | None:
     Raises:
         CheckpointError: there is none, it is damaged, or the node's folder holds those of another run.
     """
-    own, other = node.run_folder, node.resume_from_path
+    own, other = node.run_folder, node.resume_from
     if other is None:
         if node.resume:
             return _read(own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 
 from shoal.node.data.errors import DataError
 from shoal.node.data.files import find_files
@@ -18,7 +19,7 @@ FEW_FILES = 100  # fewer files than this are cut into about so many pieces, so t
 EVERYTHING = Shard(0, 1, 0)
 
 
-def open_stream(data: str, field: str, skipped: Skipped) -> DocumentSource | None:
+def open_stream(data: str, field: str, skipped: Skipped, at: Path | None = None) -> DocumentSource | None:
     """Return the stream of documents that ``data`` names: a dataset (``hf:...``), or files of which at least one holds records.
 
     Returns None if all of it is plain text.
@@ -28,11 +29,11 @@ def open_stream(data: str, field: str, skipped: Skipped) -> DocumentSource | Non
     """
     if data.strip().startswith(PREFIX):
         return HubDataset(data.strip(), field, skipped)
-    files = find_files(data)
+    files = find_files(data, at)
     return RecordFiles(files, field, skipped) if any(name.endswith(RECORDS) for name, _ in files) else None
 
 
-def read_documents(data: str, max_bytes: int, field: str = "text") -> list[Document]:
+def read_documents(data: str, max_bytes: int, field: str = "text", at: Path | None = None) -> list[Document]:
     """Read the text that ``data`` names (see ``TextTask``), at most ``max_bytes``, sorted by name.
 
     If there is more, the files with the lowest hashes of their names are read, a fair sample that is the same everywhere; of a
@@ -41,8 +42,8 @@ def read_documents(data: str, max_bytes: int, field: str = "text") -> list[Docum
     Raises:
         DataError: a path is missing or unreadable, or there is no text at all.
     """
-    source = open_stream(data, field, Skipped())
-    documents = _read_files(data, max_bytes) if source is None else _read_stream(source, max_bytes)
+    source = open_stream(data, field, Skipped(), at)
+    documents = _read_files(data, max_bytes, at) if source is None else _read_stream(source, max_bytes)
     if not documents:
         if source is not None:
             raise no_document(source)
@@ -57,9 +58,9 @@ def read_documents(data: str, max_bytes: int, field: str = "text") -> list[Docum
     return sorted(documents, key=lambda d: d.name)
 
 
-def _read_files(data: str, left: int) -> list[Document]:
+def _read_files(data: str, left: int, at: Path | None) -> list[Document]:
     documents: list[Document] = []
-    for name, path in sorted(find_files(data), key=lambda f: hashlib.sha256(os.fsencode(f[0])).digest()):
+    for name, path in sorted(find_files(data, at), key=lambda f: hashlib.sha256(os.fsencode(f[0])).digest()):
         if left <= 0:
             break
         try:

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.node.data import dealing
+from shoal.node.data.hub import is_path
 from shoal.node.data.manifest_options import DIGEST
 from shoal.node.data.reader import Reader
 from shoal.node.data.source import DocumentSource, Listed, Skipped, Training, no_document
@@ -94,6 +97,7 @@ class TextTask(Task):
                 raise DataError(f"The text option {name}={text!r} must be a text.")
         if order not in ORDERS:
             raise DataError(f"The text option order={order!r} must be random or epochs.")
+        self._at = Path.cwd()  # where its paths begin, when they are read
         self.data, self.max_bytes, self.field, self.order, self.shuffle = data, max_bytes, field, order, shuffle
         self.tokenizer_name, self._expected, self.skipped = tokenizer, str(tokenizer_digest), Skipped()
         self.layers, self.width, self.heads, self.context = layers, width, heads, context
@@ -102,17 +106,18 @@ class TextTask(Task):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the text. Raises DataError."""
-        return load_tokenizer(self.tokenizer_name, self._expected)
+        name = self.tokenizer_name
+        return load_tokenizer(str(self._at / os.path.expanduser(name)) if is_path(name) else name, self._expected)
 
     @cached_property
     def stream(self) -> DocumentSource | None:
         """Stream of the documents; None if the text is held in memory. Raises DataError."""
-        return None if self.order == "random" else open_stream(self.data, self.field, self.skipped)
+        return None if self.order == "random" else open_stream(self.data, self.field, self.skipped, self._at)
 
     @cached_property
     def documents(self) -> list[Document]:
         """All documents in memory, sorted by relative path. Raises DataError."""
-        return read_documents(self.data, self.max_bytes, self.field)
+        return read_documents(self.data, self.max_bytes, self.field, self._at)
 
     def held_out(self) -> list[Document]:
         """Return the documents that no node trains on; of a stream, the first of them. Raises DataError."""

@@ -107,7 +107,7 @@ class OuterOptimizer(OuterRounds):
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
-        at = slow_device if isinstance(slow_device, Path) else torch.device(slow_device)
+        at = slow_device.absolute() if isinstance(slow_device, Path) else torch.device(slow_device)
         if ranks is None:
             self._weights = ModelWeights(self._params, model, at)
         else:

@@ -55,7 +55,7 @@ class Peerstore:
         self._own, self._clock = own, clock
         self.met: Mapping[str, str] = {}
         """Where each peer was met last, as in `DialBackoff`."""
-        self._path = path
+        self._path = None if path is None else path.absolute()
         self._swarm = swarm
         self._lock = threading.Lock()
         self._peers: dict[str, tuple[str, ...]] = {}

@@ -6,7 +6,6 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import cast
 
 from shoal.node.config.settings import Settings
@@ -50,7 +49,7 @@ class CompletionClaims:
         self._policy: Policy = copy.deepcopy(task.policy)  # training goes on changing its own
         self._dtypes = cast("tuple[Dtype, ...]", tuple(settings.verify.dtypes.split(",")))
         path = settings.node.calibration
-        self._calibration = None if path is None else read_calibration(Path(path).expanduser(), self._policy_name, self._dtypes)
+        self._calibration = None if path is None else read_calibration(path, self._policy_name, self._dtypes)
         self._round: Callable[[], int] = lambda: int(clock() // settings.verify.round_s)
         self.claimer = Claimer(
             self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round,

@@ -63,7 +63,7 @@ class EvidenceFile:
     """File at ``path``, made with the first claim. All methods raise VerifyError if it cannot be read or written."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()
 
     def peers(self) -> list[str]:
         """Return all peers that it knows."""

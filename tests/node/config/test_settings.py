@@ -25,7 +25,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert loaded.outer.wait_s == 10.0
     assert loaded.task.options == {"layers": 3, "width": 32}
     assert loaded.node.device == "auto"
-    assert loaded.node.run_folder == Path("runs/ada")
+    assert loaded.node.run_folder == Path("runs/ada").absolute()
 
 
 def test_defaults_need_no_file():
