@@ -59,7 +59,7 @@ class Run:
     Args:
         folder: of checkpoints and metrics.jsonl; created if it does not exist.
         model, inner: what is trained, and its inner optimizer. Both get the state of the newest checkpoint in ``folder``, so make
-            the run before the session, whose other peers compare the first weights.
+            the run before the outer optimizer, which begins with these weights.
         name: of this node, for people; by default the machine's.
         checkpoint_every: inner steps between two checkpoints; 0: at the end only.
         keep: checkpoints to keep, the newest.

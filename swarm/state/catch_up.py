@@ -43,7 +43,7 @@ def catch_up(
     """Fetch the state of a swarm that is under way; return None if nobody else has finished a round yet.
 
     The state fits ``opt``, which is left as it is. ``model``: the digest of this node's. ``begun`` False: accept members in their
-    first round too, because this node cannot make the weights that the swarm began with.
+    first round too, because this node cannot make the weights that the swarm began with; of those what it holds is not fetched.
 
     Raises:
         ModelDiffersError: this node's model does not fit.
@@ -135,7 +135,8 @@ def _fetch(membership: Membership, model: str, opt: OuterOptimizer, begun: bool)
     if not sources:
         return None
     try:
-        state = fetch_state(membership.host, query_for(membership, model, opt), sources)
+        held = None if begun else State(opt.round, opt.slow, opt.shared)
+        state = fetch_state(membership.host, query_for(membership, model, opt), sources, held)
     except NetworkError as error:
         why = str(error).rstrip(".")
         raise NetworkError(f"The swarm is training, but its weights could not be had ({why}): try again.") from error

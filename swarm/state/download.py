@@ -112,11 +112,16 @@ class ChunkSink(Protocol):
 
 
 class MemorySink:
-    """Sink of ``nbytes`` bytes that are kept until it is gone: in memory, or in a file if they are many."""
+    """Sink of ``nbytes`` bytes that are kept until it is gone: in memory, or in a file if they are many.
 
-    def __init__(self, nbytes: int) -> None:
-        self.content: Tensor | Spool = spool_for(nbytes) or torch.empty(nbytes, dtype=torch.uint8)
-        self._have: set[int] = set()
+    ``content``: bytes of that number to begin with, in which the chunks ``have`` are right already.
+    """
+
+    def __init__(self, nbytes: int, content: Tensor | Spool | None = None, have: Iterable[int] = ()) -> None:
+        if content is None:
+            content = spool_for(nbytes) or torch.empty(nbytes, dtype=torch.uint8)
+        self.content: Tensor | Spool = content
+        self._have = set(have)
 
     @property
     def have(self) -> set[int]:

@@ -13,7 +13,7 @@ import logging
 import random
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shoal.optim.codecs.base import FLOAT32, Shape, all_finite
@@ -24,7 +24,7 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.pacing.progress import SLOWEST
 from shoal.swarm.state.download import ChunkSink, MemorySink, Peer, download, fetch_digests
 from shoal.swarm.state.selection import ENOUGH, NoStateError, SnapshotOffer, UnconfirmedError, agreed, choose, collect, plausible
-from shoal.swarm.state.snapshot import Snapshot, State, chunks_in, read, shapes_digest, snapshot_id
+from shoal.swarm.state.snapshot import DIGEST, Snapshot, State, chunks_in, digests_of, encode, read, shapes_digest, snapshot_id
 from shoal.swarm.wire.fields import MAX_COUNT
 from shoal.swarm.wire.nonce import fresh_nonce
 from shoal.swarm.wire.state import StateHeader, StateRequest
@@ -116,16 +116,27 @@ class SinkFactory(Protocol[SinkT, T_co]):
 
 
 class _StateInMemory:
-    """Sink factory that reads the snapshot as a state for a rule with ``extra`` shapes."""
+    """Sink factory that reads the snapshot as a state for a rule with ``extra`` shapes.
 
-    def __init__(self, extra: Mapping[str, Sequence[Shape]]) -> None:
-        self._extra = extra
+    ``held``: this node's own slow weights and shared state: what of it is the same is not fetched.
+    """
+
+    def __init__(self, extra: Mapping[str, Sequence[Shape]], held: State | None) -> None:
+        self._extra, self._held = extra, held
 
     def unfinished(self) -> None:
         return None
 
     async def open(self, header: StateHeader, digests: bytes) -> MemorySink:
-        return MemorySink(header.nbytes)
+        if self._held is None:
+            return MemorySink(header.nbytes)
+        return await asyncio.get_running_loop().run_in_executor(None, self._beside, self._held, header, digests)
+
+    def _beside(self, held: State, header: StateHeader, digests: bytes) -> MemorySink:
+        own = encode(replace(held, extra={name: held.extra[name] for name, _ in header.extra}))
+        mine = digests_of(own)
+        same = (n for n in range(chunks_in(header.nbytes)) if mine[n * DIGEST :][:DIGEST] == digests[n * DIGEST :][:DIGEST])
+        return MemorySink(header.nbytes, own, same)
 
     async def finish(self, header: StateHeader, digests: bytes, sink: MemorySink) -> State | None:
         state = read(Snapshot(header, sink.content, digests), self._extra)
@@ -222,9 +233,9 @@ async def _digests_held(host: Host, query: StateQuery, header: StateHeader, sour
         return None
 
 
-def fetch_state(host: Host, query: StateQuery, sources: Sequence[Peer]) -> State | None:
-    """Fetch a state that fits, in memory, and wait for it; see `fetch_into`."""
-    return begin_fetch(host, query, sources).result(_fetching_s(query) + 10.0)
+def fetch_state(host: Host, query: StateQuery, sources: Sequence[Peer], held: State | None = None) -> State | None:
+    """Fetch a state that fits, in memory, and wait for it; see `fetch_into`. What of ``held`` is the same is not fetched."""
+    return begin_fetch(host, query, sources, held).result(_fetching_s(query) + 10.0)
 
 
 def _fetching_s(query: StateQuery) -> float:
@@ -236,13 +247,15 @@ def _fetching_s(query: StateQuery) -> float:
     return max(FETCH_S, ATTEMPTS * nbytes / LEAST_RATE, min(nbytes / SLOWEST, LARGEST_S))
 
 
-def begin_fetch(host: Host, query: StateQuery, sources: Sequence[Peer]) -> concurrent.futures.Future[State | None]:
+def begin_fetch(
+    host: Host, query: StateQuery, sources: Sequence[Peer], held: State | None = None
+) -> concurrent.futures.Future[State | None]:
     """Start `fetch_state` from any thread, without waiting. It ends within an hour; with a very large state, `_fetching_s`."""
     seconds = _fetching_s(query)
 
     async def bounded() -> State | None:
         try:
-            return await asyncio.wait_for(fetch_into(host, query, sources, _StateInMemory(query.extra)), seconds)
+            return await asyncio.wait_for(fetch_into(host, query, sources, _StateInMemory(query.extra, held)), seconds)
         except asyncio.TimeoutError:
             raise NetworkError(f"the weights of the swarm did not come within {seconds / 60:.0f} minutes.") from None
 

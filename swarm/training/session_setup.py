@@ -1,7 +1,8 @@
 """The start of a session: a manifest for a swarm without a task, and the first weights of a member.
 
 All peers must begin with the same weights. In a swarm of `shoal up` these follow from its random seed, which a loop of one's own
-cannot use; in a swarm of own loops the manifest has their digest. A node with other weights takes over those of a member.
+cannot use. In a swarm of own loops they are those that the first node's model holds when its optimizer is made: whoever joins asks
+a member for them, and fetches what its own model does not hold.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -21,7 +23,6 @@ from shoal.optim.outer.fragments import possible
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.payload import float32_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
@@ -35,8 +36,6 @@ from shoal.swarm.wire.envelope import seal
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
 
-START = "start"
-"""The task option of an own-loop swarm that holds the digest of the first weights."""
 EPOCH_S: float = Manifest.model_fields["epoch_s"].default
 PATIENCE_S = 600.0  # seconds to wait for the start of the swarm, or for its weights
 LOOK_S = 0.2
@@ -62,11 +61,6 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
             "model that is trained."
         )
     return params
-
-
-def digest_of(params: Sequence[Tensor]) -> str:
-    """Return the hex digest of the values, as float32."""
-    return float32_digest(params).hex()
 
 
 def new_swarm(
@@ -102,7 +96,6 @@ def new_swarm(
             created=time.time(),
             creator=identity.peer_id,
             task=OWN_LOOP,
-            task_options={START: digest_of(params)},
             outer=settings,
             train=TrainSettings(seed=seed),
             model=model_digest(params),
@@ -141,17 +134,16 @@ def begin(
         SessionError, NetworkError: no peer hands out weights, or too few peers come, within ``PATIENCE_S``.
     """
     state = None if first else _weights(membership, model, opt, announce)
+    if state is not None and any(not torch.equal(their, own.to(their)) for their, own in zip(state.slow, opt.slow, strict=True)):
+        log.warning("the model's weights were replaced by the swarm's, of round %d", state.round // opt.fragments)
     member.begin(state)
-    if state is not None:
-        log.info("took over the swarm's weights at round %d", state.round // opt.fragments)
     announce("waiting")
     _wait_for_start(membership, opt, member)
 
 
-def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: Callable[[DirectoryState], None]) -> State | None:
-    """Fetch the swarm's weights; None if ``opt`` has the first weights, and no peer has finished a round."""
+def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: Callable[[DirectoryState], None]) -> State:
+    """Fetch the weights that the swarm holds now, or begins with."""
     directory = membership.directory
-    same = membership.manifest.task_options.get(START) == digest_of(opt.slow)
     began = time.monotonic()
     reminder, end = began + REMIND_S, began + PATIENCE_S
     # A swarm of `shoal up` hands out nothing before it has begun, and may wait for this very node, so announce it soon. A swarm of
@@ -159,8 +151,8 @@ def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: 
     announced = membership.manifest.task == OWN_LOOP
     while True:
         try:
-            state = catch_up(membership, model, opt, begun=same)
-            if state is not None or same:
+            state = catch_up(membership, model, opt, begun=False)
+            if state is not None:
                 return state
         except NetworkError:
             if time.monotonic() >= end:

@@ -1,6 +1,7 @@
 """Checkpoints and metrics of a loop of one's own, in a swarm of one on loopback."""
 
 import json
+import threading
 from urllib.request import urlopen
 
 import pytest
@@ -123,3 +124,20 @@ def test_a_last_checkpoint_that_fails_is_an_error_after_all_else_is_done(tmp_pat
         train(run, model, inner, 4, lambda run: run.extra.update(late=object()))
     assert events(tmp_path, "end")[0]["steps"] == 4
     assert run._opt.round == 1  # it was finished
+
+
+def test_who_joins_takes_over_what_a_run_restored_after_its_session_began(tmp_path):
+    model, inner = parts()
+    run = shoal.Run(tmp_path, model, inner, checkpoint_every=0)
+    train(run, model, inner, 4)
+
+    resumed, its_inner = parts()
+    other, others_inner = parts()
+    first = shoal.create(state=resumed, every=4, lag=0, start_when=2, network=HERE)
+    with first, shoal.join(first.link, state=other, network=HERE) as second:
+        shoal.Run(tmp_path, resumed, its_inner)
+        joining = threading.Thread(target=lambda: second.optimizer(others_inner))
+        joining.start()
+        first.optimizer(its_inner)
+        joining.join(60)
+        assert torch.equal(other.weight, model.weight)

@@ -39,15 +39,17 @@ def rows(seed):
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def trainer(model, data, folder, **options):
+def trainer(model, data, folder, optimizers=(None, None), callbacks=(), **options):
     import transformers
 
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.01,
-        save_strategy="no", report_to="none", logging_steps=3, disable_tqdm=True, use_cpu=True, seed=1,
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=0.01, save_strategy="no", report_to="none", logging_steps=3, disable_tqdm=True, use_cpu=True, seed=1,
         lr_scheduler_type="constant", dataloader_pin_memory=False, weight_decay=0.1,
     )  # fmt: skip
-    return transformers.Trainer(model, arguments, train_dataset=data, **options)
+    for name, value in options.items():
+        setattr(arguments, name, value)
+    return transformers.Trainer(model, arguments, train_dataset=data, optimizers=optimizers, callbacks=[*callbacks])
 
 
 def adapters(model):
@@ -131,3 +133,30 @@ def test_several_processes_in_one_trainer_are_refused():
 
     with pytest.raises(ShoalError, match="The trainer has 2 processes: start one process for each peer"):
         swarm_callback(None).on_train_begin(Arguments(), None, None)
+
+
+def test_who_joins_takes_over_the_checkpoint_that_the_first_resumed(tmp_path):
+    """Mutant: the weights at `create` count, which the trainer replaces only then."""
+    models = [tiny(1, lora=False), tiny(1, lora=False)]
+    donor = tiny(1, lora=False)
+    trainer(donor, rows(5), tmp_path / "donor", save_strategy="steps", save_steps=STEPS).train()
+    first = shoal.create(state=models[0], every=EVERY, lag=0, start_when=2, network=HERE)
+    sessions, callbacks, errors = [first, shoal.join(first.link, state=models[1], network=HERE)], [None, None], []
+
+    def train(number, **how):
+        try:
+            with sessions[number] as s:
+                callbacks[number] = watched(s)
+                folder = tmp_path / str(number)
+                trainer(models[number], rows(number), folder, max_steps=STEPS + EVERY, callbacks=[callbacks[number]]).train(**how)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=lambda: train(1))
+    thread.start()
+    train(0, resume_from_checkpoint=str(tmp_path / "donor" / f"checkpoint-{STEPS}"))
+    thread.join(100)
+    assert errors == []
+    for callback in callbacks:
+        assert all(torch.equal(a, b) for a, b in zip(callback.start, donor.parameters(), strict=True))
+    assert callbacks[0].opt.steps == EVERY  # it goes on where the checkpoint was

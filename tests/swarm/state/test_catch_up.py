@@ -42,8 +42,9 @@ class Swarm:
     def refresh(self, seconds):
         self.listed = {p: m.model_copy(update={"round": m.round + self.pace}) for p, m in self.listed.items()}
 
-    def fetch(self, host, query, sources):
+    def fetch(self, host, query, sources, held=None):
         self.queries.append((query, sources))
+        self.held = held
         self.now += self.seconds
         given = self.given.pop(0)
         if isinstance(given, Exception):
@@ -69,6 +70,7 @@ def test_who_cannot_make_the_first_weights_has_them_of_whoever_surely_holds_them
     swarm = Swarm(monkeypatch, [member(0, state), member(0, "leaving")], given=[0], seconds=1.0, task=task)
     assert swarm.join() is None
     found = swarm.join(begun=False)
+    assert given is None or torch.equal(swarm.held.slow[0], torch.zeros(3))  # its own may be those very ones
     assert (None if found is None else found.round) == given
 
 

@@ -97,6 +97,30 @@ def test_weights_come_whole(network, members):
     assert equal(state.slow, source.state.slow)
 
 
+def test_what_a_newcomer_holds_already_is_not_fetched(network, members):
+    """Mutant: the digests are compared of the wrong chunks, or its own values stay where they differ."""
+    (source,) = members(State(0, slow(), {"momentum": slow(1)}))
+    held = State(0, [tensor.clone() for tensor in source.state.slow], {"momentum": slow(1), "more": slow(2)})
+    own = held.slow[0][0].clone()
+    held.slow[0][-1, -1] += 1.0  # in the second chunk of 1 MiB of 3
+    taken = []
+    served = source.server._kept.get
+
+    def counting(id):
+        found = served(id)
+        if found is not None:
+            object.__setattr__(found, "chunk", lambda number: taken.append(number) or type(found).chunk(found, number))
+        return found
+
+    source.server._kept.get = counting
+    wanted = query({"momentum": SHAPES, "more": SHAPES})
+    state = fetch_state(network.host(), wanted, to(source.host), held)
+    assert equal([*state.slow, *state.extra["momentum"]], [*source.state.slow, *slow(1)])
+    assert torch.equal(held.slow[0][0], own)
+    assert set(taken) == {1}
+    assert held.slow[0][-1, -1] == source.state.slow[0][-1, -1] + 1.0
+
+
 def test_a_newcomer_need_not_wait_for_the_end_of_an_evaluation(network, members):
     (source,) = members(State(7, slow()), run=False)
     with source.server.at_rest(lambda: source.state):  # nothing is done between steps meanwhile

@@ -178,6 +178,39 @@ def test_what_a_peer_keeps_for_itself_is_in_no_snapshot_and_no_exchange():
     assert not torch.equal(one[2].weight, other[2].weight)
 
 
+def loaded(module, seed):
+    """Load other weights, as a script that resumes does: after the session was made, before its optimizer."""
+    module.load_state_dict(model(seed).state_dict())
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("method", ["diloco", "noloco", "co2"])
+def test_all_begin_with_what_the_creators_model_holds_when_its_optimizer_is_made(method, caplog):
+    """Mutant: the weights of `create` count, so that a joiner of the same seed keeps them, or one that loaded keeps its own."""
+    begin, same, other = model(0), model(0), model(0)
+    first = shoal.create(state=begin, method=method, every=EVERY, start_when=3, network=HERE)
+    joined = [shoal.join(first.link, state=one, network=HERE) for one in (same, other)]
+    wanted, theirs = loaded(begin, 5), loaded(other, 6)
+    assert not torch.equal(wanted[0], theirs[0])
+
+    begun = threading.Barrier(3)
+
+    def start(session, module):
+        with session as s:
+            opt = s.optimizer(sgd(module))
+            begun.wait(60)  # who leaves before is missed by the others
+            return [t.detach().clone() for t in (*opt.slow, *opt.rule_state.get("start", ()), *module.parameters())]
+
+    with caplog.at_level("WARNING", "shoal.swarm.training.session_setup"):
+        found = together(lambda: start(first, begin), lambda: start(joined[0], same), lambda: start(joined[1], other))
+    for own in found:
+        assert len(own) == len(wanted) * (3 if method == "co2" else 2)
+        assert all(torch.equal(a, b) for a, b in zip(own, wanted * 3, strict=False))
+    assert [r.getMessage() for r in caplog.records if "replaced" in r.getMessage()] == [
+        "the model's weights were replaced by the swarm's, of round 0"
+    ] * 2
+
+
 def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_alone():
     begin, stop, joined = model(0), threading.Event(), []
     first = shoal.create(state=begin, every=EVERY, lag=0, network=HERE, wait_s=1.0, shards=2)
