@@ -20,7 +20,7 @@ from shoal.node.data.errors import DataError
 from shoal.node.runtime.join import BUILT_IN_TASKS, RL
 from shoal.node.task import Shard
 from shoal.node.training.schedule import MUON_KNOBS
-from shoal.node.training.trainer import Trainer, TrainingError, plain
+from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import OuterOptimizer, method_named
 from shoal.optim import migrate_state as migrate_outer_state
 from shoal.optim.rules.base import kind_of
@@ -28,9 +28,6 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest.manifest import Manifest, open_manifest
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.state.snapshot import State
-
-PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
-"""The fields of a learning-rate scheduler that change as it goes on, besides those with an underscore; the rest identify it."""
 
 INNER = ("optimizer", *MUON_KNOBS)
 """Settings of the inner optimizer, whose state a checkpoint holds."""
@@ -143,8 +140,11 @@ def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
         TrainingError, CheckpointError: the checkpoint does not fit; nothing is changed then.
     """
     if saved.swarm == swarm:
-        trainer.resume(saved.trainer)
-        return []
+        if trainer.resume(saved.trainer):
+            return []
+        schedule = trainer.schedule
+        end = f" of {schedule.length}" if schedule.length else ""
+        return [f"the learning-rate schedule is another one than in the checkpoint: it goes on from step {schedule.done}{end}"]
     steps = int(saved.trainer["optimizer"]["steps"])
     if 0 < trainer.train.steps <= steps:
         raise CheckpointError(
@@ -168,7 +168,7 @@ def migrate_state(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings
     state = dict(state)
     trainer.check_model(state)
     opt, saved = trainer.opt, state["optimizer"]
-    fits = _same_schedule(trainer, state["scheduler"])
+    fits = state["scheduler"] is not None and trainer.schedule.fits(state["scheduler"])
     # An older shoal did not save the kind of rule; the same method has the same one.
     kind = kind_of(opt.rule) if was.method == trainer.outer.method else _momentum_of(was)
     try:
@@ -179,8 +179,8 @@ def migrate_state(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings
     trainer.inner_step.load_state_dict(state.get("scaler"))
     if opt.round == 0:  # so that peers that join take over these weights, not those of the random seed
         opt.round, opt.applied = 1, [0] * opt.fragments
-    if trainer.scheduler is not None and fits:
-        trainer.scheduler.load_state_dict(state["scheduler"])
+    if fits:
+        trainer.schedule.resume(state["scheduler"], state.get("schedule"), opt.steps)
     elif state["scheduler"] is not None:
         dropped.append("the learning-rate schedule (it is another one now)")
     shard, before = trainer.shard, Shard(*state["shard"])
@@ -198,14 +198,6 @@ def _momentum_of(was: OuterSettings) -> str:
     """Return the kind of rule whose momentum the method of ``was`` has."""
     kinds = {"noloco": "NoLoCo", "local": "NoLoCo", "none": "LocalSGD", "gasloc": "GASLoC", "co2": "CO2", "eager": "Eager"}
     return kinds.get(was.method) or ("DiLoCo" if method_named(was.method).sends == "displacement" else "Sparta")
-
-
-def _same_schedule(trainer: Trainer, saved: Mapping[str, Any] | None) -> bool:
-    if trainer.scheduler is None or saved is None:
-        return False
-    own = plain(trainer.scheduler.state_dict())
-    constant = [name for name in own if name not in PROGRESS and not name.startswith("_")]
-    return own.keys() == saved.keys() and all(own[name] == saved[name] for name in constant)
 
 
 def _shown(shard: Shard) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.node.task import Task
 from shoal.node.training.errors import TrainingError
+from shoal.node.user_code import calling
 from shoal.optim.inner.muon import LR as MUON_LR
 from shoal.optim.inner.muon import MOMENTUM as MUON_MOMENTUM
 from shoal.optim.inner.muon import WEIGHT_DECAY as MUON_WEIGHT_DECAY
@@ -23,6 +27,10 @@ ADAMW_KNOBS = ("lr", "weight_decay")
 MUON_KNOBS = (*ADAMW_KNOBS, "adamw_lr", "momentum")
 LAST = 0.1  # of the peak: where a cosine ends
 DECAY = 0.2  # of the steps: the end of warm-up-stable-decay
+RATES = ("lr", "initial_lr")
+"""Settings of a parameter group that every scheduler sets."""
+PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
+"""The fields of a scheduler that change as it goes on, besides those with an underscore; the rest identify it."""
 
 
 def resolved(train: TrainSettings) -> TrainSettings:
@@ -103,3 +111,118 @@ def factor(schedule: str, warmup: int, steps: int) -> Callable[[int], float]:
         return 1.0
 
     return fraction
+
+
+class Schedule:
+    """The schedule of a run: its scheduler, the length that it was made for, and how far it has come.
+
+    A schedule is taken for a function of the number of its steps, as all of torch's are that `Trainer` can step. So one of another
+    length comes to the same place by as many steps. After its length the rate stays: some schedulers would rise again, or raise.
+
+    Args:
+        optimizer: with the parameter groups of the inner one, before any step.
+        length: inner steps from the start to the end of the schedule; 0: it has no end.
+    """
+
+    def __init__(self, task: Task, train: TrainSettings, optimizer: torch.optim.Optimizer, length: int) -> None:
+        self._task, self._optimizer, self.length = task, optimizer, length
+        before = self._groups()
+        self.scheduler = make_scheduler(task, train.model_copy(update={"steps": length}), optimizer)
+        self._start = copy.deepcopy(self._groups())
+        self._set = {*RATES, *_changed(before, self._start)}
+        self._made = copy.deepcopy(self.fields())
+        self.done = 0
+        """Steps of the schedule."""
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{name: value for name, value in group.items() if name != "params"} for group in self._optimizer.param_groups]
+
+    def fields(self) -> dict[str, Any] | None:
+        """Return the scheduler's state without its functions; None if the rate stays."""
+        return None if self.scheduler is None else plain(self.scheduler.state_dict())
+
+    def step(self) -> None:
+        """Go on by one inner step."""
+        if 0 < self.length <= self.done:
+            return
+        if self.scheduler is not None:
+            with calling(self._task, "the scheduler of lr_scheduler()"):
+                self.scheduler.step()
+        self.done += 1
+
+    def forward(self, step: int) -> None:
+        """Go on to ``step``, at most to the end; an earlier one changes nothing."""
+        step = min(step, self.length) if self.length else step
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the optimizer has not stepped yet
+            if type(self.scheduler) is LambdaLR and step > self.done:  # its rate follows from the number alone
+                self.scheduler.last_epoch, self.scheduler._step_count = step - 1, step
+                self.done = step - 1
+            if self.scheduler is None:
+                self.done = max(self.done, step)
+            while self.done < step:
+                before = self._groups()
+                self.step()
+                self._set |= _changed(before, self._groups())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the schedule has come, and what it was made as."""
+        return {"length": self.length, "made": self._made, "done": self.done}
+
+    def resume(self, saved: Mapping[str, Any] | None, about: Mapping[str, Any] | None, steps: int) -> bool:
+        """Go on from a run's ``fields`` and ``state_dict`` (None: of an older version) after as many ``steps``.
+
+        The parameter groups are the saved ones by now. Return False if this is another schedule now, which then goes on from the
+        same step. The scheduler must be new.
+        """
+        if about is None:
+            done, alike = int((saved or {}).get("last_epoch", steps)), self.fits(saved)
+            same = alike and type(self.scheduler) is not LambdaLR  # nothing shows of what its functions were made
+        else:
+            done = int(about["done"])
+            same = alike = about["length"] == self.length and _equal(about["made"], self._made)
+        if same:
+            if self.scheduler is not None and saved is not None:
+                self.scheduler.load_state_dict(copy.deepcopy(dict(saved)))
+            self.done = done
+            return True
+        kept = self._groups()
+        for group, start in zip(self._optimizer.param_groups, copy.deepcopy(self._start), strict=True):
+            group.update(start)
+        self.forward(done)
+        for group, values in zip(self._optimizer.param_groups, kept, strict=True):
+            group.update({name: value for name, value in values.items() if name not in self._set})
+        return alike
+
+    def fits(self, saved: Mapping[str, Any] | None) -> bool:
+        """Return True if the saved ``fields`` are of a scheduler that was made alike, as far as can be seen."""
+        own = self.fields()
+        if own is None or saved is None:
+            return own is saved
+        constant = [name for name in own if name not in PROGRESS and not name.startswith("_")]
+        return own.keys() == saved.keys() and all(_equal(own[name], saved[name]) for name in constant)
+
+
+def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
+    """Return the settings that any of the groups has anew, or otherwise."""
+    both = zip(before, after, strict=True)
+    return {name for old, new in both for name, value in new.items() if name not in old or not _equal(old[name], value)}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def plain(value: Any) -> Any:
+    """Return a scheduler's state without its functions: a checkpoint cannot hold them, and the task makes them anew."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items() if not callable(item)}
+    if isinstance(value, list | tuple):
+        return type(value)(plain(item) for item in value if not callable(item))
+    return value

@@ -25,9 +25,8 @@ from shoal.node.training.errors import TrainingError as TrainingError
 from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.layout import Layout
 from shoal.node.training.loader import Loader
-from shoal.node.training.schedule import make_inner, make_scheduler
+from shoal.node.training.schedule import Schedule, make_inner
 from shoal.node.training.throughput import Rates, Throughput
-from shoal.node.user_code import calling
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.training.outer_factory import make_outer, round_length
@@ -83,6 +82,7 @@ class Trainer:
         task: model, data and loss.
         outer, train: the swarm's settings.
         own: how this node computes; by default in float32, the whole batch at once.
+        schedule_steps: length of the learning-rate schedule, if not the steps of this run; 0: it has no end.
         device: the model's.
         slow_on_device: keep the slow weights there too.
         offload: folder for files that slow weights and outer state are kept in, in place of main memory.
@@ -101,6 +101,7 @@ class Trainer:
         train: TrainSettings,
         *,
         own: OwnTraining | None = None,
+        schedule_steps: int | None = None,
         device: torch.device | None = None,
         slow_on_device: bool = False,
         offload: Path | None = None,
@@ -137,7 +138,7 @@ class Trainer:
         )
         self.whole = self.opt
         """The outer optimizer as one process has it, whatever the layout: for rank 0, between two steps and in ``on_round``."""
-        self.scheduler = make_scheduler(task, train, self.opt)
+        self.schedule = Schedule(task, train, self.opt, train.steps if schedule_steps is None else schedule_steps)
         self.throughput = Throughput(self.device, self.inner_step.dtype)
         self._batches: Loader | None = None
         self._recent = _MeanLoss()
@@ -225,9 +226,7 @@ class Trainer:
         if self.inner_step.step(self.opt, self.opt.inner):
             self._recent.add(loss)
             self._of_round.add(loss)
-        if self.scheduler is not None:
-            with calling(self.task, "the scheduler of lr_scheduler()"):
-                self.scheduler.step()
+        self.schedule.step()
         self.opt.zero_grad()
 
     def _next_batch(self) -> Any:
@@ -258,7 +257,8 @@ class Trainer:
             "optimizer": self.layout.whole_outer(self.opt),
             "parameters": self._names(),
             "scaler": self.inner_step.state_dict(),
-            "scheduler": None if self.scheduler is None else plain(self.scheduler.state_dict()),
+            "scheduler": self.schedule.fields(),
+            "schedule": self.schedule.state_dict(),
             **random,
             **({"ranks": others} if others else {}),
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
@@ -272,8 +272,10 @@ class Trainer:
             names.setdefault(id(parameter), []).append(name)
         return [names.get(id(parameter), []) for parameter in self.opt.parameters]
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, of any layout; only rank 0's counts.
+    def resume(self, state: dict[str, Any]) -> bool:
+        """Continue from ``state``, of any layout; only rank 0's counts. Return whether the learning-rate schedule is the same.
+
+        Another one goes on from the same step (`Schedule.resume`).
 
         TrainingError if it belongs to another model or shard; nothing is changed then.
         """
@@ -288,10 +290,14 @@ class Trainer:
         except ValueError as error:
             raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
         self.layout.load_model(self.model, state.get("model", {}))
-        if self.scheduler is not None and small["scheduler"] is not None:
-            self.scheduler.load_state_dict(small["scheduler"])
+        same = self.schedule.resume(small["scheduler"], small.get("schedule"), self.opt.steps)
         self.inner_step.load_state_dict(small.get("scaler"))
         self.draw_from(self.opt.steps, small)
+        return same
+
+    def schedule_at(self, step: int) -> None:
+        """Let the learning-rate schedule go on to ``step`` of it; it never goes back."""
+        self.schedule.forward(step)
 
     def _check_shard(self, state: dict[str, Any]) -> None:
         index, of, seed = state["shard"]
@@ -332,12 +338,3 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the shape of each tensor in a model's state; None for what a module's ``get_extra_state`` returned, of any type."""
     tensors = {name for name, value in state.items() if isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE)}
     return {name: value.shape if name in tensors else None for name, value in state.items()}
-
-
-def plain(value: Any) -> Any:
-    """Return a scheduler's state without its functions: a checkpoint cannot hold them, and the task makes them anew."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items() if not callable(item)}
-    if isinstance(value, list | tuple):
-        return type(value)(plain(item) for item in value if not callable(item))
-    return value

@@ -68,8 +68,7 @@ def cheat_by_resting():
             return
         next(trainer._batches)
         trainer.opt.step()  # there are no gradients: it only counts
-        if trainer.scheduler is not None:
-            trainer.scheduler.step()
+        trainer.schedule.step()
 
     Trainer.step = rest
 

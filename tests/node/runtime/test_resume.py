@@ -94,7 +94,7 @@ def test_weights_inner_state_and_steps_come_over_to_every_method(tmp_path, ident
     assert same(new.opt.slow, old.opt.slow)
     inner = [[state[name] for state in made.opt.state.values() for name in ("exp_avg", "exp_avg_sq")] for made in (new, old)]
     assert same(*inner)
-    assert (new.opt.steps, new.scheduler.last_epoch) == (10, 10)
+    assert (new.opt.steps, new.schedule.scheduler.last_epoch) == (10, 10)
     assert torch.equal(torch.get_rng_state(), old.state()["rng"])
     assert torch.equal(next(new._batches), next(old._batches))
     new.step()
