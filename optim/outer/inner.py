@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 import torch
@@ -42,6 +43,44 @@ def initialises(optimizer: torch.optim.Optimizer) -> bool:
         return False
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return all(gradient is not None and not bool(local(gradient).any()) for gradient in gradients)
+
+
+def step_unless_overflow(inner: torch.optim.Optimizer, scale: Tensor | None, overflow: Tensor) -> None:
+    """Do to ``inner`` what ``GradScaler`` does: divide the gradients by ``scale`` (None: that is done), and step if they are finite.
+
+    ``overflow``: above 0 if one is not. Optimizers that do both in their own kernels (torch's fused ones) get both tensors, without
+    a wait for the device. ValueError for gradients in float16, which hold no master weights' gradients.
+    """
+    parts = inner.parts if isinstance(inner, Combined) else [inner]
+    fused = [one for one in parts if getattr(one, "_step_supports_amp_scaling", False)]
+    fused = [one for one in fused if "grad_scaler" not in inspect.signature(one.step).parameters]  # torch's older contract
+    if len(fused) < len(parts):
+        if scale is not None:
+            unscale((p for one in parts if one not in fused for group in one.param_groups for p in group["params"]), scale)
+        if overflow.item():
+            return
+    for one in fused:
+        vars(one).update(grad_scale=scale, found_inf=overflow)
+    try:
+        inner.step()
+    finally:
+        for one in fused:
+            del vars(one)["grad_scale"], vars(one)["found_inf"]
+
+
+@torch.no_grad()
+def unscale(params: Iterable[Tensor], scale: Tensor) -> None:
+    """Divide the gradients by ``scale``, by the very operations of ``GradScaler.unscale_``."""
+    inverse = (scale if scale.device.type == "mps" else scale.double()).reciprocal().float()
+    found: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for param in params:
+        if param.grad is not None:
+            if param.grad.dtype == torch.float16:
+                raise ValueError("Attempting to unscale FP16 gradients: keep the parameters in float32, and compute in autocast.")
+            gradient = local(param.grad)
+            found[gradient.device].append(gradient._values() if gradient.is_sparse else gradient)
+    for device, gradients in found.items():
+        torch._foreach_mul_(gradients, inverse.to(device))
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -111,6 +150,11 @@ class Combined(Wrapper):
         self._optimizers = list(optimizers)
 
     def _inside(self) -> Sequence[torch.optim.Optimizer]:
+        return self._optimizers
+
+    @property
+    def parts(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers, in their order."""
         return self._optimizers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer import param_groups
 from shoal.optim.outer.fragments import positions
 from shoal.optim.outer.in_flight import InFlight, RoundInfo
-from shoal.optim.outer.inner import as_one, initialises
+from shoal.optim.outer.inner import as_one, initialises, step_unless_overflow
 from shoal.optim.outer.parameters import AveragedBuffers, Exclude, Inner, all_parameters, excluded, trained
 from shoal.optim.outer.rounds import OuterRounds
 from shoal.optim.outer.weighting import Weight, equal
@@ -147,6 +147,9 @@ class OuterOptimizer(OuterRounds):
         """The averaged parameters, in the order of ``slow``."""
         return list(self._params)
 
+    _step_supports_amp_scaling = True
+    """``GradScaler`` calls ``step`` after an overflow too, and leaves it to ``step`` to unscale the gradients."""
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError once the optimizer is made: the slow weights of the new parameters would be missing."""
         if hasattr(self, "slow"):
@@ -162,17 +165,32 @@ class OuterOptimizer(OuterRounds):
 
         ValueError if a parameter that was frozen when this was made requires a gradient now, or the inner optimizer has more than
         it had; RuntimeError within ``averaged``. No step is taken then. A step by which torch.distributed.checkpoint makes the
-        inner optimizer's state counts as none.
+        inner optimizer's state counts as none. Called by ``GradScaler.step`` it leaves the inner step out if a gradient is not
+        finite, and does the outer part all the same: peers count the same steps.
         """
-        self._check_not_averaged("step")
-        self._check_parameters()
-        if closure is None and initialises(self):
-            self.inner.step()
-            return None
-        loss: float | None = self.inner.step(closure) if closure is not None else self.inner.step()
-        for _ in self.after_inner():
-            pass  # the next iteration waits for the exchange
-        return loss
+        scale, overflow = vars(self).get("grad_scale"), vars(self).get("found_inf")  # only while GradScaler calls
+        try:
+            self._check_not_averaged("step")
+            self._check_parameters()
+            if closure is None and initialises(self):
+                self.inner.step()
+                return None
+            loss: float | None = None
+            if overflow is None:
+                loss = self.inner.step(closure) if closure is not None else self.inner.step()
+            elif closure is None:
+                step_unless_overflow(self.inner, scale, overflow)
+            else:
+                raise RuntimeError(
+                    "GradScaler takes no closure: compute the gradients before, and call scaler.step(optimizer) alone"
+                )
+            for _ in self.after_inner():
+                pass  # the next iteration waits for the exchange
+            return loss
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):
+                vars(self).pop(name, None)  # GradScaler would leave them to the next step
+            raise
 
     def after_inner(self) -> Iterator[Handle]:
         """Do the outer part of ``step``. Yields each exchange whose outcome is needed next; iterate to the end.

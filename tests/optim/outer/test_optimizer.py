@@ -68,19 +68,86 @@ def test_a_scheduler_acts_on_it_as_on_the_inner_optimizer(inner, scheduler):
     assert same(weights(plain), weights(wrapped))
 
 
-def test_a_step_that_grad_scaler_skips_is_no_step():
-    net = model()
-    opt = NoLoCo(torch.optim.AdamW(net.parameters()), Alone(), every=2, lag=0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = weights(net)
-    for factor, steps in [(float("inf"), 0), (1.0, 1), (float("nan"), 1), (1.0, 2)]:
-        opt.zero_grad()
-        scaler.scale(net(torch.ones(1, 3)).sum() * factor).backward()
-        scaler.step(opt)
+def adamw(net, fused):
+    return torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)
+
+
+INNER = {
+    "foreach": lambda net: adamw(net, False),
+    "fused": lambda net: adamw(net, True),
+    "several": lambda net: [adamw(net[0], True), torch.optim.SGD(net[2].parameters(), lr=0.1, momentum=0.9)],
+}
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", INNER)
+def test_a_step_that_grad_scaler_leaves_out_still_counts_for_the_rounds(kind, clip):
+    """Mutants: the outer part is left out too (37 steps, 7 rounds), gradients are unscaled twice or never, an infinity is stepped."""
+    steps, every, overflows = 40, 5, (3, 14, 15)
+    data = [torch.randn(4, 3, generator=torch.Generator().manual_seed(n)) for n in range(steps)]
+
+    def backward(net, scaler, step, part=None):
+        loss = net(data[step]).square().mean()
+        scaler.scale(loss * float("inf") if step in overflows else loss).backward()
+
+    def scaled(net, scaler, opts):
+        for opt in opts:
+            if clip is not None:
+                scaler.unscale_(opt)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        for opt in opts:
+            scaler.step(opt)
         scaler.update()
-        assert (opt.steps, opt.round) == (steps, steps // 2)
-        assert same(before, weights(net)) is (steps == 0)
-        assert all(p.isfinite().all() for p in net.parameters())
+
+    net = model()
+    opt = DiLoCo(INNER[kind](net), Alone(), every=every)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=6)
+    for step in range(steps):
+        opt.zero_grad()
+        backward(net, scaler, step)
+        scaled(net, scaler, [opt])
+    assert (opt.steps, opt.round) == (steps, steps // every)  # as many as of a peer without an overflow
+
+    by_hand = model()
+    made = INNER[kind](by_hand)
+    inner = made if isinstance(made, list) else [made]
+    slow, momentum = weights(by_hand), [torch.zeros_like(p) for p in by_hand.parameters()]
+    hands = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=6)
+    for step in range(steps):
+        by_hand.zero_grad()
+        backward(by_hand, hands, step)
+        scaled(by_hand, hands, inner)
+        if (step + 1) % every == 0:
+            with torch.no_grad():
+                for s, v, p in zip(slow, momentum, by_hand.parameters(), strict=True):
+                    g = s - p
+                    v.mul_(0.6).add_(g)
+                    s.sub_(g, alpha=0.7).sub_(v, alpha=0.7 * 0.6)
+                    p.copy_(s)
+    assert same(weights(net), weights(by_hand))
+    assert scaler.get_scale() == hands.get_scale()
+
+
+def test_what_grad_scaler_cannot_do_is_said_and_leaves_nothing_to_the_next_step():
+    net = model()
+    opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(net(torch.ones(1, 3)).sum()).backward()
+    gradients = [p.grad.clone() for p in net.parameters()]
+    with pytest.raises(RuntimeError, match="GradScaler takes no closure: compute the gradients before"):
+        scaler.step(opt, lambda: 0.0)
+    with opt.averaged(), pytest.raises(RuntimeError, match=r"step\(\) within averaged"):
+        scaler.step(opt)
+    assert (opt.steps, same(gradients, [p.grad for p in net.parameters()])) == (0, True)
+    before = weights(net)
+    opt.step()  # not called by a scaler: the gradients are taken as they are
+    assert all(torch.equal(p, b.add(g, alpha=-0.1)) for p, b, g in zip(weights(net), before, gradients, strict=True))
+    half = torch.nn.Linear(2, 1, dtype=torch.float16)
+    opt = DiLoCo(torch.optim.SGD(half.parameters(), lr=0.1), Alone(), every=5)
+    scaler.scale(half(torch.ones(1, 2, dtype=torch.float16)).sum()).backward()
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients: keep the parameters in float32"):
+        scaler.step(opt)
 
 
 def test_closures_hooks_and_groups_work_as_on_any_optimizer():
