@@ -2,7 +2,7 @@
 
 The tables ``swarm``, ``task``, ``outer``, ``train`` and ``verify`` become the manifest of a swarm that this node creates, and with
 the task rl also ``rl.env``; a node that joins takes them from the manifest, except for the part of ``train`` that is each node's
-own (`shoal.node.config.train`). The tables ``rl``, ``node`` and ``peers`` concern this node alone.
+own (`shoal.node.config.train`). The tables ``rl``, ``schedule``, ``node`` and ``peers`` concern this node alone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pydantic import (
     PrivateAttr,
     ValidationError,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -125,6 +126,23 @@ class TaskSettings(_Table):
     options: dict[str, int | float | str | bool] = Field(
         default_factory=dict, description="Options of the task, handed to its constructor by name."
     )
+
+
+_FROM = Field(
+    default="swarm",
+    description="Where the learning-rate schedule of a node begins that joins late: swarm (as far on as the swarm is, by its "
+    "rounds and its train.steps), or own (at this node's first step).",
+)
+_SCHEDULE: Any = {"from": (Literal["swarm", "own"], _FROM)}  # a keyword of Python, which no class can name as a field
+
+
+class ScheduleSettings(create_model("ScheduleFields", __base__=_Table, **_SCHEDULE)):  # type: ignore[misc]
+    """This node's part in the schedule of the learning rate, which is the swarm's (``train.schedule``)."""
+
+    @property
+    def follows_swarm(self) -> bool:
+        """True if the schedule begins where the swarm is."""
+        return bool(getattr(self, "from") == "swarm")
 
 
 def host_name() -> str:
@@ -298,6 +316,7 @@ class Settings(_Table):
     train: TrainTable = Field(default_factory=TrainTable)
     verify: VerifySettings = Field(default_factory=VerifySettings)
     rl: RLSettings = Field(default_factory=RLSettings)
+    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     node: NodeSettings = Field(default_factory=NodeSettings)
     peers: PeersSettings = Field(default_factory=PeersSettings)
 

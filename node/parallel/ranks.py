@@ -54,17 +54,19 @@ class NodeRanks:
             raise RankLostError(f"The ranks of this node did not all start: see what they logged ({error}).") from error
         return cls(job, device, settings.node.parallel or "ddp", Channel(job), Ranks(timeout=AGREE_S))
 
-    def make_trainer(self, task: Task, settings: Settings, **options: Any) -> RankTrainer:
+    def make_trainer(self, task: Task, settings: Settings, *, schedule_steps: int, **options: Any) -> RankTrainer:
         """Return the trainer of rank 0, and let the others make theirs. Arguments are those of ``Trainer``."""
-        self.channel.send("build", settings=settings.model_dump_json(exclude_unset=True))
-        return self._trainer(task, settings, **options)
+        sent = settings.model_dump_json(exclude_unset=True)
+        self.channel.send("build", settings=sent, schedule_steps=schedule_steps)
+        return self._trainer(task, settings, schedule_steps=schedule_steps, **options)
 
     def follow(self, make_task: Callable[[Settings], Task]) -> None:
         """Do what rank 0 orders until it ends; for the other ranks."""
         name, fields = self.channel.receive()
         if name == "build":
             settings = Settings.model_validate(json.loads(fields["settings"]), strict=False)
-            self._trainer(make_task(settings), settings, slow_on_device=settings.node.slow_on_device).serve("end")
+            options = {"slow_on_device": settings.node.slow_on_device, "schedule_steps": fields["schedule_steps"]}
+            self._trainer(make_task(settings), settings, **options).serve("end")
 
     def end(self) -> None:
         """Let the others end; for rank 0, in good order."""

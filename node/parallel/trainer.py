@@ -81,6 +81,8 @@ class RankTrainer(Trainer):
             self.state()
         elif name == "resume":
             self.resume({})
+        elif name == "schedule_at":
+            self.schedule_at(fields["step"])
         elif name == "connect":
             self.connect(Alone(), fields["run"], Shard(*fields["shard"]))
         else:
@@ -125,7 +127,12 @@ class RankTrainer(Trainer):
         self._order("state")
         return super().state()
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, Any]) -> bool:
         """Continue from the state of any layout, which rank 0 gives."""
         self._order("resume")
-        super().resume(state)
+        return super().resume(state)
+
+    def schedule_at(self, step: int) -> None:
+        """Let the learning-rate schedule go on to ``step``."""
+        self._order("schedule_at", step=step)
+        super().schedule_at(step)

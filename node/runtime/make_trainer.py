@@ -15,7 +15,10 @@ from shoal.node.training.schedule import parameter_split
 from shoal.node.training.trainer import Trainer
 from shoal.node.training.uncompiled import without_compiler
 from shoal.optim import RoundInfo
-from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.training.outer_factory import steps_of_rounds
+from shoal.swarm.wire.member import Member
 
 if TYPE_CHECKING:
     from shoal.node.parallel.ranks import NodeRanks
@@ -38,6 +41,44 @@ def with_own_lag(settings: Settings) -> Settings:
     return settings.model_copy(update={"outer": outer})
 
 
+def _follows_swarm(settings: Settings) -> bool:
+    """Return whether the learning-rate schedule is the swarm's. Who checks claims about steps counts the author's own."""
+    return settings.schedule.follows_swarm and settings.verify.kind != "training"
+
+
+def schedule_steps(settings: Settings, swarm: TrainSettings | None) -> int:
+    """Return the length of the learning-rate schedule: of this node's run, or the ``swarm``'s if this node takes part for less."""
+    own = settings.train.steps
+    if swarm is None or not own or not swarm.steps or not _follows_swarm(settings):
+        return own
+    return max(own, swarm.steps)
+
+
+def follow_schedule(trainer: Trainer, settings: Settings, manifest: Manifest, round: int, members: Iterable[Member]) -> str | None:
+    """Let the learning-rate schedule go on to where the swarm is in ``round``, and return a sentence about it if it did.
+
+    It never goes back, nor beyond its end; a swarm without an end has no place in a schedule.
+    """
+    schedule, fragments = trainer.schedule, trainer.whole.fragments
+    if schedule.scheduler is None or not schedule.length or not manifest.train.steps or not _follows_swarm(settings):
+        return None
+    found = steps_of_rounds(manifest.outer, round // fragments, members)
+    if found is None:
+        return (
+            f"the learning-rate schedule goes on from step {schedule.done} of {schedule.length}: how far the swarm is cannot be "
+            "told, for no member has said how fast it is"
+        )
+    step, before = min(found, schedule.length), schedule.done
+    if step <= before:
+        return None
+    trainer.schedule_at(step)
+    said = f"the learning-rate schedule {'goes on' if before else 'begins'} at step {step} of {schedule.length}, where the swarm is"
+    left, steps = schedule.length - step, trainer.whole.steps
+    if settings.train.steps - steps > left:
+        said += f", and stays at its end from this node's step {steps + left} on"
+    return f'{said} (schedule.from = "own": by this node\'s own steps)'
+
+
 def make_trainer(
     settings: Settings,
     device: torch.device,
@@ -45,8 +86,10 @@ def make_trainer(
     log: Callable[[str], None],
     on_round: Callable[[RoundInfo], None],
     speeds: Callable[[], Iterable[float]],
+    swarm: TrainSettings | None = None,
 ) -> Trainer:
-    """Return the trainer. ``log`` gets sentences for the user; the rest is as for ``Trainer``.
+    """Return the trainer. ``log`` gets sentences for the user, ``swarm``: the swarm's settings of training, if it has been there
+    before; the rest is as for ``Trainer``.
 
     Raises:
         ShoalError: the task, its model, or this node's own lag cannot be used; for the task's own errors see `make_task`.
@@ -59,16 +102,17 @@ def make_trainer(
     def check(params: list[torch.nn.Parameter]) -> None:
         resources.check(node.ram, params, log, method=method, slow_here=slow_here)
 
-    task = make_task(settings)
+    task, steps = make_task(settings), schedule_steps(settings, swarm)
     if ranks is not None:
         made: Trainer = ranks.make_trainer(
-            task, settings, slow_on_device=on_device, on_model=check, on_round=on_round, speeds=speeds
+            task, settings, schedule_steps=steps, slow_on_device=on_device, on_model=check, on_round=on_round, speeds=speeds
         )
     else:
         if not train.compile:
             without_compiler()
         made = Trainer(
-            task, settings.outer, train, own=train, device=device, slow_on_device=on_device, offload=node.offload, on_model=check,
+            task, settings.outer, train, own=train, schedule_steps=steps, device=device,
+            slow_on_device=on_device, offload=node.offload, on_model=check,
             on_round=on_round, speeds=speeds,
         )  # fmt: skip
     found = parameter_split(task, train, made.model)

@@ -30,7 +30,7 @@ from shoal.node.runtime.join import (
     wait_for_peers,
 )
 from shoal.node.runtime.link_file import LinkFile
-from shoal.node.runtime.make_trainer import make_trainer
+from shoal.node.runtime.make_trainer import follow_schedule, make_trainer
 from shoal.node.runtime.network import create
 from shoal.node.runtime.parts import NodeParts, announce_publicly, share_rollouts
 from shoal.node.runtime.refusal_log import RefusalLog, rejections
@@ -48,6 +48,7 @@ from shoal.node.verify.terms import make_terms
 from shoal.optim import RoundInfo
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.outer import TrainSettings
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
@@ -97,7 +98,7 @@ class TrainingNode:
             self._link_file = LinkFile(self.folder, membership)
             if trainer is None:
                 settings = swarm_settings(settings, membership.manifest)
-                trainer = self._make_trainer(settings, device)
+                trainer = self._make_trainer(settings, device, membership.manifest.train)
             with ExitStack() as closing:
                 self._parts = self._build(settings, device, membership, trainer, self._saved, self._sinks, self._metrics, closing)
                 closing.callback(self.display.close)
@@ -113,7 +114,7 @@ class TrainingNode:
         if saved is not None and settings.node.resume:
             resume.check_same_outer(settings.outer, saved)
             settings, sealed = swarm_settings(settings, saved.manifest), saved.sealed
-            trainer = self._make_trainer(settings, device)
+            trainer = self._make_trainer(settings, device, saved.manifest.train)
         else:
             if saved is not None:
                 settings = resume.with_its_task(settings, saved)
@@ -126,9 +127,9 @@ class TrainingNode:
             sealed = new_manifest(settings, identity, model, terms, agreed, fragments)
         return settings, trainer, create(settings, identity, sealed)
 
-    def _make_trainer(self, settings: Settings, device: torch.device) -> Trainer:
+    def _make_trainer(self, settings: Settings, device: torch.device, swarm: TrainSettings | None = None) -> Trainer:
         with self._activity.doing("loading the model"):
-            return make_trainer(settings, device, self.ranks, self.display.message, self._on_round, self._speeds)
+            return make_trainer(settings, device, self.ranks, self.display.message, self._on_round, self._speeds, swarm)
 
     def _speeds(self) -> list[float]:
         """Return the inner steps a second that each member announces."""
@@ -172,7 +173,7 @@ class TrainingNode:
         trainer.connect(exchange, membership.swarm, shard)
         try_partners(trainer, screen, log)
         closing.callback(trainer.close)
-        self._begin_from(state, saved, membership, trainer, member)
+        self._begin_from(state, saved, settings, membership, trainer, member)
         params, dealt = sum(parameter.numel() for parameter in trainer.params), f"{shard.index}/{shard.of}"
         result = Result(name, host.peer_id, membership.swarm, outer.method, str(device), dealt, params, fragments=opt.fragments)
         announce_publicly(membership, params, device.type, log, created=self.link is None)
@@ -212,7 +213,13 @@ class TrainingNode:
         return state
 
     def _begin_from(
-        self, state: State | None, saved: SavedRun | None, membership: Membership, trainer: Trainer, member: TrainingMember
+        self,
+        state: State | None,
+        saved: SavedRun | None,
+        settings: Settings,
+        membership: Membership,
+        trainer: Trainer,
+        member: TrainingMember,
     ) -> None:
         if saved is not None:
             for line in resume.restore(trainer, saved, membership.swarm):
@@ -223,6 +230,9 @@ class TrainingNode:
         member.begin(state)
         if state is not None:
             self.display.message(f"took over the swarm's weights at round {state.round // trainer.whole.fragments}")
+            others = membership.directory.members().values()
+            if line := follow_schedule(trainer, settings, membership.manifest, state.round, others):
+                self.display.message(line)
 
     def _state(self) -> dict[str, Any]:
         """Return the content of a checkpoint."""

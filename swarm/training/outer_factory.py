@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median_high
+from statistics import median_high, median_low
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from shoal.optim.outer.weights import Processes
 from shoal.optim.schedule.auto_length import agreed_seconds
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest.outer import OuterSettings, parse_round
+from shoal.swarm.wire.member import Member
 
 WEIGHTS = {"equal": equal, "tokens": by_tokens, "rate": by_rate}
 
@@ -106,3 +107,19 @@ def round_length(setting: str, clock: Callable[[], float], speeds: Callable[[], 
         assert amount is not None  # parse_round checks it
         return Tokens(int(amount))
     return Seconds(amount if amount is not None else lambda: agreed_seconds(speeds()), clock)
+
+
+def steps_of_rounds(settings: OuterSettings, rounds: int, members: Iterable[Member]) -> int | None:
+    """Return the inner steps of a node in so many ``rounds``; None if that depends on speeds, and no member says its own.
+
+    Rounds of tokens and of seconds are measured by the lower median of what ``members`` say, so that no single liar moves it far.
+    """
+    unit, amount = parse_round(settings.round)
+    if unit == "steps":
+        return rounds * (settings.resolved().every or 1)
+    known = [(member.steps_per_s, member.tokens_per_s) for member in members if member.steps_per_s > 0]
+    if unit == "tokens":
+        per_step = [tokens / steps for steps, tokens in known if tokens > 0]
+        return int(rounds * (amount or 0) / median_low(per_step)) if per_step else None
+    speeds = [steps for steps, _ in known]
+    return int(rounds * (amount or agreed_seconds(speeds)) * median_low(speeds)) if speeds else None

@@ -47,7 +47,7 @@ from shoal.swarm.training.child_signals import keep_child_signals
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.loss_trial import LossTrial
 from shoal.swarm.training.member import RoundReport, TrainingMember
-from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length
+from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length, steps_of_rounds
 from shoal.swarm.training.session_setup import EPOCH_S, SessionError, SessionExchange, begin, new_swarm, parameters_of
 from shoal.swarm.training.shard import Shard, least_used
 
@@ -99,6 +99,18 @@ class Session:
     def rates(self) -> tuple[float, float]:
         """Inner steps and tokens a second of late, without what was spent waiting for others."""
         return self._rate, self._tokens_rate
+
+    @property
+    def progress(self) -> int:
+        """Inner steps that the swarm has behind it by its rounds, by which a late peer can set its learning-rate schedule.
+
+        0 before the optimizer is made, which is when the swarm's round is known. It is what members say: do not go beyond the
+        schedule's end with it. In rounds of tokens or seconds it is an estimate from the members' speeds; 0 if none says its own.
+        """
+        if self._opt is None:
+            return 0
+        rounds, members = self._opt.round // self._opt.fragments, self._membership.directory.members().values()
+        return steps_of_rounds(self.settings, rounds, members) or 0
 
     def exchange(self) -> SessionExchange:
         """Return the exchange for the outer optimizer. SessionError or OuterError if the swarm's settings do not suit the state."""

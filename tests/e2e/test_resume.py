@@ -1,9 +1,12 @@
 """Real nodes that return: from their checkpoint or the swarm's weights, whichever is newer, and into swarms of another method."""
 
 import json
+import re
 import signal
 
 import pytest
+
+from shoal.node.checkpoint.store import load
 
 TASK = '''
 import time
@@ -162,6 +165,28 @@ def test_a_swarm_that_has_not_begun_has_the_weights_of_its_seed(shoal, eventuall
     assert "No peer of this swarm has finished a round" in said
     waiting.signal(signal.SIGINT)
     assert waiting.wait() == 130
+
+
+@pytest.mark.slow(reason="starts of real nodes, one after another")
+def test_a_late_node_begins_its_schedule_where_the_swarm_is(shoal, eventually):
+    settings = ("--steps", 2000, "--set", "train.optimizer=adamw", "--set", "train.schedule=cosine", "--set", "outer.lag=0")
+    first = up(shoal, "first", *settings)
+    link = first.line()
+    eventually(lambda: len(rounds(shoal, "first")) >= 8, 60, "rounds")
+    late, own_one = join(shoal, link, "late"), join(shoal, link, "own", "--set", "schedule.from=own")
+    eventually(lambda: saved(shoal, "late") and saved(shoal, "own"), 60, "checkpoints")
+    for node in (late, own_one, first):
+        node.signal(signal.SIGINT)
+        assert node.wait() == 130
+    found = re.search(r"begins at step (\d+) of 2000, where the swarm is", late.said())
+    begun = int(found[1])
+    assert begun >= 8 * EVERY
+    assert begun % EVERY == 0
+    assert "where the swarm is" not in own_one.said()
+    for name, before in (("late", begun), ("own", 0)):
+        step, state = load(shoal.home / name)
+        assert state["trainer"]["schedule"]["done"] == step + before
+        assert state["trainer"]["scheduler"]["last_epoch"] == step + before
 
 
 def test_a_task_whose_optimizer_keeps_what_no_file_holds_ends_at_its_first_step(shoal):

@@ -212,8 +212,9 @@ def test_all_begin_with_what_the_creators_model_holds_when_its_optimizer_is_made
 
 
 def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_alone():
-    begin, stop, joined = model(0), threading.Event(), []
+    begin, stop, joined, progress = model(0), threading.Event(), [], []
     first = shoal.create(state=begin, every=EVERY, lag=0, network=HERE, wait_s=1.0, shards=2)
+    assert first.progress == 0
     opt = first.optimizer(sgd(begin))
     loop(opt, begin, 1)
     assert opt.round == ROUNDS
@@ -228,6 +229,7 @@ def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_al
             with shoal.join(first.link, state=other, network=HERE) as s:
                 mine = s.optimizer(sgd(other))
                 joined.extend((mine.round, s.shard, first.shard, mine.steps, set(mine._listening)))
+                progress.extend((s.progress, mine.round))
             loop(mine, other, 2)  # the session is over
             return mine.round - joined[0]
         finally:
@@ -238,6 +240,7 @@ def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_al
     assert joined[0] >= ROUNDS
     assert {joined[1].index, joined[2].index} <= {0, 1}
     assert joined[3:] == [0, {0}]  # its first round does not count
+    assert progress[0] == EVERY * progress[1]  # where a late peer's learning-rate schedule can begin
     assert went_on == ROUNDS
     loop(opt, begin, 1)
 
