@@ -31,7 +31,7 @@ from shoal.node.runtime.join import RL, own_data, swarm_settings
 from shoal.node.task import Task
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.loader import HookError, load_task
-from shoal.optim import method_named
+from shoal.optim import Alone, method_named
 from shoal.optim.codecs.base import FLOAT32, all_finite
 from shoal.optim.outer.parameters import float_buffers, trained
 from shoal.swarm.access.link import Link
@@ -174,7 +174,7 @@ def _model(settings: Settings) -> BuiltModel:
     model = task.model()
     own = _trained(model)
     # The task's optimizer may have them in another order; those that the swarm names have the model's.
-    params: list[Tensor] = [*own] if settings.train.optimizer != "task" else trained(task.inner_optimizer(own))
+    params: list[Tensor] = [*own] if settings.train.optimizer != "task" else trained(task.inner_optimizer(own), Alone())
     return BuiltModel(model, params, task, getattr(task, "tokenizer", None))
 
 

@@ -231,8 +231,8 @@ class TrainingNode:
         if state is not None:
             self.display.message(f"took over the swarm's weights at round {state.round // trainer.whole.fragments}")
             others = membership.directory.members().values()
-            if line := follow_schedule(trainer, settings, membership.manifest, state.round, others):
-                self.display.message(line)
+            if said := follow_schedule(trainer, settings, membership.manifest, state.round, others):
+                self.display.message(said)
 
     def _state(self) -> dict[str, Any]:
         """Return the content of a checkpoint."""
