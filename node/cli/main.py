@@ -28,6 +28,7 @@ from shoal.node.cli.verify import verify
 from shoal.node.cli.watch import watch
 from shoal.node.exit_codes import ExitCode, epilogue
 from shoal.node.help import Chapters
+from shoal.node.logs import drop_lost_output
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
 
@@ -62,6 +63,7 @@ cli.add_chapter("Measure and check", verify, sim, chaos)
 
 def main() -> None:
     """Run a command and exit with the documented code for how it ended."""
+    drop_lost_output()
     try:
         code = cli.main(standalone_mode=False)
     except ShoalError as error:
@@ -71,8 +73,6 @@ def main() -> None:
         code = ExitCode.BAD_INPUT
     except (KeyboardInterrupt, click.Abort):
         code = ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        code = ExitCode.OK
     except Exception as error:
         if (own := explained(error)) is not None:
             code = _show(own)

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from shoal.node.logs import is_lost
 from shoal.node.watch.events import Event, line_of
 from shoal.node.watch.recording import Recorder
 from shoal.node.watch.source import EventSource
@@ -38,7 +39,7 @@ def event_sink(inbox: queue.Queue[Event], recorder: Recorder | None, *, drop: bo
 
 
 def print_lines(inbox: queue.Queue[Event], source: EventSource, seconds: float | None) -> None:
-    """Print events until the source ends and all are printed, or time is up."""
+    """Print events until the source ends and all are printed, time is up, or nobody reads them."""
     end = None if seconds is None else time.monotonic() + seconds
     while end is None or time.monotonic() < end:
         ended = source.ended.is_set()
@@ -50,3 +51,5 @@ def print_lines(inbox: queue.Queue[Event], source: EventSource, seconds: float |
             continue
         sys.stdout.write(line_of(event) + "\n")
         sys.stdout.flush()
+        if is_lost(sys.stdout):
+            return
