@@ -164,7 +164,7 @@ def _mean(tensors: Iterator[Tensor], shares: Sequence[float]) -> Tensor:
     first = next(tensors)
     if not first.is_floating_point():
         return first
-    total = torch.zeros(first.shape, dtype=torch.float64)
+    total = torch.zeros(first.shape, dtype=torch.float64, device="cpu")
     for tensor, share in zip(chain([first], tensors), shares, strict=True):
         if share > 0:  # a tensor of weight 0 may be NaN
             total.add_(tensor.double(), alpha=share)

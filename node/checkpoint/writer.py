@@ -75,7 +75,7 @@ class Snapshots:
         if buffers:
             buffer = buffers.pop()
         else:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
             self._buffers.setdefault(shaped, []).append(buffer)
         return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
 

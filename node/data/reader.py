@@ -65,7 +65,7 @@ class Reader(Batches):
         self._start = (epoch, place, offset)
         self._stream = self._segments(epoch, place, offset)
         self._left: list[_Segment] = []
-        self._windows, self._order, self._drawn = torch.empty(0), torch.empty(0, dtype=torch.int64), 0
+        self._windows, self._order, self._drawn = torch.empty(0, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu"), 0
 
     def __next__(self) -> tuple[Tensor, Tensor]:
         """Return the next batch."""
@@ -155,7 +155,7 @@ class Reader(Batches):
         count = min(self._most, (len(tokens) - 1) // self._context)
         self._windows = tokens[: count * self._context + 1].unfold(0, self._context + 1, self._context)  # (N, T + 1)
         seed = number("block", self._shard.seed, self._shard.index, self._shard.of, self._block)
-        self._order = torch.randperm(count, generator=torch.Generator().manual_seed(seed >> 1))
+        self._order = torch.randperm(count, generator=torch.Generator().manual_seed(seed >> 1), device="cpu")
         if self._skip > count:
             raise DataError(f"{self._source.what} has less text than when the checkpoint was saved: give the node what it had.")
         self._drawn, self._skip = self._skip, 0

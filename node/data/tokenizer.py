@@ -102,8 +102,8 @@ class Named:
         text = document.decode("utf-8", "replace")
         for start in range(0, len(text), PIECE):
             ids = self._inner.encode(text[start : start + PIECE], add_special_tokens=False).ids
-            yield torch.tensor(ids, dtype=torch.int32)
-        yield torch.tensor(self._end, dtype=torch.int32)
+            yield torch.tensor(ids, dtype=torch.int32, device="cpu")
+        yield torch.tensor(self._end, dtype=torch.int32, device="cpu")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text, with the ends of documents as their token is written."""

@@ -186,7 +186,7 @@ def consensus_distances(folders: Sequence[Path]) -> list[float]:
 
 
 def _distance(peers: Sequence[Mapping[str, torch.Tensor]]) -> float:
-    apart, size = torch.zeros(len(peers) * (len(peers) - 1) // 2 or 1), torch.zeros(len(peers))
+    apart, size = torch.zeros(len(peers) * (len(peers) - 1) // 2 or 1, device="cpu"), torch.zeros(len(peers), device="cpu")
     for key in peers[0]:  # by tensor, for all of a large model in float64 would need much memory
         flat = torch.stack([tensors[key].double().reshape(-1) for tensors in peers])  # (K, values)
         size = size + flat.square().sum(1)

@@ -30,7 +30,7 @@ class Channel:
     def send(self, name: str, **fields: Any) -> None:
         """Send a command with JSON fields; for rank 0. RankLostError if a rank is gone."""
         body = json.dumps([name, fields]).encode()
-        frame = torch.zeros(FRAME, dtype=torch.uint8)
+        frame = torch.zeros(FRAME, dtype=torch.uint8, device="cpu")
         head = len(body).to_bytes(8, "big") + body[: FRAME - 8]
         frame[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         self._broadcast(frame)
@@ -39,13 +39,13 @@ class Channel:
 
     def receive(self) -> tuple[str, dict[str, Any]]:
         """Return the next command; for the other ranks. RankLostError if rank 0 is gone."""
-        frame = torch.zeros(FRAME, dtype=torch.uint8)
+        frame = torch.zeros(FRAME, dtype=torch.uint8, device="cpu")
         self._broadcast(frame)
         data = frame.numpy().tobytes()
         length = int.from_bytes(data[:8], "big")
         body = data[8 : 8 + length]
         if length > len(body):
-            rest = torch.zeros(length - len(body), dtype=torch.uint8)
+            rest = torch.zeros(length - len(body), dtype=torch.uint8, device="cpu")
             self._broadcast(rest)
             body += rest.numpy().tobytes()
         name, fields = json.loads(body)

@@ -42,8 +42,8 @@ class Update:
 
 def make_update(groups: Sequence[RolloutGroup]) -> Update | None:
     """Join the completions of ``groups``; return None if no gradient can come from them."""
-    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
-    numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.rewards], dtype=torch.int64)
+    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64, device="cpu")
+    numbers = torch.tensor([number for number, group in enumerate(groups) for _ in group.rewards], dtype=torch.int64, device="cpu")
     advantages = group_advantages(rewards, numbers).float()
     if not bool(advantages.any()):
         return None
@@ -65,12 +65,12 @@ def completions_of(policy: Policy, update: Update, temperature: float) -> Comple
 
 def pad_floats(rows: Sequence[Sequence[float] | None], mask: Tensor) -> tuple[Tensor, Tensor]:
     """Pad float32 rows to the shape of ``mask`` (B, T); also return bool (B, T), where they are. None: not known."""
-    values = torch.zeros(mask.shape)
-    known = torch.zeros(mask.shape, dtype=torch.bool)
+    values = torch.zeros(mask.shape, device="cpu")
+    known = torch.zeros(mask.shape, dtype=torch.bool, device="cpu")
     for number, row in enumerate(rows):
         if row is not None:
             length = min(len(row), mask.shape[1])
-            values[number, :length] = torch.tensor(list(row[:length]))
+            values[number, :length] = torch.tensor(list(row[:length]), device="cpu")
             known[number, :length] = True
     return values.to(mask.device), known.to(mask.device) & mask
 

@@ -94,11 +94,11 @@ class Policy(Protocol):
 def pad(rows: Sequence[Sequence[int]], filler: int, *, left: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Pad rows of token ids to one int64 (B, T), T at least 1; also return bool (B, T), False at padding."""
     longest = max(1, *map(len, rows))
-    tokens = torch.full((len(rows), longest), filler, dtype=torch.int64)
-    mask = torch.zeros((len(rows), longest), dtype=torch.bool)
+    tokens = torch.full((len(rows), longest), filler, dtype=torch.int64, device="cpu")
+    mask = torch.zeros((len(rows), longest), dtype=torch.bool, device="cpu")
     for number, row in enumerate(rows):
         place = slice(longest - len(row), longest) if left else slice(0, len(row))
-        tokens[number, place] = torch.tensor(list(row), dtype=torch.int64)
+        tokens[number, place] = torch.tensor(list(row), dtype=torch.int64, device="cpu")
         mask[number, place] = True
     return tokens.to(device), mask.to(device)
 

@@ -183,10 +183,10 @@ class Tiny:
     def _warm_up(self, environment: Environment, habit: Callable[[str], str], seed: int, warm: Warm) -> None:
         generator = torch.Generator().manual_seed(seed)
         optimizer = torch.optim.AdamW(self.module.parameters(), lr=warm.lr, betas=(0.9, 0.99), weight_decay=0.0)
-        start = int(torch.randint(2**40, (), generator=generator))
+        start = int(torch.randint(2**40, (), generator=generator, device="cpu"))
         for step in range(warm.steps):
             questions = [environment.question(start, step * warm.batch + number) for number in range(warm.batch)]
-            right = torch.rand(warm.batch, generator=generator) < warm.right
+            right = torch.rand(warm.batch, generator=generator, device="cpu") < warm.right
             shown = [
                 question.answer if follows and question.answer is not None else habit((question.prompt.split() or [""])[-1])
                 for question, follows in zip(questions, right.tolist(), strict=True)

@@ -70,12 +70,12 @@ def _variance(names: Sequence[str], deal: Deal, rounds: int, seed: int) -> float
     """Return the mean over rounds of the variance between peers, of steps of variance 1."""
     places = {name: place for place, name in enumerate(names)}
     dice = torch.Generator().manual_seed(seed)
-    values = torch.zeros(len(names), VALUES)
+    values = torch.zeros(len(names), VALUES, device="cpu")
     found = []
     for round in range(rounds):
-        values += torch.randn(values.shape, generator=dice)
+        values += torch.randn(values.shape, generator=dice, device="cpu")
         pairs = [pair for bucket in deal(round) for pair in groups(seed, round, bucket) if len(pair) == 2]
-        one, two = (torch.tensor([places[pair[side]] for pair in pairs]) for side in (0, 1))
+        one, two = (torch.tensor([places[pair[side]] for pair in pairs], device="cpu") for side in (0, 1))
         values[one] = values[two] = (values[one] + values[two]) / 2
         if round >= SETTLED:
             found.append(float(values.var(0).mean()))

@@ -147,7 +147,7 @@ class TextTask(Task):
     def _windows(self, documents: list[Document], what: str) -> Tensor:
         """Return all windows of context + 1 tokens as a view, (N, T + 1): bytes in uint8, other tokens in int32."""
         pieces = [piece for document in documents for piece in self.tokenizer.encode(document.content)]
-        tokens = torch.cat(pieces)[:-1] if pieces else torch.empty(0)  # nothing follows the last document's end
+        tokens = torch.cat(pieces)[:-1] if pieces else torch.empty(0, device="cpu")  # nothing follows the last document's end
         if len(tokens) <= self.context:
             unit = "bytes of text" if self.tokenizer_name == BYTES else "tokens"
             raise DataError(
@@ -182,7 +182,7 @@ class TextTask(Task):
         windows = self._windows(self.shard_documents(shard), f"shard {shard.index} of {shard.of}")
         generator = torch.Generator().manual_seed(_digest(f"batches {shard.seed} {shard.index}") >> 1)
         while True:
-            places = torch.randint(len(windows), (self.batch,), generator=generator)
+            places = torch.randint(len(windows), (self.batch,), generator=generator, device="cpu")
             batch = windows[places].long()  # (B, T + 1)
             yield batch[:, :-1], batch[:, 1:]
 
@@ -199,7 +199,7 @@ class TextTask(Task):
     def _evaluation(self) -> Tensor:
         windows = self._windows(self._held_out, "held-out part")
         count = max(1, EVALUATION_BYTES // self.context)
-        places = torch.randint(len(windows), (count,), generator=torch.Generator().manual_seed(0))
+        places = torch.randint(len(windows), (count,), generator=torch.Generator().manual_seed(0), device="cpu")
         return windows[places].long()  # (count, T + 1)
 
     @torch.no_grad()

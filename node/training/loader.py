@@ -251,7 +251,7 @@ def _copied(leaf: Any) -> Any:
         span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) if leaf.numel() else 0
         if leaf.layout is not torch.strided or not leaf.numel() <= span <= WIDE * leaf.numel():
             return leaf.detach().clone()
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).copy_(leaf.detach())
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu").copy_(leaf.detach())
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 

@@ -61,8 +61,8 @@ class AutoCodec:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         due = shapes != self._shapes or self._age >= self.every
         choice = self._measure(tensors, shapes) if due else self._choice
-        payload = torch.zeros(self.nbytes(shapes), dtype=torch.uint8)
-        payload[: len(shapes)] = torch.tensor(choice, dtype=torch.uint8)
+        payload = torch.zeros(self.nbytes(shapes), dtype=torch.uint8, device="cpu")
+        payload[: len(shapes)] = torch.tensor(choice, dtype=torch.uint8, device="cpu")
         offset = _padded(len(shapes))
         for tensor, index in zip(tensors, choice, strict=True):
             part = self.candidates[index].encode([tensor])

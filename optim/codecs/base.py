@@ -30,7 +30,7 @@ def buffer(nbytes: int) -> Tensor:
     virtual machine) takes longer to hand out fresh pages than it takes to hash their later content.
     """
     if nbytes < SMALL:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     memory = _recycled(nbytes) or bytearray(nbytes)
     lease = memoryview(memory)  # the tensor's storage refers to it
     weakref.finalize(lease, _kept.append, memory).atexit = False

@@ -72,10 +72,10 @@ def _knapsack(errors: Table, sizes: Table, budget: float) -> list[int]:
     spare = budget - sum(least)
     step = max(spare / RESOLUTION, 1.0)
     room = int(spare // step)
-    best = torch.zeros(room + 1, dtype=torch.float64)  # least error so far, by the steps spent at most
+    best = torch.zeros(room + 1, dtype=torch.float64, device="cpu")  # least error so far, by the steps spent at most
     picked = []
     for error, size, smallest in zip(errors, sizes, least, strict=True):
-        options = torch.full((len(size), room + 1), math.inf, dtype=torch.float64)
+        options = torch.full((len(size), room + 1), math.inf, dtype=torch.float64, device="cpu")
         for choice, (e, s) in enumerate(zip(error, size, strict=True)):
             steps = math.ceil((s - smallest) / step)
             if steps <= room:

@@ -219,7 +219,7 @@ def _into_another(
     """Return the sum that begins with ``first``, in the same order of additions, piece by piece in the tensors of another."""
     rest = [tensors if isinstance(tensors, OnDemand) else list(tensors) for tensors in others]
     room = next((tensors for tensors in (*rest, spare) if tensors is not None and not isinstance(tensors, OnDemand)), None)
-    result = [torch.empty(shape) for shape in first.shapes] if room is None else list(room)
+    result = [torch.empty(shape, device="cpu") for shape in first.shapes] if room is None else list(room)
     flat = [[tensor.view(-1) for tensor in tensors] if isinstance(tensors, list) else tensors for tensors in rest]
     for place, start, stop in slabs(first):
         piece = first.values(place, start, stop) * shares[0][place >= even]

@@ -84,7 +84,7 @@ def norms(own: Tensors, other: Tensors) -> tuple[float, float]:
 def squared_distances(contributions: Sequence[Tensors]) -> list[list[float]]:
     """Return the squared distance between each two contributions, n x n, never negative and 0 on the diagonal."""
     first, count = contributions[0], len(contributions)
-    gram = torch.zeros(count, count, dtype=torch.float64)
+    gram = torch.zeros(count, count, dtype=torch.float64, device="cpu")
     for place, like in enumerate(first):
         flat = [tensors[place].reshape(-1) for tensors in contributions]
         for start in range(0, like.numel(), SLAB):
@@ -127,10 +127,10 @@ def centered_clip(squares: Sequence[Sequence[float]], times: float) -> list[int]
         if len(near) < count:
             among = dict(zip(near, centered_clip([[squares[i][j] for j in near] for i in near], times), strict=True))
             return [among.get(place, 0) for place in range(count)]
-    exact = torch.tensor(squares, dtype=torch.float64)
-    shares = torch.zeros(count, dtype=torch.float64)
+    exact = torch.tensor(squares, dtype=torch.float64, device="cpu")
+    shares = torch.zeros(count, dtype=torch.float64, device="cpu")
     shares[start] = 1.0
-    factors = torch.zeros(count, dtype=torch.float64)
+    factors = torch.zeros(count, dtype=torch.float64, device="cpu")
     for _ in range(ITERATIONS):
         # |x_j - sum_k c_k x_k|^2, for shares that sum to 1
         from_v = (exact @ shares - 0.5 * shares @ exact @ shares).clamp_min(0).sqrt()

@@ -32,6 +32,6 @@ def in_file(folder: Path, like: Sequence[Tensor]) -> list[Tensor]:
     finally:
         os.close(descriptor)
         os.unlink(path)
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]  # torch's own annotation is too narrow
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[arg-type]  # torch's own annotation is too narrow
     pieces = torch.split(flat, [*sizes, total - sum(sizes)])
     return [piece[: t.nbytes].view(t.dtype).view(t.shape) for piece, t in zip(pieces, like, strict=False)]

@@ -33,7 +33,7 @@ def sketch(tensors: Iterable[Tensor]) -> tuple[float, ...]:
 
 def total(rows: Iterable[Tensor]) -> tuple[float, ...]:
     """Return the sketch of several tensors from those of each, in their order."""
-    sums = torch.zeros(NUMBERS, dtype=torch.float64)
+    sums = torch.zeros(NUMBERS, dtype=torch.float64, device="cpu")
     for row in rows:
         sums += row
     return tuple(sums.tolist())
@@ -60,7 +60,7 @@ def projection(tensors: Iterable[Tensor]) -> tuple[float, ...]:
 
     The sums are linear, so the norm of the difference of two peers' sums estimates that of the difference of their weights.
     """
-    sums, square, number = torch.zeros(PROJECTED, dtype=torch.float64), 0.0, 0
+    sums, square, number = torch.zeros(PROJECTED, dtype=torch.float64, device="cpu"), 0.0, 0
     for tensor in tensors:
         for block in torch.split(tensor.detach().reshape(-1), BLOCK):
             values = block.float()
@@ -74,10 +74,10 @@ def projection(tensors: Iterable[Tensor]) -> tuple[float, ...]:
 
 @functools.cache
 def _signs() -> Tensor:
-    return torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
+    return torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(0), device="cpu").float() * 2 - 1
 
 
 def _turns(number: int) -> Tensor:
     """Return for the block of this number a sign for each sum, so that two blocks do not have the same signs."""
     drawn = random.Random(number).getrandbits(PROJECTED)
-    return torch.tensor([1.0 if drawn >> bit & 1 else -1.0 for bit in range(PROJECTED)], dtype=torch.float64)
+    return torch.tensor([1.0 if drawn >> bit & 1 else -1.0 for bit in range(PROJECTED)], dtype=torch.float64, device="cpu")

@@ -121,7 +121,7 @@ class TorchForm:
                 continue
             residual = memory["error"]
             if residual is None:
-                residual = [torch.zeros(shape) for shape in self._sent(fragment)]
+                residual = [torch.zeros(shape, device="cpu") for shape in self._sent(fragment)]
             for (index, name), tensor in zip(_residuals(self._parts[fragment], len(residual)), residual, strict=True):
                 found[index][name] = tensor
         return found

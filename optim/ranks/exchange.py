@@ -171,5 +171,5 @@ class _Parcel:
         found = self._weights.scatter(self._part, whole, self._shapes, self._mine, torch.float32)
         if self._values is not None:
             found = [torch.cat(found)]
-        own = mean[self._count :] if self._group.first else [torch.empty(shape) for shape in self._tail_shapes]
+        own = mean[self._count :] if self._group.first else [torch.empty(shape, device="cpu") for shape in self._tail_shapes]
         return [*found, *(self._group.spread(tensor, 0) for tensor in own)]

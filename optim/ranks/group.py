@@ -96,7 +96,7 @@ class RankGroup:
 
     def barrier(self) -> None:
         """Return once all ranks have come here."""
-        self.sum(torch.zeros(1))
+        self.sum(torch.zeros(1, device="cpu"))
 
     @contextmanager
     def deadline(self) -> Iterator[None]:

@@ -71,7 +71,11 @@ class RankWeights(ModelWeights):
         """Copy the owners' ``weights`` into the model, in all ranks, one parameter at a time."""
         for index in part:
             param = self.params[index]
-            mine = weights[index].to(param.dtype) if self.owns(index) else torch.empty(self.shapes[index], dtype=param.dtype)
+            mine = (
+                weights[index].to(param.dtype)
+                if self.owns(index)
+                else torch.empty(self.shapes[index], dtype=param.dtype, device="cpu")
+            )
             given = self.group.spread(mine, self.owners[index])
             if local(param).data_ptr() != weights[index].data_ptr():
                 local(param).copy_(local(cut_like(given, param)) if hasattr(param, "device_mesh") else given)
@@ -104,10 +108,10 @@ class RankWeights(ModelWeights):
 
     def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
         """Return the sketch with the bits that one process would have, on all ranks."""
-        rows = torch.zeros(len(part), NUMBERS, dtype=torch.float64)
+        rows = torch.zeros(len(part), NUMBERS, dtype=torch.float64, device="cpu")
         for place, index in enumerate(part):
             if self.owns(index):
-                rows[place] = torch.tensor(sketch([self.slow[index]]), dtype=torch.float64)
+                rows[place] = torch.tensor(sketch([self.slow[index]]), dtype=torch.float64, device="cpu")
         return total(self.group.sum(rows))
 
     def shapes_of(self, part: Sequence[int], tensors: Sequence[Tensor]) -> list[Shape]:
@@ -125,7 +129,7 @@ class RankWeights(ModelWeights):
             if shape == ():
                 tensor = next(scalars)
             elif self.first and owner != 0:
-                tensor = self.group.take(torch.empty(shape, dtype=tensor.dtype), owner)
+                tensor = self.group.take(torch.empty(shape, dtype=tensor.dtype, device="cpu"), owner)
             elif owner == self.group.rank != 0:
                 self.group.give(tensor, 0)
             if self.first:
@@ -140,20 +144,20 @@ class RankWeights(ModelWeights):
         ``shapes`` are those of ``whole``, ``mine`` those that this rank gave in their place: a scalar goes to all that gave one.
         """
         numbers = [place for place, shape in enumerate(shapes) if shape == ()]
-        packed = torch.empty(len(numbers), dtype=dtype)
+        packed = torch.empty(len(numbers), dtype=dtype, device="cpu")
         if self.first and numbers:
             torch.stack([whole[place].to(packed) for place in numbers], out=packed)
         scalars = iter(self.group.spread(packed, 0).unbind() if numbers else ())
         found: list[Tensor] = []
         for place, shape in enumerate(shapes):
-            owner, tensor = self.owners[part[place % len(part)]], torch.empty(0, dtype=dtype)
+            owner, tensor = self.owners[part[place % len(part)]], torch.empty(0, dtype=dtype, device="cpu")
             if shape == ():
                 number = next(scalars)
                 tensor = number if mine[place] == () else tensor
             elif self.first and owner != 0:
                 self.group.give(whole[place].to(dtype), owner)
             elif owner == self.group.rank:
-                tensor = whole[place] if self.first else self.group.take(torch.empty(shape, dtype=dtype), 0)
+                tensor = whole[place] if self.first else self.group.take(torch.empty(shape, dtype=dtype, device="cpu"), 0)
             found.append(tensor)
         return found
 

@@ -33,7 +33,9 @@ def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Te
     """
     weights = opt._weights
     if not isinstance(weights, RankWeights) or weights.first:
-        found = [torch.empty(shape, dtype=weights.slow[0].dtype) for shape in opt.shapes] if into is None else list(into)
+        found = (
+            [torch.empty(shape, dtype=weights.slow[0].dtype, device="cpu") for shape in opt.shapes] if into is None else list(into)
+        )
         for index, target in enumerate(found):
             if isinstance(weights, RankWeights) and not weights.owns(index):
                 weights.group.take(target, weights.owners[index])
@@ -159,9 +161,12 @@ def _given_in_flight(opt: OuterState, weights: RankWeights, records: Sequence[Re
         given = records[number]["tensors"] if weights.first else dict.fromkeys(shapes, ())
         tensors: dict[str, list[Tensor]] = {}
         for name in DEALT:
-            own = [torch.empty(()) if shape == () else weights.slow[part[at % len(part)]] for at, shape in enumerate(shapes[name])]
+            own = [
+                torch.empty((), device="cpu") if shape == () else weights.slow[part[at % len(part)]]
+                for at, shape in enumerate(shapes[name])
+            ]
             tensors[name] = _cut(weights, given[name], own, part)
-        tail = given["tail"] if weights.first else [torch.empty(shape) for shape in shapes["tail"]]
+        tail = given["tail"] if weights.first else [torch.empty(shape, device="cpu") for shape in shapes["tail"]]
         tensors["tail"] = [weights.group.spread(tensor, 0) for tensor in tail]
         tensors |= {name: list(given[name]) for name in ("error", "payload")}
         found.append({"facts": facts, "tensors": tensors})
@@ -180,7 +185,7 @@ def _cut(weights: RankWeights, whole: Sequence[Tensor], own: Sequence[Tensor], p
 
 
 def _whole_rounding(weights: RankWeights, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    noted = weights.group.sum(torch.tensor([float(index in own) for index in weights.everything]))
+    noted = weights.group.sum(torch.tensor([float(index in own) for index in weights.everything], device="cpu"))
     found: dict[int, Tensor] = {}
     for index in noted.nonzero().flatten().tolist():
         error = weights.whole([index], [own.get(index, weights.slow[index].new_empty(0))])

@@ -25,12 +25,12 @@ def chosen(key: RoundKey, count: int, part: float) -> Tensor:
     """
     wanted = min(round(part * count), count)
     if wanted == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     seed = hashlib.sha256(f"shoal/sparta/1:{key.run}:{key.round}:{key.fragment}".encode()).digest()
-    edges = torch.arange(wanted + 1, dtype=torch.int64)
+    edges = torch.arange(wanted + 1, dtype=torch.int64, device="cpu")
     edges = edges * (count // wanted) + edges * (count % wanted) // wanted  # = edges * count // wanted, without overflow
     low, length = edges[:-1], edges[1:] - edges[:-1]
-    draws = torch.arange(wanted, dtype=torch.int64)
+    draws = torch.arange(wanted, dtype=torch.int64, device="cpu")
     for start in range(0, 16, 4):
         draws = _mixed(draws ^ int.from_bytes(seed[start : start + 4], "little"))
     return low + draws % length
@@ -86,7 +86,7 @@ class SpartaRule:
 
     def _chosen(self, sizes: Sequence[int], key: RoundKey) -> tuple[Tensor, list[int]]:
         """Return the chosen positions in the concatenation of all tensors, and where those of each tensor begin among them."""
-        ends = torch.tensor(sizes).cumsum(0)
+        ends = torch.tensor(sizes, device="cpu").cumsum(0)
         flat = chosen(key, int(ends[-1]), self.part)
         return flat, [0, *torch.searchsorted(flat, ends).tolist()]
 

@@ -21,14 +21,14 @@ import torch
 
 def largest_root(rate: float, momentum: float, lag: int, *, nesterov: bool, fresh: float = 0.0) -> float:
     """Return the largest absolute value of the roots for x = ``rate`` and a delay of ``lag`` rounds."""
-    coefficients = torch.zeros(lag + 3, dtype=torch.float64)  # of z^0, z^1, ...
-    coefficients[lag : lag + 3] = torch.tensor([momentum, -(1 + momentum), 1.0])
+    coefficients = torch.zeros(lag + 3, dtype=torch.float64, device="cpu")  # of z^0, z^1, ...
+    coefficients[lag : lag + 3] = torch.tensor([momentum, -(1 + momentum), 1.0], device="cpu")
     direct = {0: -momentum, 1: 1 + momentum} if nesterov else {1: 1.0}
     for power, factor in direct.items():
         coefficients[power] += rate * factor * (1 - fresh)
         coefficients[power + lag] += rate * factor * fresh
     degree = lag + 2
-    companion = torch.diag(torch.ones(degree - 1, dtype=torch.float64), -1)
+    companion = torch.diag(torch.ones(degree - 1, dtype=torch.float64, device="cpu"), -1)
     companion[:, -1] = -coefficients[:degree]
     return float(torch.linalg.eigvals(companion).abs().max())
 

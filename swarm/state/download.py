@@ -119,7 +119,7 @@ class MemorySink:
 
     def __init__(self, nbytes: int, content: Tensor | Spool | None = None, have: Iterable[int] = ()) -> None:
         if content is None:
-            content = spool_for(nbytes) or torch.empty(nbytes, dtype=torch.uint8)
+            content = spool_for(nbytes) or torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.content: Tensor | Spool = content
         self._have = set(have)
 

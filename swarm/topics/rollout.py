@@ -191,7 +191,7 @@ class Rollout(Message):
 
 
 def _tensor(data: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _check_numbers(tokens: bytes, logps: bytes) -> None:

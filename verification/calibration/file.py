@@ -31,9 +31,13 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     described = []
     for number, (pair, honest) in enumerate(sorted(calibration.pairs.items(), key=lambda item: item[0])):
         claims = honest.claims
-        tensors[f"{number}.values"] = torch.tensor([row for claim in claims for row in claim.values], dtype=torch.float64)
-        tensors[f"{number}.sizes"] = torch.tensor([size for claim in claims for size in claim.sizes], dtype=torch.float64)
-        tensors[f"{number}.windows"] = torch.tensor([len(claim.sizes) for claim in claims], dtype=torch.int64)
+        tensors[f"{number}.values"] = torch.tensor(
+            [row for claim in claims for row in claim.values], dtype=torch.float64, device="cpu"
+        )
+        tensors[f"{number}.sizes"] = torch.tensor(
+            [size for claim in claims for size in claim.sizes], dtype=torch.float64, device="cpu"
+        )
+        tensors[f"{number}.windows"] = torch.tensor([len(claim.sizes) for claim in claims], dtype=torch.int64, device="cpu")
         described.append(
             {
                 "pair": [pair.fingerprint, pair.model, pair.prover, pair.verifier],

@@ -131,7 +131,7 @@ def largest(rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
 
 def encode(places: Tensor, bits: Tensor) -> Tensor:
     """Encode windows as bytes (W, 2 + 2K) uint8: the modulus, then the coefficients, the high byte of each first."""
-    moduli = torch.tensor([injective_modulus(row) for row in places], dtype=torch.int64).unsqueeze(1)
+    moduli = torch.tensor([injective_modulus(row) for row in places], dtype=torch.int64, device="cpu").unsqueeze(1)
     numbers = torch.cat((moduli, interpolate(places % moduli, bits)), dim=1)
     return torch.from_numpy(numbers.numpy().astype(">u2").view(np.uint8))
 
@@ -162,7 +162,7 @@ def _measure(theirs: Tensor, own: Tensor, channels: Tensor, width: int) -> Tenso
     missing = 1 - near.double().mean(dim=1)
     error = torch.where(near, error, 0.0)
     count = near.double().sum(dim=1).clamp_min(1)
-    sums = torch.zeros((len(own), width), dtype=torch.float64).scatter_add_(1, channels, error)
+    sums = torch.zeros((len(own), width), dtype=torch.float64, device="cpu").scatter_add_(1, channels, error)
     many = torch.zeros_like(sums).scatter_add_(1, channels, near.double())
     # Of n independent errors of variance s the squared sum is n s: what is over that is consistent. n = 1 tells nothing.
     squares = torch.zeros_like(sums).scatter_add_(1, channels, error.square())

@@ -43,7 +43,7 @@ class ImageHash:
             library.whash(image, SIDE),
         )
         bits = torch.stack([torch.as_tensor(found.hash).flatten() for found in hashes]).view(-1, 8).int()
-        weights = 1 << torch.arange(7, -1, -1, dtype=torch.int32)
+        weights = 1 << torch.arange(7, -1, -1, dtype=torch.int32, device="cpu")
         return bytes((bits * weights).sum(dim=1).tolist())
 
     def compare(self, proof: bytes, output: Image | Tensor) -> Evidence:

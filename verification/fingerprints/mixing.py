@@ -34,4 +34,4 @@ def mix(words: Tensor) -> Tensor:
 
 def numbers(first: int, count: int) -> Tensor:
     """Return ``count`` numbers from ``first`` on, int64."""
-    return torch.arange(first, first + count, dtype=torch.int64)
+    return torch.arange(first, first + count, dtype=torch.int64, device="cpu")

@@ -55,7 +55,11 @@ class WeightProjection:
 
     def make(self, output: Sequence[Tensor]) -> bytes:
         """Return the proof. Raises ``ValueError`` if ``output`` is not finite, or is 0 or beyond what float32 can hold."""
-        sums, squares, count = torch.zeros(self.dims, dtype=torch.float64), torch.zeros(self.dims, dtype=torch.float64), 0
+        sums, squares, count = (
+            torch.zeros(self.dims, dtype=torch.float64, device="cpu"),
+            torch.zeros(self.dims, dtype=torch.float64, device="cpu"),
+            0,
+        )
         for part in _parts(output):
             mixed = words(self._key, numbers(count, len(part)))
             places, values = mixed & self.dims - 1, part.double()
@@ -96,7 +100,7 @@ class WeightProjection:
             raise ProofError("the proof has values that are not finite numbers")
         if norm <= 0 or not any(sums):
             raise ProofError("the proof is of no change of weights at all")
-        return norm, torch.tensor(sums, dtype=torch.float64)
+        return norm, torch.tensor(sums, dtype=torch.float64, device="cpu")
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

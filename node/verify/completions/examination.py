@@ -107,7 +107,7 @@ def read(policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agr
             if int(mask[number].sum()) != len(row):
                 raise ValueError(f"the policy cannot read {len(row)} tokens")
             kept = slice(0, len(row))
-            tokens = torch.tensor(list(row), dtype=torch.int64)
+            tokens = torch.tensor(list(row), dtype=torch.int64, device="cpu")
             drawn = Drawn(tokens, logits[number, kept], seed_bytes(seed), agreed.temperature, (first + number) * STRIDE)
             found.append(margins(drawn))
             states.append(own[number, kept])

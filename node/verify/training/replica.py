@@ -62,7 +62,9 @@ def numbers_of(inner: torch.optim.Optimizer) -> State:
             if isinstance(value, Tensor):
                 found[f"{index}.{name}"] = value
             elif isinstance(value, bool | int | float):
-                found[f"{index}.{name}"] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+                found[f"{index}.{name}"] = torch.tensor(
+                    value, dtype=torch.float64 if isinstance(value, float) else torch.int64, device="cpu"
+                )
             elif value is not None:
                 raise VerifyError(f"The task's optimizer keeps a {type(value).__name__}, {name!r}: its training cannot be audited.")
     return found
