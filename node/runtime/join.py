@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
@@ -18,7 +19,7 @@ from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
 from shoal.node.training.schedule import resolved
 from shoal.optim import OuterOptimizer
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest.manifest import TASK_NAME, Manifest
 from shoal.swarm.manifest.verify import StretchTerms, Terms
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.training.session_setup import waiting_for
@@ -79,11 +80,17 @@ def new_manifest(
     if settings.swarm.bucket and settings.verify.kind != "none":
         raise ConfigError("The settings swarm.bucket and verify.kind do not go together: verifiers are drawn among all members.")
     outer = settings.outer.resolved()
+    label = task_label(settings.task.hooks)
+    if re.fullmatch(TASK_NAME, label) is None:
+        raise ConfigError(
+            f"The task {label!r} cannot be a swarm's: give its file a name of ASCII letters, digits, dots, dashes and underscores, "
+            "and its class one of ASCII letters."
+        )
     manifest = Manifest(
         name=settings.swarm.name,
         created=time.time(),
         creator=identity.peer_id,
-        task=task_label(settings.task.hooks),
+        task=label,
         task_options={**task_options(settings), **(agreed or {})},
         outer=outer if fragments is None else outer.fitted(fragments),
         train=resolved(settings.train.shared),

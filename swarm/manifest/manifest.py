@@ -51,6 +51,10 @@ EpochSeconds = Annotated[float, AfterValidator(_epoch_s)]
 Option = Annotated[int | float | str | bool, BeforeValidator(_option)]
 
 
+# No slash: a name that the joiner must already have, never the path of a file on its disk.
+TASK_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z_][A-Za-z0-9_]*)?$"
+
+
 class Manifest(Message):
     """Definition of a swarm. Every peer holds the same bytes of it, sealed by the creator."""
 
@@ -61,8 +65,7 @@ class Manifest(Message):
     protocol: int = Field(default=PROTOCOL, ge=1, le=65_535, description="Protocol that the peers speak.")
     task: str = Field(
         max_length=256,
-        # No slash: a name that the joiner must already have, never the path of a file on its disk.
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z_][A-Za-z0-9_]*)?$",
+        pattern=TASK_NAME,
         description="Name of the task, such as `text` or `module:Class`; every peer must have it installed already.",
     )
     task_options: dict[OptionName, Option] = Field(

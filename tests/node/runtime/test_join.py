@@ -272,3 +272,9 @@ def test_a_swarm_that_verifies_has_no_buckets():
     settings = load(None, {"swarm.bucket": 64, "verify.kind": "activations"})
     with pytest.raises(ConfigError, match=r"swarm\.bucket and verify\.kind do not go together"):
         new_manifest(settings, ME, "0" * 64)
+
+
+@pytest.mark.parametrize("hooks", ["my task.py:Mine", "aufgäbe.py:Mine", "task.py:Größe"])
+def test_a_task_whose_name_no_manifest_can_hold_is_one_sentence(hooks):
+    with pytest.raises(ConfigError, match=r"^The task '.*' cannot be a swarm's: give its file a name of ASCII letters"):
+        manifest(**{"task.hooks": hooks})
