@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 EPOCH_S: float = Manifest.model_fields["epoch_s"].default
 PATIENCE_S = 600.0  # seconds to wait for the start of the swarm, or for its weights
+ALONE_S = 30.0  # seconds without any other member in view after which a joiner has nobody left to begin with
 LOOK_S = 0.2
 REMIND_S = 10.0
 
@@ -131,20 +132,36 @@ def begin(
 
     Raises:
         ModelDiffersError: the model does not fit.
-        SessionError, NetworkError: no peer hands out weights, or too few peers come, within ``PATIENCE_S``.
+        SessionError, NetworkError: no peer hands out weights, or too few peers come, within ``PATIENCE_S``, or a node that joined
+            has nobody left to begin with.
     """
     state = None if first else _weights(membership, model, opt, announce)
     if state is not None and any(not torch.equal(their, own.to(their)) for their, own in zip(state.slow, opt.slow, strict=True)):
         log.warning("the model's weights were replaced by the swarm's, of round %d", state.round // opt.fragments)
     member.begin(state)
     announce("waiting")
-    _wait_for_start(membership, opt, member)
+    _wait_for_start(membership, opt, member, first=first)
+
+
+class _Company:
+    """The other members that a node which joined needs to begin with."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._directory, self._me, self._seen = membership.directory, membership.identity.peer_id, time.monotonic()
+
+    def check(self) -> None:
+        """Raise SessionError if there has been no other member in view for ``ALONE_S`` seconds."""
+        if self._directory.members().keys() - {self._me}:
+            self._seen = time.monotonic()
+        elif time.monotonic() >= self._seen + ALONE_S:
+            how = "the last of them has left" if self._directory.departed() else "none shows itself any more"
+            raise SessionError(f"No other member is left to begin this swarm with ({how}): join a swarm that runs, or create one.")
 
 
 def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: Callable[[DirectoryState], None]) -> State:
     """Fetch the weights that the swarm holds now, or begins with."""
     directory = membership.directory
-    began = time.monotonic()
+    began, company = time.monotonic(), _Company(membership)
     reminder, end = began + REMIND_S, began + PATIENCE_S
     # A swarm of `shoal up` hands out nothing before it has begun, and may wait for this very node, so announce it soon. A swarm of
     # own loops does hand out its weights; announced with them, this node is ready for the first round.
@@ -157,6 +174,7 @@ def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: 
         except NetworkError:
             if time.monotonic() >= end:
                 raise
+        company.check()
         if time.monotonic() >= end:
             raise SessionError(
                 f"No peer served the weights that the swarm began with in {PATIENCE_S:g} s: begin with its own, or try again."
@@ -170,14 +188,16 @@ def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: 
         directory.wait_for(directory.size() + 1, LOOK_S)
 
 
-def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: TrainingMember) -> None:
+def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: TrainingMember, *, first: bool) -> None:
     directory, wanted = membership.directory, membership.manifest.start_when
-    began = time.monotonic()
+    began, company = time.monotonic(), _Company(membership)
     reminder, end = began + REMIND_S, began + PATIENCE_S
     while opt.round == 0 and not directory.wait_for(wanted, LOOK_S):
         others = directory.members().values()
         if any(other.state == "training" and other.round > 0 for other in others):
             return
+        if not first:
+            company.check()
         member.sync.offer()  # newcomers may wait for these weights
         here = directory.size()
         if time.monotonic() >= end:

@@ -129,7 +129,7 @@ class GroupPeer:
         self.id = self.host.peer_id
         self.sees, self.rounds, self.looked, self.issued, self.banned = None, {}, 0, {}, set()
         barred = lambda peer: peer in self.banned  # noqa: E731
-        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, self.members, self.look, barred)
+        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, self.members, lambda: self.look(), barred)
         self.exchange = GroupExchange(context, ExchangeTimeouts(wait, chunk_timeout, 20.0), **options)
 
     def look(self):

@@ -4,9 +4,10 @@ A peer leads a round because of its rank in it (`shoal.swarm.exchange.group.memb
 training has come to that round does not matter, because its own contribution joins like any other, over a memory link.
 
 The group of a round is formed as soon as all members in view are ready; or ``quorum`` of them are, and ``grace`` seconds have
-passed since; or the patience of one of them is over, and at least two are there. A later peer gets the leader's next round as an
-answer. A peer that is missing after a moment is probed: one that is gone, or sleeps, does not answer, and is not waited for. Nor is
-one whose record states a later round: it went on alone, and would be waited for in each round anew while it waits in the next.
+passed since; or the patience of one of them is over, and at least two are there. One alone is let go once all others have left. A
+later peer gets the leader's next round as an answer. A peer that is missing after a moment is probed: one that is gone, or sleeps,
+does not answer, and is not waited for. Nor is one whose record states a later round: it went on alone, and would be waited for in
+each round anew while it waits in the next.
 """
 
 from __future__ import annotations
@@ -220,6 +221,8 @@ class GroupLeader:
                     break
                 now = loop.time()
                 here = set(pending.members)
+                if len(here) == 1 and here >= self._view.here():  # all others have left since it came
+                    break
                 view = self._awaited(key[0], pending)
                 if len(here) < max(self._rules.quorum or len(view), 2):
                     enough_since = None
@@ -243,7 +246,7 @@ class GroupLeader:
             del self._pending[key]
         members = pending.members
         if len(members) < 2:
-            for member in members.values():  # its patience is over and no other member came
+            for member in members.values():  # its patience is over and no other member came, or none is left
                 self._dismiss(member)
             return
         self._rounds.formed(*key)

@@ -51,6 +51,7 @@ class LivenessView:
         if peer != self._context.me:
             self._silent.update(self._issued([peer]))
             self.mark_absent([peer])
+            self._context.look()  # it may have said that it leaves
 
     def mark_awake(self, peer: str) -> None:
         """Note a peer that brings a contribution, whatever its record states: the next round waits for it again."""

@@ -181,6 +181,7 @@ class GroupMember:
         except (NetworkError, MessageError) as error:
             self._view.mark_absent([leader])
             if leader != self._context.me:  # otherwise no peer failed: no other member came
+                self._context.look()  # it may have said that it leaves
                 pending.attempt.failed(leader, error)
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:

@@ -308,6 +308,25 @@ def test_nobody_comes(school):
     assert peer.exchange.next_round == 1
 
 
+@pytest.mark.parametrize("leads", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_who_said_goodbye_is_not_waited_for_by_the_last_one(school, monkeypatch, leads, before):
+    """It sat out its whole patience, though the record of who left was there to be read (by a look in the directory)."""
+    monkeypatch.setattr(group_lead, "PROBE_S", 0.05)
+    ranked = school.ranked(school.peers(2, wait=500.0))
+    gone, last = ranked if leads else reversed(ranked)
+    monkeypatch.setattr(last, "look", lambda: setattr(last, "sees", [last.id]))
+    if before:
+        gone.host.die()
+    handle = last.start()
+    if not before:
+        school.until(lambda: ranked[0].waiting() == 1)
+        gone.host.die()
+    assert handle.result(60.0) is None
+    assert not handle._attempt.commit.closed  # it ended by itself
+    assert last.sees == [last.id]
+
+
 def test_alone_in_the_swarm(school):
     (peer,) = school.peers(1, wait=60.0)
     assert peer.start().result() is None
