@@ -7,11 +7,11 @@ record.
 
 A peer that spends this node's rounds, by breaking off again and again or by never being free for its partner, is passed over as if
 it were dead: up to the next multiple of 8 rounds, and of 32 after each further failure in a row (`PASSED_OVER`). An honest peer on
-a bad link comes back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. Those terms end in the same rounds
-at all nodes. Else two that pass each other over would come back by turns, each turned away by the other and so passing it over anew:
-four peers stayed two pairs for good. The pairs of all others stay as they are.
-Those whose partners are passed over, and the odd one out, meet each other: nodes that have seen the same failures agree about that,
-and an odd one out that has seen any listens for a moment, for others may have seen more.
+a bad link comes back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. Those terms end in the same
+rounds at all nodes. Else two that pass each other over would come back by turns, each turned away by the other and so passing it
+over anew: four peers stayed two pairs for good. The pairs of all others stay as they are. Those whose partners are passed over,
+and the odd one out, meet each other: nodes that have seen the same failures agree about that, and an odd one out that has seen any
+listens for a moment, for others may have seen more.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """A node that joins ends with a sentence once nobody is left to begin with, and waits as long as somebody is."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -41,14 +42,15 @@ class Swarm:
         self.now += seconds
         return False
 
-    def ends(self, wait, **options):
+    def ends(self, wait, first=False):
         """Return the sentence and the time at which a wait ends."""
         opt = SimpleNamespace(slow=[], round=0)
+        begun = {
+            "weights": partial(session_setup._weights, self, "model", opt, lambda state: None),
+            "start": partial(session_setup._wait_for_start, self, opt, self, first=first),
+        }[wait]
         with pytest.raises(SessionError) as raised:
-            if wait == "weights":
-                session_setup._weights(self, "model", opt, lambda state: None)
-            else:
-                session_setup._wait_for_start(self, opt, self, **options)
+            begun()
         return str(raised.value), self.now
 
 
@@ -56,13 +58,13 @@ class Swarm:
 @pytest.mark.parametrize(("said", "how"), [(True, "the last of them has left"), (False, "none shows itself any more")])
 def test_who_joined_does_not_wait_for_those_who_are_gone(monkeypatch, wait, said, how):
     """It waited its whole ten minutes, with a goodbye of the only other member or without."""
-    sentence, at = Swarm(monkeypatch, 50.0, said).ends(wait, first=False)
+    sentence, at = Swarm(monkeypatch, 50.0, said).ends(wait)
     assert sentence == f"No other member is left to begin this swarm with ({how}): join a swarm that runs, or create one."
     assert at == pytest.approx(50.0 + ALONE_S, abs=2 * LOOK_S)
 
 
 def test_who_is_there_but_hands_out_nothing_is_waited_for_as_long_as_before(monkeypatch):
-    sentence, at = Swarm(monkeypatch, float("inf")).ends("start", first=False)
+    sentence, at = Swarm(monkeypatch, float("inf")).ends("start")
     assert sentence.startswith("Only 1 of 2 peers came within 600 s")
     assert at == pytest.approx(PATIENCE_S, abs=2 * LOOK_S)
 
