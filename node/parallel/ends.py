@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.parallel.job import Job
 from shoal.swarm.errors import ShoalError
 
-LOST = ("third_party/gloo", "[gloo", "nccl error", "ncclremoteerror")  # in what a collective raises
 PID, STOP = "pid", "stop"
 
 
@@ -19,6 +19,10 @@ class RankLostError(ShoalError):
     """Another rank of this peer ended, so this one cannot go on."""
 
     exit_code = ExitCode.SWARM_FAILED
+
+
+class RankMissingError(RankLostError):
+    """A rank did not start, which the others do not know."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,13 @@ def as_lost(error: BaseException, job: Job) -> RankLostError | None:
     """Return the error that stands for a collective that failed because another rank is gone; None for another error."""
     if isinstance(error, RankLostError):
         return error
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:  # what a collective raised in the user's loss() is not the user's error
-        seen.append(cause)
-        if any(word in str(cause).lower() for word in LOST) or any(kind.__name__ == "DistError" for kind in type(cause).__mro__):
-            first = next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:200]
-            return RankLostError(f"Rank {job.rank} of this node lost another rank ({first}): see what that one logged.")
-        cause = cause.__cause__
-    return None
+    if "torch" not in sys.modules:  # it takes a second to import, and none of its collectives has been called
+        return None
+    from shoal.optim.ranks.group import lost
+
+    if (first := lost(error)) is None:
+        return None
+    return RankLostError(f"Rank {job.rank} of this node lost another rank ({first}): see what that one logged.")
 
 
 def leave(job: Job, end: End) -> bool:

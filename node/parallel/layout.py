@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.node.parallel.channel import Channel
 from shoal.node.training.layout import Layout
 from shoal.optim import OuterOptimizer
 from shoal.optim.inner.blocks import repeated_blocks
+from shoal.optim.ranks.orders import Channel
 from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.ranks.whole import load_whole, whole_state
 

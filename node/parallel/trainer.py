@@ -7,12 +7,11 @@ from typing import Any, cast
 
 import torch
 
-from shoal.node.parallel.channel import Channel
 from shoal.node.parallel.layout import RanksLayout
-from shoal.node.parallel.whole import LeadOptimizer, obey
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
+from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
 DDP_UNUSED = "find_unused_parameters"  # in what DDP raises where the loss leaves parameters out
@@ -21,7 +20,7 @@ DDP_UNUSED = "find_unused_parameters"  # in what DDP raises where the loss leave
 class RankTrainer(Trainer):
     """A trainer on one of several ranks.
 
-    Its methods are rank 0's to call; each begins with an order, by which the others make the same call (`serve`).
+    Its methods are rank 0's to call; each begins with an order, by which the others make the same call (`obey`).
 
     Args:
         layout: of the model, on these ranks.
@@ -56,18 +55,10 @@ class RankTrainer(Trainer):
 
     def _end_round(self, info: RoundInfo) -> None:
         if self.layout.rank == 0:
-            self._after_round(info)
-            self._channel.send("return")
+            with self._channel.leading():
+                self._after_round(info)
         else:
-            self.serve("return")
-
-    def serve(self, last: str) -> None:
-        """Do what rank 0 orders, until its order is ``last``."""
-        while True:
-            name, fields = self._channel.receive()
-            if name == last:
-                return
-            self.obey(name, fields)
+            self._channel.follow(self.obey)
 
     def obey(self, name: str, fields: dict[str, Any]) -> None:
         """Do what rank 0 has ordered and does itself."""

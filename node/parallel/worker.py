@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from shoal.node.exit_codes import ExitCode
 from shoal.node.parallel import ends
-from shoal.node.parallel.ends import End, RankLostError
+from shoal.node.parallel.ends import End, RankLostError, RankMissingError
 from shoal.node.parallel.job import LAUNCHER, Job
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
@@ -36,7 +36,10 @@ def begin_leading(job: Job) -> None:
 
 
 def begin_following() -> None:
-    """Print nothing from now on, and leave Ctrl-C and SIGTERM to rank 0, which ends this rank; a second one ends it at once."""
+    """Print nothing from now on, and leave Ctrl-C and SIGTERM to rank 0, which ends this rank once they have met.
+
+    A second one ends it at once.
+    """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
@@ -44,7 +47,7 @@ def begin_following() -> None:
 
     def handle(number: int, frame: object) -> None:
         nonlocal asked
-        if asked and number != signal.SIGHUP:
+        if (asked or not _met()) and number != signal.SIGHUP:
             os._exit(ExitCode.INTERRUPTED)
         asked = True
 
@@ -61,7 +64,7 @@ def _met() -> bool:
 def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
     """Do ``work`` as rank ``job.rank`` and end this process with its exit code, or with that of the error that it raised.
 
-    The launcher gets what the user should read; under torchrun it goes to stderr, once where one error ends several ranks.
+    The launcher gets what the user should read; under torchrun it goes to stderr, from each rank that has an error of its own.
     The process ends at once then: threads of torch would wait for ranks that are gone.
     """
     error: Exception | None = None
@@ -76,8 +79,9 @@ def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
             print("Error: this is a bug in shoal: please report it with the lines above.", file=sys.stderr)
         code = int(ExitCode.INTERNAL if error is None else getattr(error, "exit_code", ExitCode.BAD_INPUT))
     lost, text = isinstance(error, RankLostError), "" if error is None else f"{getattr(error, 'trace', '')}Error: {error}"
-    if not ends.leave(job, End(code, text, lost)) and text and (job.leads or (_met() and not lost)):
-        print(text, file=sys.stderr)  # before the ranks have met, each has the same error
+    heard = job.leads or not lost or isinstance(error, RankMissingError)  # torchrun ends the others when the first has ended
+    if not ends.leave(job, End(code, text, lost)) and text and heard:
+        print(text, file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

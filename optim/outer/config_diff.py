@@ -35,7 +35,7 @@ def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
         "the number of fragments": (mine.fragments, other.fragments),
     }
     differing = (found for what, (one, two) in pairs.items() if (found := _differ(what, one, two)) is not None)
-    shapes = [[tensor.shape for tensor in opt.slow] for opt in (mine, other)]
+    shapes = [[parameter.shape for parameter in opt.parameters] for opt in (mine, other)]
     cut = None if mine._parts == other._parts and shapes[0] == shapes[1] else "its fragments hold other parameters"
     return next(differing, cut)
 

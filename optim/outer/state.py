@@ -18,6 +18,7 @@ from shoal.optim.outer.parameters import all_parameters
 from shoal.optim.outer.state_checks import (
     check_given,
     check_keys,
+    check_rank,
     check_shapes,
     groups_of,
     settings_changed,
@@ -80,14 +81,15 @@ class OuterState(FlightsState):
         state is loaded without their entries (torch.distributed.checkpoint, which reads what a new optimizer has too). The outer
         tensors of sharded parameters are DTensors, so
         torch.distributed.checkpoint and its ``get_optimizer_state_dict`` save and restore them, also into another layout.
+        In a peer of several ranks it is this rank's part in lists, which the same rank of as many loads again;
+        ``shoal.optim.ranks.whole.whole_state`` gathers what one process would have.
         ``copy=False``: slow weights, the rule's state and what is in flight are the optimizer's own tensors, for callers that copy
         or write them at once.
         """
-        if self._weights.dealt:
-            raise RuntimeError("no rank of this peer has the whole state: shoal.optim.ranks.whole.whole_state gathers it on rank 0")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state = self._form.pack(self.whole_state(copy=copy))
+        own, rank = self.whole_state(copy=copy), self._weights.rank
+        state = self._form.pack(own) if rank is None else own | {"rank": rank}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
         return state
@@ -140,6 +142,7 @@ class OuterState(FlightsState):
         state = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state = before(self, state) or state
+        check_rank(state.get("rank"), self._weights.rank)
         state = self._without_frozen(check_keys(self._whole(state)))
         groups = groups_of(state, len(self.outer.param_groups))
         if state.get("order", self._form.order) != self._form.order:

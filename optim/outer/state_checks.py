@@ -15,6 +15,17 @@ from shoal.optim.schedule.schedule import Schedule
 Given = Mapping[str, Sequence[Tensor]]
 
 
+def check_rank(saved: Sequence[int] | None, own: Sequence[int] | None) -> None:
+    """Raise ValueError unless the state is of the same part of a peer: rank and number of ranks, None if it is one process."""
+    if saved == own:
+        return
+    was, now = ("one process" if rank is None else f"rank {rank[0]} of {rank[1]}" for rank in (saved, own))
+    raise ValueError(
+        f"the saved outer state is of {was}, and this is {now}: each rank loads its own, and shoal.optim.ranks.whole saves and "
+        "loads what goes with any number of ranks"
+    )
+
+
 def check_keys(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state. ValueError, naming the first, if something is missing that every version saved."""
     for name in ("inner", "slow", "rule", "steps", "round"):

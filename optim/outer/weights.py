@@ -98,6 +98,8 @@ class ModelWeights:
     """True if each of several processes has whole tensors of some parameters."""
     first = True
     """True in the process that speaks to other peers."""
+    rank: list[int] | None = None
+    """The rank of this process and the number of ranks, in a peer of several."""
     shapes: Sequence[Shape] = ()
     """The shapes of all parameters as the outer optimizer sees them; a tensor that another process has is empty in ``slow``."""
 

@@ -7,9 +7,8 @@ given away: so two fragments at most beyond its own part. All ranks take the sam
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from shoal.optim.codecs.base import FLOAT32, Codec, Shape
 from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.base import AnnouncesAbsence, Closable, ComparesStates, Exchange, Handle, KnowsOptimizer, Mean, RoundKey
 from shoal.optim.outer.state import OuterState
-from shoal.optim.ranks.group import RankGroup
+from shoal.optim.ranks.group import RankGroup, in_thread
 from shoal.optim.ranks.weights import RankWeights
 from shoal.optim.rules.base import SendsValues
 
@@ -29,21 +28,18 @@ class RankExchange:
 
     Args:
         group: the ranks.
-        real: the exchange with other peers; only rank 0's is used.
-
-    Raises:
-        ValueError: the real exchange must know the optimizer, of which no rank has the whole.
+        real: the exchange with other peers; only rank 0's is used, but each rank's gets its optimizer if it is to know it.
     """
 
     def __init__(self, group: RankGroup, real: Exchange) -> None:
         self._group, self._real = group, real
-        if group.agreed(isinstance(real, KnowsOptimizer)):
-            raise ValueError("this exchange is made for an optimizer of one process")
         self._opt: OuterState | None = None
 
     def attach(self, optimizer: OuterState) -> None:
         """Take note of this rank's optimizer, whose parameters are dealt to the ranks."""
         self._opt = optimizer
+        if isinstance(self._real, KnowsOptimizer):
+            self._real.attach(optimizer)
 
     def start(
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, *even: int, **options: Any
@@ -94,7 +90,8 @@ class RankHandle:
         """Wait for rank 0's outcome and return this rank's part of it. RuntimeError, on all ranks, if the real exchange raises."""
         if self._over:
             return self._mean
-        outcome = None if self._real is None else _outcome(self._real, deadline)
+        real = self._real  # in a thread of its own: ``Handle.result`` with a short deadline would end the exchange
+        outcome = None if real is None else in_thread(lambda: real.result(deadline))
         # Rank 0 lets the others know that it still lives.
         while self._group.agreed(outcome is not None and not wait([outcome], self._group.timeout / 3).done):
             pass
@@ -112,20 +109,6 @@ class RankHandle:
         """Give the real exchange up, on rank 0."""
         if isinstance(self._real, Closable):
             self._real.close()
-
-
-def _outcome(real: Handle, deadline: float | None) -> Future[Mean | None]:
-    """Return what the handle will, from a thread of its own: ``Handle.result`` with a short deadline would end the exchange."""
-    future: Future[Mean | None] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(real.result(deadline))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="shoal-rank-wait", daemon=True).start()
-    return future
 
 
 class _Parcel:

@@ -2,20 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+_LOST = ("third_party/gloo", "[gloo", "nccl error", "ncclremoteerror")  # in what a collective raises
 
 
 class RankLost(RuntimeError):
     """Error of a rank whose peer cannot go on: another rank died, failed or did not answer in time. The launcher restarts all."""
+
+
+class RankFailed(RuntimeError):
+    """Error of a rank whose peer cannot go on, because of what ``rank`` raised: ``said``."""
+
+    def __init__(self, rank: int, said: str) -> None:
+        super().__init__(f"rank {rank} of this peer failed: {said}")
+        self.rank, self.said = rank, said
+
+
+def lost(error: BaseException) -> str | None:
+    """Return the first line of what a collective raised because another rank is gone; None for another error.
+
+    The error's causes count: what a collective raised in the user's loss() is not the user's error.
+    """
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        kinds = {kind.__name__ for kind in type(cause).__mro__}
+        if kinds & {"DistError", "RankLost", "RankFailed"} or any(word in str(cause).lower() for word in _LOST):
+            return next(iter(str(cause).strip().splitlines()), type(cause).__name__)[:200]
+        cause = cause.__cause__
+    return None
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Begin ``work`` in a thread that does not outlive the process; return its outcome."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="shoal-rank-wait", daemon=True).start()
+    return future
+
+
+def waited(work: Callable[[], T]) -> T:
+    """Return what ``work`` does. Signals act meanwhile, though it waits in C++, where Python handles none."""
+    return in_thread(work).result() if threading.current_thread() is threading.main_thread() else work()
 
 
 class RankGroup:
@@ -38,8 +83,19 @@ class RankGroup:
         if group is not None and dist.get_backend(group) != "gloo":
             raise ValueError(f"the group of a peer's ranks must be gloo's, this one is {dist.get_backend(group)}'s")
         self.timeout = timeout
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if group is None else group
-        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self.rank = dist.get_rank() if group is None else dist.get_rank(group)
+        self._group = self.joined(timeout) if group is None else group
+        self.size = dist.get_world_size(self._group)
+
+    def joined(self, timeout: float) -> dist.ProcessGroup:
+        """Return another gloo group of the ranks, in which a call takes at most ``timeout`` seconds."""
+        group = getattr(self, "_group", None)
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        limit = timedelta(seconds=timeout)
+        made: dist.ProcessGroup = self._all(
+            lambda: dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=ranks is not None)
+        )
+        return made
 
     @property
     def first(self) -> bool:
@@ -49,10 +105,28 @@ class RankGroup:
     def agreed(self, value: T) -> T:
         """Return rank 0's value, on all ranks. It is pickled by torch: ranks of one peer are one program and trust each other."""
         box: list[Any] = [value]
-        with self.deadline():
-            dist.broadcast_object_list(box, group_src=0, group=self._group)
+        self._all(lambda: dist.broadcast_object_list(box, group_src=0, group=self._group))
         found: T = box[0]
         return found
+
+    def alike(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` does on this rank, once it is done on all. RankFailed if it raised on another one.
+
+        ``work`` calls no collective, unless it can raise nothing before its last one.
+        """
+        found, problem = None, None
+        try:
+            found = work()
+        except Exception as error:
+            problem = error
+        said: list[Any] = [None] * self.size
+        self._all(lambda: dist.all_gather_object(said, None if problem is None else str(problem), group=self._group))
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(said):
+            if text is not None:
+                raise RankFailed(rank, text)
+        return cast(T, found)
 
     def tried(self, work: Callable[[], T]) -> T | None:
         """Return what ``work`` does on rank 0, and None on the others. All raise its ValueError, or RuntimeError for another."""
@@ -71,46 +145,47 @@ class RankGroup:
 
     def give(self, tensor: Tensor, rank: int) -> None:
         """Send a tensor to ``rank``, which takes it at the same time."""
-        with self.deadline():
-            dist.send(_plain(tensor), group_dst=rank, group=self._group)
+        plain = _plain(tensor)
+        self._all(lambda: dist.send(plain, group_dst=rank, group=self._group))
 
     def take(self, into: Tensor, rank: int) -> Tensor:
         """Return ``into``, contiguous and on the CPU, filled with what ``rank`` gives."""
-        with self.deadline():
-            dist.recv(into, group_src=rank, group=self._group)
+        self._all(lambda: dist.recv(into, group_src=rank, group=self._group))
         return into
 
     def spread(self, tensor: Tensor, owner: int) -> Tensor:
         """Return the owner's tensor on all ranks, on the CPU; that of the others is overwritten if it is contiguous and there."""
-        with self.deadline():
-            plain = _plain(tensor)
-            dist.broadcast(plain, group_src=owner, group=self._group)
+        plain = _plain(tensor)
+        self._all(lambda: dist.broadcast(plain, group_src=owner, group=self._group))
         return plain
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, on all of them, in a fresh tensor on the CPU."""
-        with self.deadline():
-            total = tensor.detach().to("cpu", copy=True).contiguous()
-            dist.all_reduce(total, group=self._group)
+        total = tensor.detach().to("cpu", copy=True).contiguous()
+        self._all(lambda: dist.all_reduce(total, group=self._group))
         return total
 
     def barrier(self) -> None:
         """Return once all ranks have come here."""
         self.sum(torch.zeros(1, device="cpu"))
 
-    @contextmanager
-    def deadline(self) -> Iterator[None]:
-        """Turn what gloo raises into one sentence."""
+    def _all(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` does, in which all ranks take part; what gloo raises becomes one sentence."""
         try:
-            yield
-        except RankLost:
-            raise
+            return waited(work)
         except RuntimeError as error:
-            first = str(error).split("\n")[0][:200]
-            raise RankLost(
-                f"a rank of this peer is gone, or did not answer for {self.timeout:g} s, so all of its ranks have to start again "
-                f"from the last checkpoint (rank {self.rank} saw: {first})"
-            ) from error
+            raise self._lost(str(error).split("\n")[0][:200]) from error
+
+    def explain(self, error: BaseException) -> None:
+        """Raise RankLost if ``error`` is what a collective of the training raised because another rank is gone."""
+        if not isinstance(error, (RankLost, RankFailed)) and (first := lost(error)) is not None:
+            raise self._lost(first) from error
+
+    def _lost(self, first: str) -> RankLost:
+        return RankLost(
+            f"a rank of this peer is gone, or did not answer for {self.timeout:g} s, so all of its ranks have to start again "
+            f"from the last checkpoint (rank {self.rank} saw: {first})"
+        )
 
 
 def _plain(tensor: Tensor) -> Tensor:

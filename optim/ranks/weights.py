@@ -45,7 +45,7 @@ class RankWeights(ModelWeights):
     dealt = True
 
     def __init__(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path, group: RankGroup) -> None:
-        self.group, self.first = group, group.first
+        self.group, self.first, self.rank = group, group.first, [group.rank, group.size]
         self.shapes = [tuple(param.shape) for param in params]
         self.owners = deal([param.numel() for param in params], group.size)
         super().__init__(params, model, place)

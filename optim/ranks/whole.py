@@ -83,6 +83,7 @@ def adopt(
     whole = _outlines(opt, opt.shapes)
     weights.group.tried(lambda: check_given(slow, given, applied, whole, own_shared, opt.fragments))
     names, round, into_model, applied, rebase = weights.agreed((list(given), round, into_model, applied, rebase))
+    opt.applied[:] = weights.agreed(opt.applied)  # a resynchronisation notes there, on rank 0, what was counted later
     own = _cut(weights, slow, weights.slow)
     kept = {name: _cut(weights, given.get(name, ()), opt.shared[name]) for name in names}
     weights.group.barrier()  # all have all of it
@@ -122,6 +123,7 @@ def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
     plan = {name: value for name, value in found.items() if name not in PARTS}
     names, places, plan = weights.agreed((list(rules), sorted(int(index) for index in roundings), plan))
     initial = opt.rule.initial(weights.slow)
+    plan["rank"] = weights.rank
     plan["inner"] = _given_inner(weights.group, opt.inner, found.get("inner", {}))
     plan["slow"] = _cut(weights, found.get("slow", ()), weights.slow)
     plan["rule"] = {name: _cut(weights, rules.get(name, ()), initial[name]) for name in names}

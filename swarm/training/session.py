@@ -21,19 +21,23 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from shoal.optim import Alone, OuterOptimizer, RoundInfo, Stepped, config_diff
+from shoal.optim import Alone, OuterOptimizer, Ranks, RoundInfo, Stepped, config_diff
 from shoal.optim.outer.parameters import Inner
+from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
 from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.loss_check import LossCheck
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership import membership as members
@@ -51,6 +55,9 @@ from shoal.swarm.training.outer_factory import StepRate, make_outer, round_lengt
 from shoal.swarm.training.session_setup import EPOCH_S, SessionError, SessionExchange, begin, new_swarm, parameters_of
 from shoal.swarm.training.shard import Shard, least_used
 
+if TYPE_CHECKING:
+    from shoal.swarm.exchange.group.exchange import GroupExchange
+
 ANNOUNCE_S = 1.0  # seconds between two announcements within a round
 READ_S = 10.0
 
@@ -60,16 +67,40 @@ log = logging.getLogger(__name__)
 class Session:
     """A training loop's place in a swarm, made by ``create`` or ``join``. For the thread that trains, but for ``status``."""
 
-    def __init__(self, membership: Membership, params: list[Tensor], model: nn.Module | None, name: str, *, first: bool) -> None:
-        self._membership, self._params, self._model, self._name, self._first = membership, params, model, name, first
+    def __init__(
+        self,
+        membership: Membership,
+        params: list[Tensor],
+        model: nn.Module | None,
+        name: str,
+        *,
+        first: bool,
+        ranks: Ranks | None = None,
+        channel: Channel | None = None,
+    ) -> None:
+        self._membership, self._name, self._first = membership, name, first
         keep_child_signals()
-        self.settings: OuterSettings = membership.manifest.outer
-        """The swarm's settings of averaging."""
-        self.seed: int = membership.manifest.train.seed
-        """The swarm's random seed, by which the data is dealt."""
         everyone = membership.directory.members()
-        of, peer = membership.manifest.shards, membership.identity.peer_id
-        self.shard = Shard(least_used(everyone, of, peer), of, self.seed)
+        of, peer, seed = membership.manifest.shards, membership.identity.peer_id, membership.manifest.train.seed
+        shard = Shard(least_used(everyone, of, peer), of, seed)
+        self._prepare(membership.manifest.outer, shard, membership.swarm, params, model, ranks, channel)
+
+    def _prepare(
+        self,
+        settings: OuterSettings,
+        shard: Shard,
+        swarm: str,
+        params: list[Tensor],
+        model: nn.Module | None,
+        ranks: Ranks | None,
+        channel: Channel | None,
+    ) -> None:
+        self._swarm, self._params, self._model, self._ranks, self._channel = swarm, params, model, ranks, channel
+        self.settings: OuterSettings = settings
+        """The swarm's settings of averaging."""
+        self.seed: int = shard.seed
+        """The swarm's random seed, by which the data is dealt."""
+        self.shard = shard
         """The part of the data to train on, so that peers learn from different ones; it is not checked."""
         self._digest = model_digest(params)
         self._screen = make_screen(self.settings)
@@ -116,14 +147,17 @@ class Session:
         """Return the exchange for the outer optimizer. SessionError or OuterError if the swarm's settings do not suit the state."""
         if self._exchange is None:
             opt = self._expected()
-            inner = make_exchange(
-                self._membership, self.settings, self._screen, seed=self.seed, model=self._digest, fragments=opt.fragments,
-                overlap=opt.lag > 0,
-            )  # fmt: skip
+            inner = self._real_exchange(opt)
             params = opt.parameters
             parts = [[params[index] for index in opt.positions(number)] for number in range(opt.fragments)]
             self._exchange = SessionExchange(inner, self._attach, self._ordered, parts)
         return self._exchange
+
+    def _real_exchange(self, opt: OuterOptimizer) -> PairExchange | GroupExchange:
+        return make_exchange(
+            self._membership, self.settings, self._screen, seed=self.seed, model=self._digest, fragments=opt.fragments,
+            overlap=opt.lag > 0,
+        )  # fmt: skip
 
     def optimizer(self, inner: Inner | None = None, **options: Any) -> OuterOptimizer:
         """Return the outer optimizer that the swarm's settings ask for, around ``inner``.
@@ -132,7 +166,8 @@ class Session:
         ``options``: ``slow_device`` and ``on_round``, as those of ``optim.OuterOptimizer``.
         Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do.
         """
-        return self._made(Stepped(self._params) if inner is None else inner, self.exchange(), **options)
+        made = Stepped(self._params) if inner is None else inner
+        return self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
 
     def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
         if self._model is None and (self.settings.fragments or 1) > 1:
@@ -151,6 +186,9 @@ class Session:
         module as state, or without an optimizer.
         """
         if not self.settings.check_loss:
+            return
+        if self._ranks is not None:
+            log.warning("this peer counts partners' weights untried (outer.check_loss), for no rank has all of its own")
             return
         if self._model is None or self._opt is None:
             raise SessionError("Trying partners needs the module as state, and the session's optimizer: make it first.")
@@ -201,6 +239,27 @@ class Session:
 
     def _attach(self, opt: OuterOptimizer) -> None:
         """Become a member; called while ``opt`` is made, of the parameters that ``_ordered`` returned."""
+        check = partial(self._check, opt)
+        check() if self._ranks is None else self._ranks.alike(check)
+        opt.run, self._opt = self._swarm, opt
+        if self._channel is not None:
+            self._opt = cast(OuterOptimizer, LeadOptimizer(opt, self._channel))
+        self._on_round, opt.on_round = opt.on_round, self._after_round
+        try:
+            self._together(self._become_member)
+        except BaseException:
+            self._opt = self._member = None
+            opt.on_round = self._on_round
+            raise
+        opt.register_step_post_hook(self._after_step)
+
+    def _check(self, opt: OuterOptimizer) -> None:
+        """Raise SessionError unless ``opt`` averages as the swarm does, in all ranks of this peer."""
+        if opt._weights.dealt != (self._ranks is not None):
+            raise SessionError(
+                "The session and its optimizer must have the same ranks: hand in ranks= where the session is made, and to the "
+                "optimizer too, or make that by s.optimizer(inner)."
+            )
         found = config_diff(opt, self._expected())
         if found is not None:
             knobs = ", ".join(f"{name}={value}" for name, value in self.settings.knobs().items())
@@ -208,9 +267,11 @@ class Session:
                 f"The optimizer does not average as the swarm does: {found}; the swarm has {self.settings.method} with {knobs}, "
                 f"codec {self.settings.codec}, so make it so, or by s.optimizer(inner)."
             )
+
+    def _become_member(self) -> None:
         assert self._exchange is not None  # it is what called
-        membership = self._membership
-        opt.run, self._opt = membership.swarm, opt
+        assert self._opt is not None
+        membership, opt = self._membership, self._opt
         self._member = member = TrainingMember(
             membership,
             opt,
@@ -221,16 +282,15 @@ class Session:
             shard=self.shard,
             publisher=membership.directory,
         )
-        self._on_round, opt.on_round = opt.on_round, self._after_round
-        try:
-            begin(membership, self._digest, opt, member, self._announce, first=self._first)
-        except BaseException:
-            self._opt = self._member = None
-            opt.on_round = self._on_round
-            raise
-        opt.register_step_post_hook(self._after_step)
+        begin(membership, self._digest, opt, member, self._announce, first=self._first)
         member.reporter = StatusReporter(membership, self._name)
         self._announce("training")
+
+    def _together(self, duties: Callable[[], None]) -> None:
+        """Do a member's duties, unless the session is over; this peer's other ranks, if it has some, follow meanwhile."""
+        with nullcontext() if self._channel is None else self._channel.leading():
+            if not self._closed:
+                duties()
 
     def _announce(self, state: DirectoryState) -> None:
         assert self._member is not None
@@ -253,22 +313,28 @@ class Session:
         self._loss = float(loss) if math.isfinite(loss) else None
 
     def _after_round(self, info: RoundInfo) -> None:
-        if self._member is not None and not self._closed:
-            report = self._member.on_round(info)
-            self._member.report_round(info, report, self._loss)
-            for rejected in report.rejected:
-                log.warning("refused what peer %s sent in round %d: %s", short(rejected.peer), rejected.key.round, rejected)
-            if line := self._membership.news():
-                log.warning("%s", line)
-            if self.on_report is not None:
-                self.on_report(info, report)
+        self._together(partial(self._follow_round, info))
         if self._on_round is not None:
             self._on_round(info)
 
+    def _follow_round(self, info: RoundInfo) -> None:
+        assert self._member is not None
+        report = self._member.on_round(info)
+        self._member.report_round(info, report, self._loss)
+        for rejected in report.rejected:
+            log.warning("refused what peer %s sent in round %d: %s", short(rejected.peer), rejected.key.round, rejected)
+        if line := self._membership.news():
+            log.warning("%s", line)
+        if self.on_report is not None:
+            self.on_report(info, report)
+
     def _after_step(self, opt: Any, args: Any, kwargs: Any) -> None:
-        """Do a member's duties between two steps."""
-        if self._closed or self._member is None:
-            return
+        self._together(self._between_steps)
+
+    def _between_steps(self) -> None:
+        assert self._member is not None
+        assert self._opt is not None
+        opt = self._opt
         if self._member.after_step():
             log.info("missed a round, and took over the swarm's weights at round %d", opt.round // opt.fragments)
         for sentence in [*self._member.self_report.events(), *self._member.lag_report.events()]:
@@ -317,6 +383,53 @@ class Session:
                 self.finish()
         finally:
             self.close()
+        if self._ranks is not None and error is not None:
+            self._ranks.explain(error)
+
+
+class FollowingSession(Session):
+    """The session of a rank besides rank 0: without a network, it does between two steps what rank 0 orders."""
+
+    def __init__(
+        self, facts: Mapping[str, Any], params: list[Tensor], model: nn.Module | None, ranks: Ranks, channel: Channel
+    ) -> None:
+        self._orders = channel
+        settings = OuterSettings.model_validate_json(facts["settings"])
+        self._prepare(settings, Shard(*facts["shard"]), facts["swarm"], params, model, ranks, None)
+
+    def _no_network(self) -> SessionError:
+        assert self._ranks is not None
+        return SessionError(
+            f"Rank {self._ranks.rank} of this peer has no network: rank 0 has the link, the membership and the status."
+        )
+
+    @property
+    def link(self) -> str:
+        """Not here: SessionError."""
+        raise self._no_network()
+
+    @property
+    def membership(self) -> Membership:
+        """Not here: SessionError."""
+        raise self._no_network()
+
+    def status(self) -> dict[str, Any]:
+        """Raise SessionError."""
+        raise self._no_network()
+
+    def close(self) -> None:
+        """End this rank's part; rank 0 leaves the swarm."""
+        self._closed = True
+
+    def _real_exchange(self, opt: OuterOptimizer) -> Any:
+        return Alone()  # rank 0's is used
+
+    def _speeds(self) -> list[float]:
+        return []  # rank 0's are used
+
+    def _together(self, duties: Callable[[], None]) -> None:
+        assert self._opt is not None
+        self._orders.follow(partial(obey, self._opt))
 
 
 def create(
@@ -332,6 +445,7 @@ def create(
     epoch_s: float = EPOCH_S,
     network: NetworkOptions | None = None,
     identity: Identity | str | os.PathLike[str] | None = None,
+    ranks: Ranks | None = None,
     **outer: Any,
 ) -> Session:
     """Create a swarm and return its first session; others join by its ``link``.
@@ -348,19 +462,25 @@ def create(
         epoch_s: seconds after which members are dealt into other buckets, at least 30; best four to eight rounds.
         network: where this node listens, and other options of the network.
         identity: a key, or the file of one, made if it is not there; None: a new one that is not kept.
+        ranks: the processes of this peer, if a torch.distributed job is one (`shoal.Ranks`). Each makes the session, with its own
+            model (DDP, FSDP2) as state; rank 0's other arguments count, and it alone is in the network.
         outer: ``method``, ``every`` and whatever else ``OuterSettings`` has.
 
     Raises:
         SessionError, IdentityError, AdmissionError: an argument cannot be used.
         StartupError: the node does not get onto the network; nothing is left running.
+        RankFailed, RankLost: another rank of this peer raised one of these, or is gone.
     """
-    params, node, key = parameters_of(state), _name(node), _identity(identity)
-    sealed = new_swarm(
-        key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer,
-        model=state if isinstance(state, nn.Module) else None, bucket=bucket, epoch_s=epoch_s,
-    )  # fmt: skip
-    membership = members.create(key, sealed, network or NetworkOptions())
-    return _session(membership, state, params, node, first=True)
+
+    def connected(params: list[Tensor]) -> Membership:
+        key = _identity(identity)
+        sealed = new_swarm(
+            key, params, name=name, seed=seed, start_when=start_when, shards=shards, invite_only=invite_only, outer=outer,
+            model=state if isinstance(state, nn.Module) else None, bucket=bucket, epoch_s=epoch_s,
+        )  # fmt: skip
+        return members.create(key, sealed, network or NetworkOptions())
+
+    return _session(connected, state, node, ranks, first=True)
 
 
 def join(
@@ -370,6 +490,7 @@ def join(
     node: str = "",
     network: NetworkOptions | None = None,
     identity: Identity | str | os.PathLike[str] | None = None,
+    ranks: Ranks | None = None,
 ) -> Session:
     """Join the swarm of ``link``, made by ``create`` or `shoal up`, and return a session. The arguments are those of ``create``.
 
@@ -378,25 +499,86 @@ def join(
         SessionError, ModelDiffersError: the state does not fit the swarm.
         AdmissionError: the swarm is by invitation only, and the link has none that can be used.
         StartupError, NetworkError, MessageError: the swarm is not reached; nothing is left running.
+        RankFailed, RankLost: another rank of this peer raised one of these, or is gone.
     """
-    params, node, key = parameters_of(state), _name(node), _identity(identity)
-    found = link if isinstance(link, Link) else Link.parse(link)
-    membership = members.join(key, found, network or NetworkOptions())
-    try:
-        membership.directory.refresh(READ_S)
-        if membership.manifest.outer.method == "none":
-            raise SessionError("The peers of this swarm share no weights (method none): join it with `shoal join`.")
-        check_model(membership, model_digest(params), [tuple(p.shape) for p in params])
-        return _session(membership, state, params, node, first=False)
-    except BaseException:
-        membership.close()
-        raise
+
+    def connected(params: list[Tensor]) -> Membership:
+        key, found = _identity(identity), link if isinstance(link, Link) else Link.parse(link)
+        membership = members.join(key, found, network or NetworkOptions())
+        try:
+            membership.directory.refresh(READ_S)
+            if membership.manifest.outer.method == "none":
+                raise SessionError("The peers of this swarm share no weights (method none): join it with `shoal join`.")
+            check_model(membership, model_digest(params), [tuple(p.shape) for p in params])
+        except BaseException:
+            membership.close()
+            raise
+        return membership
+
+    return _session(connected, state, node, ranks, first=False)
 
 
 def _session(
-    membership: Membership, state: nn.Module | Iterable[Tensor], params: list[Tensor], node: str, *, first: bool
+    connected: Callable[[list[Tensor]], Membership],
+    state: nn.Module | Iterable[Tensor],
+    node: str,
+    ranks: Ranks | None,
+    *,
+    first: bool,
 ) -> Session:
-    return Session(membership, params, state if isinstance(state, nn.Module) else None, node, first=first)
+    """Return the session of this process, after rank 0 has ``connected``."""
+    model = state if isinstance(state, nn.Module) else None
+    if ranks is None:
+        params, name, channel = _whole_parameters(state), _name(node), None
+    else:
+        params, name, channel = _parameters_of_all(state, ranks), ranks.alike(lambda: _name(node)), Channel(ranks)
+        if not ranks.first:
+            facts: dict[str, Any] = {}
+            channel.follow(lambda name, fields: facts.update(fields))
+            return FollowingSession(facts, params, model, ranks, channel)
+    with nullcontext() if channel is None else channel.leading():
+        membership = connected(params)
+        try:
+            session = Session(membership, params, model, name, first=first, ranks=ranks, channel=channel)
+            if channel is not None:
+                shard = [session.shard.index, session.shard.of, session.shard.seed]
+                channel.send("session", settings=session.settings.model_dump_json(), shard=shard, swarm=membership.swarm)
+        except BaseException:
+            membership.close()
+            raise
+    return session
+
+
+def _whole_parameters(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    params = parameters_of(state)
+    if any(hasattr(param, "device_mesh") for param in params):
+        raise SessionError(
+            "The parameters are cut into shards (FSDP2), so this process is a rank of a peer: hand in ranks=shoal.Ranks() on all "
+            "of its ranks."
+        )
+    return params
+
+
+def _parameters_of_all(state: nn.Module | Iterable[Tensor], ranks: Ranks) -> list[Tensor]:
+    """Return this rank's parameters. SessionError or RankFailed, on all ranks, unless they suit each other."""
+    if not isinstance(ranks, Ranks):
+        raise SessionError(
+            f"ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not {type(ranks).__name__}."
+        )
+    params = ranks.alike(lambda: parameters_of(state))
+    first = ranks.agreed(model_digest(params))
+
+    def check() -> None:
+        if model_digest(params) != first:
+            raise SessionError(f"Rank {ranks.rank} has another model than rank 0: make the same model on all ranks of a peer.")
+        for size in {param.device_mesh.size() for param in params if hasattr(param, "device_mesh")}:
+            if ranks.size % size:
+                raise SessionError(
+                    f"The model is cut over {size} processes, and ranks= has {ranks.size}: make Ranks() of all that it is on."
+                )
+
+    ranks.alike(check)
+    return params
 
 
 def _name(given: str) -> str:
