@@ -46,7 +46,7 @@ def initialises(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_unless_overflow(inner: torch.optim.Optimizer, scale: Tensor | None, overflow: Tensor) -> None:
-    """Do to ``inner`` what ``GradScaler`` does: divide the gradients by ``scale`` (None: that is done), and step if they are finite.
+    """Do to ``inner`` what ``GradScaler`` does: divide gradients by ``scale`` (None: that is done), and step if they are finite.
 
     ``overflow``: above 0 if one is not. Optimizers that do both in their own kernels (torch's fused ones) get both tensors, without
     a wait for the device. ValueError for gradients in float16, which hold no master weights' gradients.

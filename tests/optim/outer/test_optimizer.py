@@ -82,7 +82,7 @@ INNER = {
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("kind", INNER)
 def test_a_step_that_grad_scaler_leaves_out_still_counts_for_the_rounds(kind, clip):
-    """Mutants: the outer part is left out too (37 steps, 7 rounds), gradients are unscaled twice or never, an infinity is stepped."""
+    """Mutants: the outer part is left out too (37 steps, 7 rounds), gradients unscaled twice or never, an infinity is stepped."""
     steps, every, overflows = 40, 5, (3, 14, 15)
     data = [torch.randn(4, 3, generator=torch.Generator().manual_seed(n)) for n in range(steps)]
 
