@@ -139,8 +139,10 @@ class OuterOptimizer(OuterRounds):
         """True from the loading of state to the first exchange after it."""
         self._listening: set[int] = set()
         """Fragments whose next contribution does not count."""
+        self._note_weights()
         if isinstance(self.exchange, KnowsOptimizer):
             self.exchange.attach(self)
+            self._note_weights()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -172,6 +174,7 @@ class OuterOptimizer(OuterRounds):
         try:
             self._check_not_averaged("step")
             self._check_parameters()
+            self._check_weights()
             if closure is None and initialises(self):
                 self.inner.step()
                 return None
@@ -188,6 +191,7 @@ class OuterOptimizer(OuterRounds):
                 pass  # the next iteration waits for the exchange
             return loss
         except BaseException:
+            self._versions = None  # the inner step may have been taken in part
             for name in ("grad_scale", "found_inf"):
                 vars(self).pop(name, None)  # GradScaler would leave them to the next step
             raise
@@ -204,6 +208,7 @@ class OuterOptimizer(OuterRounds):
             self.position = position
             yield from self._act(self.schedule.at(position))
         self._detach()
+        self._note_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -228,12 +233,19 @@ class OuterOptimizer(OuterRounds):
         Steps, ``finish`` and ``adopt`` within it raise RuntimeError: what they did to the model would be lost.
         """
         outside = self._averaged
-        with self._weights.showing_slow():
-            self._averaged = True
-            try:
-                yield
-            finally:
-                self._averaged = outside
+        if not outside:
+            self._check_weights()
+        known = self._versions is not None
+        try:
+            with self._weights.showing_slow():
+                self._averaged = True
+                try:
+                    yield
+                finally:
+                    self._averaged = outside
+        finally:
+            if known:
+                self._note_weights()
 
     @torch.no_grad()
     def finish(self, *, average: bool = False) -> None:
@@ -244,7 +256,9 @@ class OuterOptimizer(OuterRounds):
         this makes the group equal. All peers must do it, after the same number of steps.
         """
         self._check_not_averaged("finish")
+        self._check_weights()
         self._apply_in_flight()
+        self._note_weights()
         if not average:
             return
         for fragment, (steps, _) in enumerate(list(self._sent_at)):
@@ -262,6 +276,7 @@ class OuterOptimizer(OuterRounds):
         self._weights.restart(self._weights.everything)
         if START in self.rule_state:
             assign(self.rule_state[START], self.slow)
+        self._note_weights()
         self._report(key, mean, 0)
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.outer.flights_state import FlightsState
+from shoal.optim.outer.inner import Stepped
 from shoal.optim.outer.param_groups import SETTINGS
 from shoal.optim.outer.parameters import all_parameters
 from shoal.optim.outer.state_checks import (
@@ -45,7 +46,35 @@ class OuterState(FlightsState):
     _count: int
     _sent_at: list[tuple[int, int]]
     _averaged: bool
+    _warned = False
+    """True once a change of the model's weights outside a step was said."""
     _resumed: bool
+
+    _versions: list[int] | None
+    """Those of the model's weights when this last wrote or stepped them; None: unknown, so that any change is right."""
+    restarts = 0
+    """Times that ``restart_from_model`` was called."""
+
+    def _note_weights(self) -> None:
+        """Take the model's weights as they are now for this optimizer's own doing."""
+        steps_elsewhere = any(isinstance(one, Stepped) for one in getattr(self.inner, "parts", (self.inner,)))
+        self._versions = None if steps_elsewhere or self._warned else self._weights.versions()
+
+    def _check_weights(self) -> None:
+        """Warn, once in all, if the model's weights were changed since they were noted. Values are looked at only then."""
+        if self._versions is None:
+            return
+        now, then = self._weights.versions(), self._versions
+        if now == then or (self.steps == 0 and self._weights.holds_slow()):  # such as DDP, which copies equal weights
+            return
+        self._versions, self._warned = None, True
+        changed = sum(a != b for a, b in zip(now, then, strict=True))
+        warnings.warn(
+            f"the model's weights changed outside step() ({changed} of {len(now)} tensors), while the slow weights stay those of "
+            "before: if others were loaded on purpose, call opt.restart_from_model() after it, on all peers; a loop that clamps "
+            "weights itself, or swaps an average in and out, needs nothing",
+            stacklevel=4,
+        )
 
     def _check_not_averaged(self, what: str) -> None:
         if self._averaged:
@@ -177,7 +206,7 @@ class OuterState(FlightsState):
                 in_place(self._start_of(pending.part), record["tensors"]["start"])
             self._load_memory(self._codecs[pending.fragment], record)
             self._in_flight.add(pending)
-        self._resumed = True
+        self._resumed, self._versions = True, None  # the model may be loaded before or after this
         changed = settings_changed(state, self.rule, self.schedule, SETTINGS)
         if changed is not None:
             warnings.warn(f"{changed}: these outer settings stay those of the constructor", stacklevel=2)
@@ -285,6 +314,31 @@ class OuterState(FlightsState):
         }
 
     @torch.no_grad()
+    def restart_from_model(self) -> None:
+        """Begin anew from the weights that the model holds now: call it after loading others on purpose.
+
+        The slow weights become the model's; the rule's state (momentum, start) and the codecs' memory what they are at first.
+        Exchanges in flight are dropped: what they sent was learnt from the weights before. Steps, round, tokens, the outer
+        settings and the inner optimizers' state go on. All peers should do so between the same rounds, with the same weights:
+        among peers that hold equal weights one alone takes the others' again, in gossip it is mixed with them.
+
+        Raises:
+            RuntimeError: within ``averaged``.
+        """
+        self._check_not_averaged("restart_from_model")
+        for fragment, codec in enumerate(self._codecs):
+            self._in_flight.drop(fragment, codec)
+        self._codecs = [codec.fresh() for codec in self._codecs]
+        self.codec = self._codecs[0]
+        self._weights.begin_anew()
+        for name, tensors in self.rule.initial(self.slow).items():
+            assign(self.rule_state[name], tensors)
+        self._sent_at = [(self.steps, self.tokens)] * len(self._parts)
+        self._resumed = False
+        self.restarts += 1
+        self._note_weights()
+
+    @torch.no_grad()
     def adopt(
         self,
         slow: Sequence[Tensor],
@@ -311,6 +365,7 @@ class OuterState(FlightsState):
             RuntimeError: within ``averaged``.
         """
         self._check_not_averaged("adopt")
+        self._check_weights()
         check_given(slow, shared or {}, applied, self.slow, self.shared, len(self._parts))
         every = range(len(self._parts))
         taken = list(every) if applied is None or into_model else [p for p in every if applied[p] >= self.applied[p]]
@@ -342,6 +397,7 @@ class OuterState(FlightsState):
             self._weights.restart(self._weights.everything)
             if START in self.rule_state:
                 assign(self.rule_state[START], self.slow)
+        self._note_weights()
         return taken
 
     @torch.no_grad()

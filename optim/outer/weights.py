@@ -167,6 +167,24 @@ class ModelWeights:
         self._synchronize()
         reshard(self.model)
 
+    def versions(self) -> list[int]:
+        """Return how often each parameter was changed in place, by torch's own count: without a look at a value."""
+        return [param._version for param in self.params]
+
+    def holds_slow(self) -> bool:
+        """Return True if the model holds the slow weights, as far as this process can tell without the others."""
+        return self.dealt or all(
+            torch.equal(part := local(param).detach(), slow.to(part)) for param, slow in zip(self.params, self.slow, strict=True)
+        )
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Copy the model into the slow weights; with several processes the owner's weights count, in all of them."""
+        for index in self.everything:
+            self.slow[index].copy_(self.held(index))
+            self.stage([index])[0].copy_(self.slow[index])
+        self.restart(self.everything)
+
     def coarse(self, index: int) -> bool:
         """Return True if the parameter's dtype is narrower than that of the slow weights."""
         return self.params[index].dtype.itemsize < self.slow[index].dtype.itemsize

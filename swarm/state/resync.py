@@ -92,6 +92,14 @@ class Resynchronizer:
             fragments = len(state.applied)
             self._diverged = {p for p, round in enumerate(state.applied) if round < state.round - fragments}
 
+    def restarted(self) -> None:
+        """Note that this node's weights were replaced on purpose: what is being fetched does not come into them."""
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
+        self._missed.clear()
+        self._returned()
+
     def on_round(self, info: RoundInfo, *, behind: int, split: SplitDecision | None = None) -> None:
         """Handle the end of a round. ``behind``: its contribution counted so many rounds later than the node expected.
 

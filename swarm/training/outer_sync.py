@@ -51,6 +51,7 @@ class OuterSync:
         self._server = StateServer(host, membership.swarm, model, shapes, clock)
         self._resynchronizer = Resynchronizer(membership, model, self._server, opt, exchange.stats, self._took_over, clock)
         self._drift = DriftDetector(me, model, membership.manifest.outer.max_group)
+        self._restarts = opt.restarts
         self.self_report = SelfReport(exchange.stats, membership.directory, me, self._sketch, clock)
         """This node's account of its own exchanges, for its record in the directory."""
 
@@ -76,6 +77,7 @@ class OuterSync:
     def on_round(self, info: RoundInfo) -> None:
         """Follow a round that is over: the optimizer's ``on_round``."""
         opt = self._opt
+        self._follow_restart()
         # A node that fell behind met the others in a later round than its own: go on from there.
         behind = max(self._exchange.next_round - opt.round, 0)
         opt.round = max(opt.round, self._exchange.next_round)
@@ -89,11 +91,19 @@ class OuterSync:
 
     def after_step(self) -> bool:
         """Do what is due between two steps. True if the swarm's weights were taken over just now, after a missed round."""
+        self._follow_restart()
         back = self._resynchronizer.adopt_fetched()
         if back:
             self._exchange.next_round = self._opt.round
         self.offer()
         return back
+
+    def _follow_restart(self) -> None:
+        """Forget what is known of the weights before, if others were loaded on purpose: no fetched ones must replace these."""
+        if self._opt.restarts != self._restarts:
+            self._restarts = self._opt.restarts
+            self._resynchronizer.restarted()
+            self._took_over()
 
     def offer(self) -> None:
         """Hand out the slow weights if a peer waits for them."""

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import signal
+import warnings
 import weakref
 from datetime import timedelta
 
@@ -222,9 +223,26 @@ def story(model, opt, ranks=None):
         step_of(model, opt, next(steps), ranks)
     seen += [opt.round, full(model)]
     adopt(opt, [tensor * 2 for tensor in swarm], round=9, into_model=True)
-    for _ in range(3):
-        step_of(model, opt, next(steps), ranks)
-    opt.finish(average=True)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step_of(model, opt, next(steps), ranks)
+        seen.append([str(one.message) for one in found if "changed outside" in str(one.message)])  # a right step is not said
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)  # as weights that a script loads
+        opt.restart_from_model()
+        seen += [numbers(whole_slow(opt)), {n: numbers(t) for n, t in whole_shared(opt).items()}]
+        for _ in range(3):
+            step_of(model, opt, next(steps), ranks)
+        seen.append([str(one.message) for one in found if "changed outside" in str(one.message)])
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        opt.finish(average=True)
+    seen.append([str(one.message).partition(",")[0] for one in found])
     return [*seen, opt.round, full(model), listed(whole_state(opt))]
 
 
