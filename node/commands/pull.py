@@ -27,10 +27,10 @@ from shoal.node.config.settings import Settings, load
 from shoal.node.data.errors import DataError
 from shoal.node.data.hub import PREFIX, is_path
 from shoal.node.data.manifest_options import TEXT
-from shoal.node.runtime.join import RL, own_data, swarm_settings
+from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
-from shoal.node.tasks.loader import HookError, load_task
+from shoal.node.tasks.loader import HookError
 from shoal.optim import Alone, method_named
 from shoal.optim.codecs.base import FLOAT32, all_finite
 from shoal.optim.outer.parameters import float_buffers, trained
@@ -91,7 +91,8 @@ def pull(
         force: replace existing weights.
 
     Raises:
-        PullError, HookError, ModelDiffersError, NetworkError, MessageError, StartupError: each says in one sentence what to do.
+        PullError, HookError, MemoryBudgetError, ModelDiffersError, NetworkError, MessageError, StartupError: each says in one
+            sentence what to do.
     """
     if (out / WEIGHTS).exists() and not force:
         raise PullError(f"There are weights in {str(out)!r} already: choose another folder, or pass --force to replace them.")
@@ -153,12 +154,12 @@ def build_model(manifest: Manifest, hooks: str | None, data: str | None = None) 
 
     Raises:
         HookError, DataError, ModelDiffersError: the task that the user named cannot be loaded, or is not the swarm's.
+        MemoryBudgetError: there is no memory for the model.
     """
     if manifest.task == RL and hooks is None:
         return None, "In a swarm of the task rl each node has a model of its own."
     try:
-        settings = swarm_settings(load(None, {"task.hooks": hooks, "node.data": data}), manifest)
-        built = _model(settings)
+        built = _model(*enter(load(None, {"task.hooks": hooks, "node.data": data}), manifest, trains=False))
     except (HookError, DataError) as error:
         if hooks is not None:
             raise
@@ -168,8 +169,7 @@ def build_model(manifest: Manifest, hooks: str | None, data: str | None = None) 
     return built, ""
 
 
-def _model(settings: Settings) -> BuiltModel:
-    task = load_task(settings.task.hooks, {**settings.task.options, **own_data(settings)})
+def _model(settings: Settings, task: Task) -> BuiltModel:
     torch.manual_seed(settings.train.seed)
     model = task.model()
     own = _trained(model)

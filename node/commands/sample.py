@@ -20,12 +20,14 @@ from shoal.node.checkpoint.export import ABOUT, README, WEIGHTS
 from shoal.node.config.device import resolve_device
 from shoal.node.data import manifest_options
 from shoal.node.data.errors import DataError
-from shoal.node.data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from shoal.node.tasks.gpt import GPT
+from shoal.node.data.tokenizer import BYTES, MAX_VOCABULARY, Tokenizer, load_tokenizer
+from shoal.node.memory import free_memory
+from shoal.node.tasks import text_size
+from shoal.node.tasks.gpt import GPT, sized
 from shoal.swarm.errors import ShoalError
 
 MAX_ABOUT = 2**20  # bytes of shoal.json
-MAX_SIZE = 2**21  # of each number in a model's size
+MAX_HEADER = 2**24  # bytes in which the file of the weights names its tensors
 SIZE = ("layers", "width", "heads", "context")
 AGAIN = "pull the weights again (shoal pull LINK --out DIR)"
 
@@ -92,7 +94,7 @@ def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
         raise SampleError(f"The file {str(folder / ABOUT)!r} is damaged: {AGAIN}.")
     model = _model(folder, size)
     own = {} if tokenizer is None else {manifest_options.TOKENIZER: tokenizer}
-    options = manifest_options.taken(about["task_options"], own)
+    options = manifest_options.taken(manifest_options.TEXT, about["task_options"], own)
     name = str(options.get(manifest_options.TOKENIZER, BYTES))
     made = load_tokenizer(name, str(options.get(manifest_options.DIGEST, "")))
     if made.vocabulary != model.head.out_features:
@@ -159,21 +161,31 @@ def _is_size(size: object) -> bool:
     """Return whether ``size`` is what `GPT` takes, within bounds."""
     if not isinstance(size, dict) or not set(SIZE) <= set(size) <= {*SIZE, "vocabulary"}:
         return False
-    return all(type(value) is int and 1 <= value <= MAX_SIZE for value in size.values()) and size["width"] % size["heads"] == 0
+    vocabulary = size.get("vocabulary", 1)
+    if type(vocabulary) is not int or not 1 <= vocabulary <= MAX_VOCABULARY:
+        return False
+    return all(text_size.is_within(name, size[name]) for name in SIZE) and size["width"] % size["heads"] == 0
 
 
 def _model(folder: Path, size: Mapping[str, int]) -> GPT:
     """Load the weights into a model of this size, once the file has all of its tensors and no others."""
     path = folder / WEIGHTS
     try:
+        with path.open("rb") as head:
+            if int.from_bytes(head.read(8), "little") > MAX_HEADER:
+                raise SampleError(f"The weights {str(path)!r} cannot be read (they name too many tensors): {AGAIN}.")
+        model = sized(**size)
+        wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         with safe_open(path, framework="pt") as file:
-            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
-            if size["layers"] <= len(shapes):
-                with torch.device("meta"):  # takes no memory
-                    model = GPT(**size)
-                if {name: list(tensor.shape) for name, tensor in model.state_dict().items()} == shapes:
-                    model.load_state_dict({name: file.get_tensor(name).float() for name in shapes}, assign=True)
-                    return model
+            if {name: list(file.get_slice(name).get_shape()) for name in file.keys()} == wanted:  # noqa: SIM118 (no mapping)
+                need, (free, _) = 4 * sum(parameter.numel() for parameter in model.parameters()), free_memory()
+                if need > free:
+                    raise SampleError(
+                        f"The model in {str(folder)!r} takes {need / 1e9:,.2f} GB of memory, and {free / 1e9:.2f} are free: end "
+                        "other programs, or sample from a smaller one."
+                    )
+                model.load_state_dict({name: file.get_tensor(name).float() for name in wanted}, assign=True)
+                return model
     except (OSError, SafetensorError) as error:
         raise SampleError(f"The weights {str(path)!r} cannot be read ({error}): {AGAIN}.") from error
     raise SampleError(f"The weights {str(path)!r} are not of the model that {ABOUT} names: {AGAIN}.")

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.node.plan.advice import amount
+from shoal.node.tasks.text_size import listed_parameters
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, NetworkError
 from shoal.swarm.membership.swarm_list import PublicSwarm, look
@@ -31,6 +32,7 @@ def link_of(found: PublicSwarm) -> Link:
 
 def report(found: PublicSwarm) -> dict[str, Any]:
     """Return a swarm ready for JSON: sizes in bytes; ``memory`` is None where it was not measured."""
+    params = listed_parameters(found.options, found.params) if found.title.task == "text" else found.params
     return {
         "name": found.title.name,
         "swarm": found.swarm,
@@ -38,7 +40,7 @@ def report(found: PublicSwarm) -> dict[str, Any]:
         "needs_task": found.title.task.partition(":")[0] not in BUILT_IN,
         "method": found.title.method,
         "peers": found.peers,
-        "params": found.params,
+        "params": params,
         "round_bytes": found.round_bytes,
         "memory": found.memory or None,
         "device": found.device,

@@ -25,7 +25,7 @@ from shoal.node.extras import require
 
 BYTES = "bytes"
 FILE = "tokenizer.json"
-MAX_FILE = 256 * 2**20
+MAX_FILE = 64 * 2**20  # a manifest may name it, and reading it takes several times its size
 MAX_VOCABULARY = 2**21
 PIECE = 2**16  # characters to cut into tokens at once, which bounds the memory
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "[SEP]")

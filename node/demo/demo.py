@@ -22,7 +22,7 @@ from shoal.node.demo.nodes import LOOK_S, Nodes, start_first
 from shoal.node.demo.temporary import temporary_folder
 from shoal.node.metrics.factory import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
-from shoal.node.runtime.join import task_label
+from shoal.node.runtime.door import task_label
 from shoal.node.runtime.result import RESULT
 from shoal.node.runtime.slow_weights import ROUNDS
 from shoal.node.tasks.loader import load_task

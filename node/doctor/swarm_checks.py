@@ -105,8 +105,8 @@ def model(visit: Visit, tell: Tell) -> str:
 
     from shoal.node.config.settings import load
     from shoal.node.data.errors import DataError
-    from shoal.node.runtime.join import RL, swarm_settings
-    from shoal.node.tasks.loader import load_task
+    from shoal.node.runtime.door import RL, make_task, swarm_settings
+    from shoal.node.tasks.text import TextTask
     from shoal.optim.codecs.base import FLOAT32
     from shoal.swarm.exchange.contribution import model_digest
     from shoal.swarm.membership.membership import OWN_LOOP
@@ -121,11 +121,10 @@ def model(visit: Visit, tell: Tell) -> str:
         if manifest.outer.method == "none":
             raise Skip("in this swarm only rollouts are shared, so every node may have a model of its own.")
         raise Skip("with the task rl the model depends on --policy: `shoal join` compares it.")
-    task = load_task(settings.task.hooks, settings.task.options)
+    task = make_task(settings)
     torch.manual_seed(settings.train.seed)
-    # Not on the device meta, which needs no memory: torch takes seconds to load it, and not every model supports it.
     try:
-        built = task.model()
+        built = task.sized() if isinstance(task, TextTask) else task.model()  # not every model can be made without memory
         params = [parameter for parameter in built.parameters() if parameter.requires_grad]
     except DataError as error:
         raise Skip("its tokenizer is not found by its name here: `shoal join --tokenizer` compares a copy of it.") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shoal.node.runtime.join import make_task
+from shoal.node.runtime.door import make_task
 from shoal.node.runtime.parts import NodeParts
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone

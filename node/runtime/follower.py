@@ -6,7 +6,7 @@ from shoal.node.config.device import use_threads
 from shoal.node.config.settings import Settings
 from shoal.node.exit_codes import ExitCode
 from shoal.node.parallel.ranks import NodeRanks
-from shoal.node.runtime.join import make_task
+from shoal.node.runtime.door import make_task
 
 
 def follow(ranks: NodeRanks, settings: Settings) -> int:

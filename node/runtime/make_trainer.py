@@ -9,7 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from shoal.node.config.settings import ConfigError, Settings
-from shoal.node.runtime.join import make_task
+from shoal.node.task import Task
+from shoal.node.tasks.text import TextTask
 from shoal.node.training import resources
 from shoal.node.training.schedule import parameter_split
 from shoal.node.training.trainer import Trainer
@@ -81,6 +82,7 @@ def follow_schedule(trainer: Trainer, settings: Settings, manifest: Manifest, ro
 
 def make_trainer(
     settings: Settings,
+    task: Task,
     device: torch.device,
     ranks: NodeRanks | None,
     log: Callable[[str], None],
@@ -88,11 +90,11 @@ def make_trainer(
     speeds: Callable[[], Iterable[float]],
     swarm: TrainSettings | None = None,
 ) -> Trainer:
-    """Return the trainer. ``log`` gets sentences for the user, ``swarm``: the swarm's settings of training, if it has been there
-    before; the rest is as for ``Trainer``.
+    """Return the trainer of ``task``. ``log`` gets sentences for the user, ``swarm``: the swarm's settings of training, if it has
+    been there before; the rest is as for ``Trainer``.
 
     Raises:
-        ShoalError: the task, its model, or this node's own lag cannot be used; for the task's own errors see `make_task`.
+        ShoalError: the task, its model, or this node's own lag cannot be used.
     """
     settings = with_own_lag(settings)
     node, method, train = settings.node, settings.outer.method, settings.train
@@ -100,9 +102,10 @@ def make_trainer(
     slow_here = node.offload is None and (not on_device or device.type == "cpu")
 
     def check(params: list[torch.nn.Parameter]) -> None:
-        resources.check(node.ram, params, log, method=method, slow_here=slow_here)
+        if not isinstance(task, TextTask):  # whose size was known before (`door.check_size`)
+            resources.check(node.ram, params, log, method=method, slow_here=slow_here)
 
-    task, steps = make_task(settings), schedule_steps(settings, swarm)
+    steps = schedule_steps(settings, swarm)
     if ranks is not None:
         made: Trainer = ranks.make_trainer(
             task, settings, schedule_steps=steps, slow_on_device=on_device, on_model=check, on_round=on_round, speeds=speeds

@@ -11,7 +11,7 @@ import torch
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.log import Metrics
 from shoal.node.plan.table import memory_of, work_of
-from shoal.node.runtime.join import RL
+from shoal.node.runtime.door import RL
 from shoal.node.runtime.refusal_log import RefusalLog
 from shoal.node.runtime.result import Result
 from shoal.node.task import Shard, Task

@@ -15,11 +15,9 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, steps
-from shoal.node.config.settings import NodeSettings, Settings, TaskSettings
+from shoal.node.config.settings import NodeSettings
 from shoal.node.data.errors import DataError
-from shoal.node.runtime.join import BUILT_IN_TASKS, RL
 from shoal.node.task import Shard
-from shoal.node.training.schedule import MUON_KNOBS
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import OuterOptimizer, method_named
 from shoal.optim import migrate_state as migrate_outer_state
@@ -28,9 +26,6 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest.manifest import Manifest, open_manifest
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.state.snapshot import State
-
-INNER = ("optimizer", *MUON_KNOBS)
-"""Settings of the inner optimizer, whose state a checkpoint holds."""
 
 
 @dataclass(frozen=True)
@@ -96,23 +91,6 @@ def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
                 f"The swarm of the checkpoint has outer.{name}={fixed}, and a swarm's settings are fixed: leave {name} out, or "
                 f"pass --resume-from {saved.path} in place of --resume to go on in a new swarm with outer.{name}={wanted}."
             )
-
-
-def with_its_task(settings: Settings, saved: SavedRun) -> Settings:
-    """Return ``settings`` of a new swarm, with the checkpoint's inner optimizer, task and options where the user gave none."""
-    train, manifest = settings.train, saved.manifest
-    if not train.model_fields_set & {*INNER}:
-        train = train.model_copy(update={name: getattr(manifest.train, name) for name in INNER})
-        settings = settings.model_copy(update={"train": train})
-    task = settings.task
-    if task.model_fields_set or manifest.task not in BUILT_IN_TASKS:
-        return settings
-    options = dict(manifest.task_options)
-    env = options.pop("env", None) if manifest.task == RL else None
-    rl = settings.rl
-    if isinstance(env, str) and "env" not in rl.model_fields_set:
-        rl = rl.model_copy(update={"env": env})
-    return settings.model_copy(update={"task": TaskSettings(hooks=manifest.task, options=options), "rl": rl})
 
 
 def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun | None:

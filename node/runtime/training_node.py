@@ -19,16 +19,8 @@ from shoal.node.metrics.sink import Sinks
 from shoal.node.runtime import resume, slow_weights
 from shoal.node.runtime.activity import Activity
 from shoal.node.runtime.baseline import train_alone
-from shoal.node.runtime.join import (
-    RL,
-    await_others,
-    choose_shard,
-    for_new_swarm,
-    make_task,
-    new_manifest,
-    swarm_settings,
-    wait_for_peers,
-)
+from shoal.node.runtime.door import RL, check_size, continued, enter, make_task
+from shoal.node.runtime.join import await_others, choose_shard, for_new_swarm, new_manifest, wait_for_peers
 from shoal.node.runtime.link_file import LinkFile
 from shoal.node.runtime.make_trainer import follow_schedule, make_trainer
 from shoal.node.runtime.network import create
@@ -37,7 +29,7 @@ from shoal.node.runtime.refusal_log import RefusalLog, rejections
 from shoal.node.runtime.result import Result, save, summary
 from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.run_options import RunOptions
-from shoal.node.task import Shard
+from shoal.node.task import Shard, Task
 from shoal.node.training import resources
 from shoal.node.training.partner_trial import try_partners
 from shoal.node.training.priority import compute_last
@@ -48,6 +40,7 @@ from shoal.node.verify.terms import make_terms
 from shoal.optim import RoundInfo
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.outer import TrainSettings
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.state.catch_up import catch_up
@@ -97,8 +90,7 @@ class TrainingNode:
             self._membership = membership
             self._link_file = LinkFile(self.folder, membership)
             if trainer is None:
-                settings = swarm_settings(settings, membership.manifest)
-                trainer = self._make_trainer(settings, device, membership.manifest.train)
+                settings, trainer = self._entered(settings, membership.manifest, device)
             with ExitStack() as closing:
                 self._parts = self._build(settings, device, membership, trainer, self._saved, self._sinks, self._metrics, closing)
                 closing.callback(self.display.close)
@@ -113,13 +105,17 @@ class TrainingNode:
         settings = self.settings
         if saved is not None and settings.node.resume:
             resume.check_same_outer(settings.outer, saved)
-            settings, sealed = swarm_settings(settings, saved.manifest), saved.sealed
-            trainer = self._make_trainer(settings, device, saved.manifest.train)
+            settings, trainer = self._entered(settings, saved.manifest, device)
+            sealed = saved.sealed
         else:
+            stranger = None  # who may have signed the sizes
             if saved is not None:
-                settings = resume.with_its_task(settings, saved)
+                stranger = None if settings.task.model_fields_set else saved.manifest
+                settings = continued(settings, saved.manifest)
             settings = for_new_swarm(settings)
-            trainer = self._make_trainer(settings, device)
+            task = make_task(settings)
+            check_size(task, settings, device.type, self.display.message, stranger)
+            trainer = self._make_trainer(settings, task, device)
             terms, model = make_terms(settings, trainer.task), model_digest(trainer.params)
             agreed, fragments = trainer.task.agreed_options(), trainer.whole.fragments
             if (settings.outer.fragments or 0) > fragments:
@@ -127,9 +123,14 @@ class TrainingNode:
             sealed = new_manifest(settings, identity, model, terms, agreed, fragments)
         return settings, trainer, create(settings, identity, sealed)
 
-    def _make_trainer(self, settings: Settings, device: torch.device, swarm: TrainSettings | None = None) -> Trainer:
+    def _entered(self, settings: Settings, manifest: Manifest, device: torch.device) -> tuple[Settings, Trainer]:
         with self._activity.doing("loading the model"):
-            return make_trainer(settings, device, self.ranks, self.display.message, self._on_round, self._speeds, swarm)
+            settings, task = enter(settings, manifest, device.type, self.display.message)
+        return settings, self._make_trainer(settings, task, device, manifest.train)
+
+    def _make_trainer(self, settings: Settings, task: Task, device: torch.device, swarm: TrainSettings | None = None) -> Trainer:
+        with self._activity.doing("loading the model"):
+            return make_trainer(settings, task, device, self.ranks, self.display.message, self._on_round, self._speeds, swarm)
 
     def _speeds(self) -> list[float]:
         """Return the inner steps a second that each member announces."""

@@ -6,10 +6,17 @@ V tokens, 256 where they are bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-VOCABULARY = 256
+from shoal.node.tasks import text_size
+
+VOCABULARY = text_size.BYTES
 
 
 class Attention(nn.Module):
@@ -72,3 +79,18 @@ class GPT(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+class _Unfilled(TorchFunctionMode):
+    """What is made here is not filled: torch takes a second to load how that is done on the device meta."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.__name__.endswith("_") and not func.__name__.endswith("__"):  # in place; nobody here uses what it returns
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def sized(layers: int, width: int, heads: int, context: int, vocabulary: int = VOCABULARY) -> GPT:
+    """Return a `GPT` on the device meta: types and shapes, which take no memory."""
+    with torch.device("meta"), _Unfilled():
+        return GPT(layers, width, heads, context, vocabulary)

@@ -22,14 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.node.data import dealing
-from shoal.node.data.hub import is_path
+from shoal.node.data.hub import PREFIX, is_path
 from shoal.node.data.manifest_options import DIGEST
 from shoal.node.data.reader import Reader
 from shoal.node.data.source import DocumentSource, Listed, Skipped, Training, no_document
 from shoal.node.data.tokenizer import BYTES, Tokenizer, bits_per_byte, load_tokenizer
 from shoal.node.task import Shard, Task
+from shoal.node.tasks import text_size
 from shoal.node.tasks.corpus import EVERYTHING, DataError, Document, open_stream, read_documents
-from shoal.node.tasks.gpt import GPT, VOCABULARY
+from shoal.node.tasks.gpt import GPT, VOCABULARY, sized
 
 HELD_OUT_ONE_IN = 10
 EVALUATION_BYTES = 32 * 1024  # on windows of the default context this keeps the sampling noise near 0.5 %
@@ -63,10 +64,10 @@ class TextTask(Task):
         self,
         *,
         data: str = "",
-        layers: int = 2,
-        width: int = 64,
-        heads: int = 4,
-        context: int = 64,
+        layers: int = text_size.LAYERS,
+        width: int = text_size.WIDTH,
+        heads: int = text_size.HEADS,
+        context: int = text_size.CONTEXT,
         batch: int = 8,
         lr: float = 1.2e-2,
         warmup: int = 50,
@@ -86,8 +87,8 @@ class TextTask(Task):
             ("max_bytes", max_bytes),
             ("shuffle", shuffle),
         ]:
-            if not isinstance(value, int) or value < 1:
-                raise DataError(f"The text option {name}={value!r} must be a whole number of at least 1.")
+            if not text_size.is_within(name, value):
+                raise DataError(f"The text option {name}={value!r} must be a whole number from 1 to {text_size.BOUNDS[name]}.")
         if width % heads:
             raise DataError(f"The text option width={width} must be a multiple of heads={heads}.")
         if not (isinstance(lr, int | float) and 0 < lr < math.inf) or not isinstance(warmup, int) or warmup < 0:
@@ -159,6 +160,21 @@ class TextTask(Task):
     def model(self) -> GPT:
         """Return the fresh GPT, with the tokenizer's vocabulary. Raises DataError."""
         return GPT(self.layers, self.width, self.heads, self.context, self.tokenizer.vocabulary)
+
+    def least_parameters(self) -> int:
+        """Return the parameters of the model with the smallest vocabulary; a tokenizer's need not be known for it."""
+        vocabulary = VOCABULARY if self.tokenizer_name == BYTES else 1
+        return text_size.parameters(self.layers, self.width, self.context, vocabulary)
+
+    def sized(self) -> GPT:
+        """Return the model on the device meta: names, types and shapes, which take no memory. Raises DataError."""
+        return sized(self.layers, self.width, self.heads, self.context, self.tokenizer.vocabulary)
+
+    def working_bytes(self) -> int:
+        """Return the bytes of a batch and its logits, of a stream's shuffled block, and of a dataset held in memory."""
+        logits = 4 * self.batch * self.context * self.tokenizer.vocabulary
+        held = self.max_bytes if self.order == "random" and self.data.startswith(PREFIX) else 0
+        return 8 * self.batch * (self.context + 1) + 2 * logits + 4 * self.shuffle + held
 
     def agreed_options(self) -> dict[str, int | float | str | bool]:
         """Return the tokenizer's digest, if it is not bytes."""

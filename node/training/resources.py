@@ -48,35 +48,58 @@ def check(
     *,
     method: str = "noloco",
     slow_here: bool = True,
+    device: str | None = None,
+    working: int = 0,
+    own: bool = True,
 ) -> None:
     """Raise MemoryBudgetError, with the sum in one sentence, if training needs more main memory than ``gigabytes``.
 
-    Without such a bound (0), ``log`` is called with a sentence if it needs more than there is. Call it when the model exists, and
-    the optimizers' state does not. ``parameters``: those that are trained; ``slow_here``: the slow weights are in main memory.
+    Without such a bound (0), ``log`` is called with a sentence if it needs more than there is, if the model is the user's ``own``;
+    a stranger's is refused then. Call it before the optimizers' state is there.
+
+    Args:
+        parameters: those that are trained, or on the device meta those that will be, on one of the type ``device``.
+        slow_here: the slow weights are in main memory. working: bytes of batches on the way.
     """
-    here = sum(_bytes([parameter.data]) for parameter in parameters if parameter.device.type == "cpu")
+    places = [(device if parameter.is_meta and device else parameter.device.type, parameter) for parameter in parameters]
+    model = sum(_bytes([parameter]) for parameter in parameters if parameter.is_meta)
+    here = sum(_bytes([parameter]) for place, parameter in places if place == "cpu")
     slow = 4 * sum(parameter.numel() for parameter in parameters)
-    staged = 4 * sum(parameter.numel() for parameter in parameters if parameter.device.type != "cpu" or parameter.itemsize < 4)
+    staged = 4 * sum(parameter.numel() for place, parameter in places if place != "cpu" or parameter.itemsize < 4)
     outer = slow * (1 + _STATE.get(method, 0)) + staged
     parts = {
         "it holds": held(),
+        "model": model,
         "gradients": here,
         "inner optimizer": _INNER * here,
         "outer optimizer": outer if slow_here else 0,
         "exchange": int(_EXCHANGE.get(method, _OTHER_EXCHANGE) * slow),
         "queues": sum(shares(gigabytes)),
+        "batch": working if device == "cpu" else 0,
     }
+    if device not in (None, "cpu"):  # the model is made in main memory, and leaves it before the rest is made
+        parts["model"] = max(0, 2 * model + parts["it holds"] - sum(parts.values()))
+    parts = {name: nbytes for name, nbytes in parts.items() if nbytes or name not in ("model", "batch")}
     total = sum(parts.values())
     listed = ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in parts.items())
-    need = f"This node will need about {total / GB:.2f} GB of memory ({listed})"
+    need = f"This node will need about {total / GB:.2f} GB of memory ({listed}) for {slow // 4:,} parameters"
     if gigabytes and total > gigabytes * GB:
         raise MemoryBudgetError(f"{need} and --ram allows {gigabytes:g}: allow more, pass --offload DIR, or train a smaller model.")
     there = parts["it holds"] + free_memory()[0]
     if not gigabytes and total > there:
+        if not own:
+            raise MemoryBudgetError(
+                f"{need} and can have {there / GB:.2f}: end other programs, pass --offload DIR, or allow it by --ram all the same."
+            )
         log(
             f"{need} and can have {there / GB:.2f}, so the system may end it without a word: end other programs, "
             "pass --offload DIR, or train a smaller model; with --ram it would not begin"
         )
+
+
+def room(gigabytes: float) -> float:
+    """Return the bytes that may still be taken: those up to the bound, or without one those that are free."""
+    return max(gigabytes * GB - held(), 0.0) if gigabytes else free_memory()[0]
 
 
 def room_for_copy(gigabytes: float) -> Callable[[int], bool]:

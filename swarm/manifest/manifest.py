@@ -12,7 +12,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.manifest.verify import StretchTerms, Terms, VerifySettings
 from shoal.swarm.wire.envelope import KIB, Message, peek, unseal
-from shoal.swarm.wire.fields import MAX_COUNT, Digest, Label, PeerId
+from shoal.swarm.wire.fields import Digest, Label, PeerId
 
 MANIFEST_PROTOCOL = "/shoal/manifest/1"
 PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
@@ -81,7 +81,7 @@ class Manifest(Message):
     )
     model: Digest = Field(description="Hex SHA-256 of the shapes and types of the model's parameters.")
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
-    shards: int = Field(default=1, ge=1, le=MAX_COUNT, description="Parts that the training data is dealt into.")
+    shards: int = Field(default=1, ge=1, le=65_536, description="Parts that the training data is dealt into.")
     invite_only: bool = Field(default=False, description="Whether only the creator, and whom it has invited, may be members.")
     public: bool = Field(default=False, description="Whether bootstrap nodes list the swarm, so that anybody may find and join it.")
     bucket: Bucket = Field(default=0, description="Most members that one peer reads and is paired with in an epoch; 0: all.")

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Title, is_public, swarm_id, title_of
+from shoal.swarm.manifest.manifest import Manifest, Title, is_public, swarm_id, title_of
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
 from shoal.swarm.p2p.seed_client import addresses_of
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.wire.envelope import pack, unpack, unseal
+from shoal.swarm.wire.envelope import pack, peek, unpack, unseal
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.swarms import SWARMS_PROTOCOL, Announcement, ListedSwarm, SwarmsReply, SwarmsRequest
 
@@ -46,6 +47,8 @@ class PublicSwarm:
     """On what the member that announced it computes: cpu, cuda or mps."""
     addresses: tuple[str, ...]
     """Of the bootstrap node that listed it, and of members."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The task's, as the manifest has them, unchecked."""
 
 
 def read_listed(packed: bytes, seed: str) -> PublicSwarm:
@@ -59,7 +62,9 @@ def read_listed(packed: bytes, seed: str) -> PublicSwarm:
     members = [member for _, member in (unseal(record, Member) for record in listed.contacts) if member.swarm == said.swarm]
     addresses = tuple(dict.fromkeys([seed, *addresses_of(members)]))
     sizes = said.params, said.round_bytes, said.memory, said.device
-    return PublicSwarm(said.swarm, title_of(said.manifest), listed.peers, *sizes, addresses)
+    options = peek(said.manifest, Manifest.LIMIT).get("task_options")
+    known = options if isinstance(options, dict) else {}
+    return PublicSwarm(said.swarm, title_of(said.manifest), listed.peers, *sizes, addresses, known)
 
 
 def merged(found: Iterable[PublicSwarm]) -> list[PublicSwarm]:

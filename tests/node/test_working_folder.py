@@ -11,7 +11,7 @@ from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.settings import NodeSettings, Settings
 from shoal.node.data.tokenizer import BYTES
 from shoal.node.integrations.own_loop import Run
-from shoal.node.runtime.join import task_label
+from shoal.node.runtime.door import task_label
 from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask
 from shoal.node.verify.history.file import EvidenceFile

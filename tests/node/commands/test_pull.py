@@ -14,6 +14,7 @@ from shoal.node.checkpoint.resumable_download import ResumableDownload
 from shoal.node.commands import pull as module
 from shoal.node.commands.pull import PullError, build_model, pull
 from shoal.node.config.settings import load
+from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import new_manifest
 from shoal.optim.codecs.base import FLOAT32
 from shoal.swarm.access.link import Link
@@ -118,7 +119,8 @@ def fresh(task):
 
 
 def manifest_of(task):
-    built = module._model(load(None, {"task.hooks": task}))
+    settings = load(None, {"task.hooks": task})
+    built = module._model(settings, make_task(settings))
     return manifest(model_digest(built.parameters), **{"task.hooks": task, "outer.method": "diloco"})
 
 

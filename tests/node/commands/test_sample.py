@@ -120,8 +120,11 @@ def test_a_tokenizer_of_the_swarm_is_named_and_compared(tmp_path):
         ({"model": {**SIZE, "context": 2**60}}, "is damaged"),
         ({"model": {**SIZE, "secret": 1}}, "is damaged"),
         ({"task_options": None}, "is damaged"),
-        ({"model": {**SIZE, "width": 2**20}}, "are not of the model that shoal.json names"),
-        ({"model": {**SIZE, "layers": 2**20}}, "are not of the model"),
+        ({"model": {**SIZE, "width": 2**16}}, "are not of the model that shoal.json names"),
+        ({"model": {**SIZE, "width": 2**16 + 2}}, "is damaged"),
+        ({"model": {**SIZE, "layers": 2**10}}, "are not of the model"),
+        ({"model": {**SIZE, "layers": 2**10 + 1}}, "is damaged"),
+        ({"model": {**SIZE, "vocabulary": 2**21 + 1}}, "is damaged"),
         ({"model": {**SIZE, "layers": 2}}, "are not of the model"),
     ],
 )

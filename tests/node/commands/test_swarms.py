@@ -73,3 +73,22 @@ def test_a_name_is_joined_only_after_asking(monkeypatch):
     assert joined == [public()["link"]]
     assert runner.invoke(cli, ["join", public()["link"]]).exit_code == 0
     assert joined == [public()["link"]] * 2
+
+
+HUGE = {"layers": 64, "width": 16_384}
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "shown"),
+    [
+        ("text", {}, 135_808),
+        ("text", HUGE, 206_172_094_464),  # which a member announced as 135 million, to be joined
+        ("text", {**HUGE, "tokenizer": "owner/name"}, 206_163_738_624),  # at least: the vocabulary is not known
+        ("text", {"tokenizer": "owner/name"}, 135_000_000),
+        ("text", {"layers": "x"}, 135_000_000),
+        ("task.py:Mine", HUGE, 135_000_000),
+    ],
+)
+def test_the_size_of_a_swarm_is_computed_where_it_can_be(task, options, shown):
+    found = PublicSwarm("a" * 52, Title("ours", task, "noloco"), 3, 135_000_000, 1, 0, "cpu", (SEED,), options)
+    assert report(found)["params"] == shown

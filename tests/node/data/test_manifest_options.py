@@ -6,7 +6,8 @@ from shoal.node.cli.options import data_overrides
 from shoal.node.config.settings import load
 from shoal.node.data.errors import DataError
 from shoal.node.data.manifest_options import flags
-from shoal.node.runtime.join import new_manifest, swarm_settings
+from shoal.node.runtime.door import swarm_settings
+from shoal.node.runtime.join import new_manifest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import open_manifest
 
@@ -29,7 +30,8 @@ def test_a_manifest_holds_a_name_but_never_a_path():
     named = {"data": "hf:owner/name:train", "field": "body", "tokenizer": "owner/name"}
     assert manifest(named, agreed=DIGEST).task_options == {**named, **DIGEST}
     assert manifest({"tokenizer": "/home/ada/tok"}, agreed=DIGEST).task_options == {"tokenizer": "tok", **DIGEST}
-    assert manifest({"data": "/of/its/own"}, hooks="a.py:Mine").task_options == {"data": "/of/its/own"}
+    assert manifest({"data": "/of/its/own", "width": 8}, hooks="a.py:Mine").task_options == {"width": 8}
+    assert manifest({"data": "cifar10"}, hooks="a.py:Mine").task_options == {"data": "cifar10"}
 
 
 def test_a_joiner_has_its_own_data_and_its_own_copy_of_the_tokenizer():
@@ -40,9 +42,14 @@ def test_a_joiner_has_its_own_data_and_its_own_copy_of_the_tokenizer():
 
 
 @pytest.mark.parametrize(
-    "options", [{"data": "/etc"}, {"data": "hf:../x"}, {"data": ""}, {"tokenizer": "/etc/x"}, {"tokenizer": ".."}]
+    "options",
+    [
+        *[{"data": data} for data in ("/etc", "hf:../x", "", "hf: /etc", "hf:text", "hf:a/b,/etc", "hf:/a/b", "hf:a/b:/etc")],
+        *[{"tokenizer": name} for name in ("/etc/x", "..", " /etc/x")],
+    ],
 )
 def test_a_path_in_a_strangers_manifest_is_refused(options):
+    # hf:text would be a format of the package datasets, read from the current folder; a space hid a path from the check once
     theirs = manifest({}).model_copy(update={"task_options": options})
     with pytest.raises(DataError, match=r"The swarm names '.*', a path on somebody's machine"):
         joined(theirs)
@@ -64,4 +71,18 @@ def test_flags_and_options_become_settings():
 
 def test_nodes_of_one_machine_are_given_what_the_manifest_does_not_tell():
     assert flags("text", {"data": "a.jsonl", "tokenizer": "./tok", "width": 8}) == ["--data", "a.jsonl", "--tokenizer", "./tok"]
-    assert flags("text", {"width": 8}) == flags("a.py:Mine", {"data": "x"}) == []
+    assert flags("a.py:Mine", {"data": "./x"}) == ["--data", "./x"]
+    assert flags("text", {"width": 8}) == flags("a.py:Mine", {"data": "cifar10"}) == flags("rl", {"letters": 3}) == []
+
+
+@pytest.mark.parametrize("data", ["/etc", "./x", "a,b", "hf: /etc", "here"])
+def test_nor_is_a_task_of_ones_own_given_a_strangers_path(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").write_text("mine")
+    for options in ({"data": data}, {"data": "cifar10", "width": 3}):
+        theirs = manifest({}, hooks="a.py:Mine").model_copy(update={"task_options": options})
+        if options["data"] == data:
+            with pytest.raises(DataError, match="a path on somebody's machine"):
+                swarm_settings(load(None, {"task.hooks": "b/a.py:Mine"}), theirs)
+        else:
+            assert swarm_settings(load(None, {"task.hooks": "b/a.py:Mine"}), theirs).task.options == options

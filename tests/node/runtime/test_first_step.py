@@ -26,12 +26,15 @@ gc.callbacks.append(lambda phase, info: collections.append("torch" in sys.module
 NodeRun(load(None, {}), None, make_display(), ShutdownSignals())._prepare()
 gc.callbacks.clear()
 import torch
+from shoal.node.runtime.door import check_size, make_task
 from shoal.node.runtime.make_trainer import make_trainer
 from shoal.node.task import Shard
 from shoal.optim import Alone
 
 settings = load(None, {"task.options": {"layers": 1, "width": 8, "batch": 1}, "outer.every": 2, "train.optimizer": "muon"})
-trainer = make_trainer(settings, torch.device("cpu"), None, print, lambda info: None, lambda: ())
+task = make_task(settings)
+check_size(task, settings, "cpu", print)
+trainer = make_trainer(settings, task, torch.device("cpu"), None, print, lambda info: None, lambda: ())
 trainer.connect(Alone(), "alone", Shard(0, 1, 0))
 for _ in range(3):
     trainer.step()

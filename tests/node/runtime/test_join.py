@@ -7,7 +7,8 @@ from shoal.node.cli.options import computing_overrides, node_overrides
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.config.train import OwnTraining, TrainTable
 from shoal.node.demo.demo import settings_toml
-from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, own_data, swarm_settings, task_label
+from shoal.node.runtime.door import own_data, swarm_settings, task_label
+from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest
 from shoal.node.runtime.make_trainer import with_own_lag
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import HookError

@@ -9,8 +9,9 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.config.settings import load
 from shoal.node.runtime import resume as beginning
+from shoal.node.runtime.door import continued
 from shoal.node.runtime.join import for_new_swarm, new_manifest
-from shoal.node.runtime.resume import SavedRun, check_same_outer, find, is_newer, migrate_state, restore, with_its_task
+from shoal.node.runtime.resume import SavedRun, check_same_outer, find, is_newer, migrate_state, restore
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo
@@ -209,20 +210,20 @@ def test_other_settings_than_the_swarms_are_refused_with_the_way_out(identity):
 
 def test_a_new_swarm_has_the_checkpoints_task_unless_it_is_told_another(identity):
     old = saved(identity, **{"task.options": {"width": 32}})
-    assert with_its_task(load(None, {"outer.method": "diloco"}), old).task.options == {"width": 32}
-    assert with_its_task(load(None, {"task.options": {"width": 8}}), old).task.options == {"width": 8}
+    assert continued(load(None, {"outer.method": "diloco"}), old.manifest).task.options == {"width": 32}
+    assert continued(load(None, {"task.options": {"width": 8}}), old.manifest).task.options == {"width": 8}
     rl = saved(identity, **{"task.hooks": "rl", "rl.env": "sapo9"})
-    made = with_its_task(load(), rl)
+    made = continued(load(), rl.manifest)
     assert (made.task.hooks, made.task.options, made.rl.env) == ("rl", {}, "sapo9")
 
 
 def test_a_new_swarm_has_the_checkpoints_inner_optimizer_unless_it_is_told_another(identity):
     ours, adamw = saved(identity, **{"train.optimizer": "muon", "train.lr": 0.03, "train.seed": 5}), saved(identity)
     for given, kept in (({}, ("muon", 0.03, 0)), ({"train.optimizer": "muon"}, ("muon", None, 0))):
-        train = for_new_swarm(with_its_task(load(None, given), ours)).train
+        train = for_new_swarm(continued(load(None, given), ours.manifest)).train
         assert (train.optimizer, train.lr, train.seed) == kept
-    assert for_new_swarm(with_its_task(load(), adamw)).train.optimizer == "task"
-    assert for_new_swarm(with_its_task(load(None, {"train.optimizer": "muon"}), adamw)).train.optimizer == "muon"
+    assert for_new_swarm(continued(load(), adamw.manifest)).train.optimizer == "task"
+    assert for_new_swarm(continued(load(None, {"train.optimizer": "muon"}), adamw.manifest)).train.optimizer == "muon"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import load
+from shoal.node.runtime.door import make_task
 from shoal.node.runtime.make_trainer import make_trainer
 from shoal.node.task import Shard
 from shoal.node.training.schedule import factor
@@ -116,5 +117,5 @@ def test_the_first_lines_of_a_run_say_what_each_trains():
     options = {"task.options.layers": 2, "task.options.width": 8, "task.options.heads": 2, "task.options.context": 8}
     for optimizer in ("muon", "adamw"):
         settings = load(None, {**options, "train.optimizer": optimizer})
-        make_trainer(settings, CPU, None, said.append, lambda info: None, lambda: ()).close()
+        make_trainer(settings, make_task(settings), CPU, None, said.append, lambda info: None, lambda: ()).close()
     assert said == ["Muon trains 1,536 parameters (8 matrices), AdamW 4,240 parameters (13 tensors)."]

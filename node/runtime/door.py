@@ -1,0 +1,225 @@
+"""The one door for manifests: what a stranger signed becomes settings and a task here, or a sentence that refuses it.
+
+Nothing of a manifest is imported, opened or allocated before it is through. Code and paths come from this user's own settings only;
+the names in a manifest must be theirs, without the folder. The size of the model is computed before it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from shoal.node.config.rl import RLSettings, env_label
+from shoal.node.config.settings import ConfigError, Settings, SwarmSettings, TaskSettings
+from shoal.node.data import manifest_options as agreement
+from shoal.node.task import Task
+from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
+from shoal.node.tasks.text import TextTask
+from shoal.node.training import resources
+from shoal.node.training.schedule import MUON_KNOBS
+from shoal.swarm.exchange.contribution import model_digest
+from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest.verify import Terms
+from shoal.swarm.membership.membership import OWN_LOOP
+from shoal.swarm.state.sync import ModelDiffersError
+
+RL = "rl"
+BUILT_IN_TASKS = (*BUILT_IN, RL)
+LOCAL_OPTIONS = (agreement.DATA, agreement.TOKENIZER, agreement.DIGEST)
+"""Options of the text task that each node has its own of."""
+INNER = ("optimizer", *MUON_KNOBS)
+"""Settings of the inner optimizer, whose state a checkpoint holds."""
+LINK, CHECKPOINT = "link", "checkpoint"
+
+
+def enter(
+    settings: Settings,
+    manifest: Manifest,
+    device: str = "cpu",
+    log: Callable[[str], None] = lambda text: None,
+    *,
+    trains: bool = True,
+) -> tuple[Settings, Task]:
+    """Return this node's settings in the swarm of ``manifest``, and its task; no model is made yet.
+
+    ``device``: the type of the one to train on. ``log``: gets a sentence for the user. ``trains`` False: the model is all that is
+    made.
+
+    Raises:
+        ConfigError, DataError, HookError: as `swarm_settings` and `make_task`.
+        MemoryBudgetError: there is no memory for it. ModelDiffersError: the manifest's own options make another model.
+    """
+    agreed = swarm_settings(settings, manifest)
+    task = make_task(agreed)
+    check_size(task, agreed, device, log, manifest, trains=trains)
+    return agreed, task
+
+
+def check_size(
+    task: Task,
+    settings: Settings,
+    device: str,
+    log: Callable[[str], None],
+    manifest: Manifest | None = None,
+    *,
+    trains: bool = True,
+) -> None:
+    """Check the size of the model of ``task`` before it is made, if it is the built-in one; else the trainer does once it is.
+
+    Without a ``manifest`` the sizes are the user's own: too little free memory is said to ``log``, and the model is made.
+
+    Raises:
+        MemoryBudgetError, ModelDiffersError, DataError.
+    """
+    if not isinstance(task, TextTask):
+        return
+    least, room = task.least_parameters(), resources.room(settings.node.ram)
+    if manifest is not None and 4 * least > room:  # before a tokenizer that the manifest names is fetched
+        way_out = "end other programs, allow more with --ram, or join a smaller swarm" if trains else "end other programs"
+        raise resources.MemoryBudgetError(
+            f"The swarm's model has {least:,} parameters or more, which take {4 * least / resources.GB:,.2f} GB of memory, and "
+            f"this node may have {room / resources.GB:.2f}: {way_out}."
+        )
+    params = list(task.sized().parameters())
+    if manifest is not None and model_digest(params) != manifest.model:
+        raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
+    if trains:
+        node = settings.node
+        resources.check(
+            node.ram, params, log, method=settings.outer.method, device=device, working=task.working_bytes(),
+            slow_here=node.offload is None and (not node.slow_on_device or device == "cpu"), own=manifest is None,
+        )  # fmt: skip
+
+
+def make_task(settings: Settings) -> Task:
+    """Return a new task of the settings. EnvError, HookError or PolicyError."""
+    if settings.task.hooks == RL:
+        from shoal.node.rl.rollout_sharing import make_task as make_rl_task
+
+        return make_rl_task(settings)
+    return load_task(settings.task.hooks, {**settings.task.options, **own_data(settings)})
+
+
+def own_data(settings: Settings) -> dict[str, str]:
+    """Return the task option that differs between nodes: the place of the data."""
+    return {"data": settings.node.data} if settings.node.data else {}
+
+
+def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:
+    """Return this node's settings with the swarm's in place of its outer, train and task settings.
+
+    Raises:
+        DataError: the swarm names a path as its data.
+        HookError: the swarm trains a task that this node must be given with --task, or was given another one.
+        ConfigError: this node was given other values of settings that the manifest fixes, or a node cannot have the manifest's.
+    """
+    task, rl = _task_of(settings, manifest, LINK)
+    check_not_fixed(settings, manifest)
+    if task.hooks == RL and isinstance(terms := manifest.terms, Terms):
+        rl = rl.model_copy(update={"group": terms.group, "temperature": terms.temperature, "max_tokens": terms.max_tokens})
+    fixed = {name: getattr(manifest, name) for name in ("name", "shards", "invite_only", "public", "bucket", "epoch_s")}
+    try:
+        swarm = SwarmSettings.model_validate({**settings.swarm.model_dump(exclude_unset=True), **fixed})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where, what = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"The swarm's manifest has a swarm.{where} that no node can have ({what}): leave it.") from None
+    train = settings.train.of_swarm(manifest.train)
+    if "steps" in settings.train.model_fields_set:  # each node decides how long it takes part
+        train = train.model_copy(update={"steps": settings.train.steps})
+    agreed = {"outer": manifest.outer, "train": train, "task": task, "rl": rl, "swarm": swarm, "verify": manifest.verify}
+    return settings.model_copy(update=agreed)
+
+
+def continued(settings: Settings, manifest: Manifest) -> Settings:
+    """Return ``settings`` of a new swarm that goes on from a checkpoint of the swarm of ``manifest``.
+
+    It has that one's inner optimizer, task and options where the user gave none. HookError or DataError as `swarm_settings`.
+    """
+    train = settings.train
+    if not train.model_fields_set & {*INNER}:
+        train = train.model_copy(update={name: getattr(manifest.train, name) for name in INNER})
+        settings = settings.model_copy(update={"train": train})
+    if settings.task.model_fields_set:
+        return settings
+    task, rl = _task_of(settings, manifest, CHECKPOINT)
+    return settings.model_copy(update={"task": task, "rl": rl})
+
+
+def task_label(hooks: str) -> str:
+    """Return the name of a task in the manifest: without the folder, which differs between machines."""
+    where, colon, name = hooks.rpartition(":")
+    return PurePath(where).name + colon + name
+
+
+def _task_of(settings: Settings, manifest: Manifest, carrier: str) -> tuple[TaskSettings, RLSettings]:
+    """Return the manifest's task and environment, each by this user's own name if it is code. ``carrier`` of it: for people."""
+    hooks, rl = settings.task.hooks, settings.rl
+    if manifest.task in BUILT_IN_TASKS and "hooks" not in settings.task.model_fields_set:
+        hooks = manifest.task
+    if manifest.task == OWN_LOOP:
+        raise HookError("The members of this swarm train in loops of their own: join it with swarm.join(link, state=model).")
+    if task_label(hooks) != manifest.task:
+        if hooks != agreement.TEXT or manifest.task in BUILT_IN_TASKS:
+            raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")
+        raise HookError(f"The swarm trains {manifest.task!r}, {_no_code(carrier)} --task.")
+    options = agreement.taken(hooks, dict(manifest.task_options), settings.task.options)
+    if hooks == RL:
+        rl = rl.model_copy(update={"env": _own_env(rl, str(options.pop("env", "")), carrier)})
+    return settings.task.model_copy(update={"hooks": hooks, "options": options}), rl
+
+
+def _own_env(own: RLSettings, label: str, carrier: str) -> str:
+    """Return the name by which this node loads the swarm's environment. A class that only the swarm names is never imported."""
+    if env_label(own.env) == label:
+        return own.env
+    if "env" in own.model_fields_set:
+        if carrier == CHECKPOINT:  # a new swarm may learn something else
+            return own.env
+        raise HookError(f"The swarm learns {label!r}, this node was given {own.env!r}: use the swarm's environment.")
+    if ":" in label:
+        raise HookError(f"The swarm learns {label!r}, {_no_code(carrier)} --env.")
+    return label
+
+
+def _no_code(carrier: str) -> str:
+    return f"and a {carrier} carries no code: get its files from whoever runs the swarm, then name your copy with"
+
+
+def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
+    """Raise ConfigError, which names them, if the user asks for other values of settings that ``manifest`` fixes."""
+    outer, asked = settings.outer, settings.outer.resolved()
+    differ = _differing("outer", outer, manifest.outer, lambda name, fixed: getattr(asked, name) == fixed)
+    differ += _differing("swarm", settings.swarm, manifest)
+    differ += _differing("train", settings.train, manifest.train, lambda name, fixed: name == "steps")  # each node's own affair
+    differ += _differing("verify", settings.verify, manifest.verify)
+    if isinstance(terms := manifest.terms, Terms):
+        differ += _differing("rl", settings.rl, terms, lambda name, fixed: not getattr(settings.rl, name))
+    text = manifest.task == agreement.TEXT
+    for name, wanted in settings.task.options.items():
+        fixed = manifest.task_options.get(name)
+        if wanted != fixed and not (text and name in LOCAL_OPTIONS):
+            differ.append((f"task.options.{name}", wanted, fixed))
+    if differ:
+        raise ConfigError(
+            f"The swarm has {_listed((name, fixed) for name, _, fixed in differ)}, and this node was given "
+            f"{_listed((name, wanted) for name, wanted, _ in differ)}: leave that out, a swarm's settings never change; another "
+            "swarm can go on from a checkpoint of this one (shoal up --resume-from)."
+        )
+
+
+def _differing(table: str, asked: BaseModel, fixed: Any, same: Any = lambda name, fixed: False) -> list[tuple[str, Any, Any]]:
+    """Return (name, asked, fixed) of each setting that was given, that ``fixed`` has too, and that is another there."""
+    found = []
+    for name in sorted(asked.model_fields_set & type(fixed).model_fields.keys()):
+        wanted, theirs = getattr(asked, name), getattr(fixed, name)
+        if wanted is not None and wanted != theirs and not same(name, theirs):
+            found.append((f"{table}.{name}", wanted, theirs))
+    return found
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(f"no {name}" if value is None else f"{name}={value!r}" for name, value in values)
