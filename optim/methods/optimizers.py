@@ -17,7 +17,7 @@ from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.topk import TopK2Codec
 from shoal.optim.exchange.base import Exchange
-from shoal.optim.outer.fragments import even, positions, possible, strided
+from shoal.optim.outer.fragments import Fragment, even, positions, possible, strided
 from shoal.optim.outer.in_flight import RoundInfo
 from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.optim.outer.parameters import Exclude, Inner, excluded, trained
@@ -39,8 +39,8 @@ SPARSE = ErrorFeedback(TopK2Codec(), 0.95)
 """SparseLoCo's codec, ``topk2+ef:0.95``; a template: each optimizer gets a fresh copy with its own residual."""
 
 
-Fragments = int | Sequence[Sequence[Tensor]]
-"""A number of fragments, or the parameters of each."""
+Fragments = int | Sequence[Fragment]
+"""A number of fragments, or the modules or parameters of each."""
 
 
 class Options(TypedDict, total=False):
@@ -76,7 +76,7 @@ OVERLAPPED = 4
 
 def _gossip(
     fragments: Fragments | None, lag: Lag, every: int, inner: Inner, exchange: Exchange, options: Options
-) -> tuple[Schedule, Sequence[Sequence[Tensor]] | None]:
+) -> tuple[Schedule, Sequence[Fragment] | None]:
     """Return the schedule of a gossip method, and its fragments: by default the exchange's, or one if means are applied at once."""
     if fragments is None:
         known = getattr(exchange, "fragments", None)
@@ -194,8 +194,9 @@ class StreamingDiLoCo(OuterOptimizer):
     """Streaming DiLoCo (2501.18512): one fragment at a time, applied ``lag`` inner steps after it was sent (``Streaming``).
 
     ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; at most one fragment a layer),
-    or lists of parameters. Without ``model`` (on all peers) that number of lists of about equally many values, whatever the layer.
-    Each fragment has its own momentum. Evaluate within ``averaged()``: the slow weights are better than any peer's fast ones.
+    or a list of modules (or of lists of modules and parameters), the same on all peers. Without ``model`` (on all peers) that
+    number of lists of about equally many values, whatever the layer. Each fragment has its own momentum.
+    Evaluate within ``averaged()``: the slow weights are better than any peer's fast ones.
     ``lag``: by default as found by ``AutoLag``, at least 1. mix 0.5 is the paper's (from memory, as its lr 0.4, momentum 0.9 and
     lag 1, of which the defaults here differ by what was measured: docs/methods.md); public code (torchft, MaxText) has mix 0.
     After a failed exchange the fast weights are kept (torchft discards the round).
@@ -340,10 +341,11 @@ class SPARTA(OuterOptimizer):
         super().__init__(inner, exchange, rule=SpartaRule(part), schedule=Every(every), **_weights(options, "SPARTA"))
 
 
-def _cut(fragments: Fragments, inner: Inner, exchange: Exchange, options: Options) -> Sequence[Sequence[Tensor]] | None:
+def _cut(fragments: Fragments, inner: Inner, exchange: Exchange, options: Options) -> Sequence[Fragment] | None:
     """Return the parameters of each fragment, None for one: as the exchange has them, if it states that number of them."""
     if not isinstance(fragments, int):
-        return fragments
+        parameters = _averaged(inner, exchange, options)
+        return [[parameters[at] for at in part] for part in positions(fragments, parameters)]
     if fragments == 1:
         return None
     known: Sequence[Sequence[Tensor]] | None = getattr(exchange, "fragments", None)

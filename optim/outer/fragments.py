@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
+Fragment = nn.Module | Iterable[nn.Module | Tensor]
+"""The parameters of one fragment: those of a module, or of a list of modules and parameters."""
 _Named = tuple[list[str], int, Tensor]
 """A parameter: the parts of its name, the number of those that name its layer, and itself."""
 
@@ -84,16 +87,33 @@ def even(parameters: Sequence[Tensor], fragments: int) -> list[list[Tensor]]:
     return parts
 
 
-def positions(fragments: Sequence[Sequence[Tensor]], parameters: Sequence[Tensor]) -> list[list[int]]:
+def positions(fragments: Sequence[Fragment], parameters: Sequence[Tensor]) -> list[list[int]]:
     """Return each fragment as ascending positions in ``parameters``.
 
-    Parameters that are not in ``parameters`` (frozen ones) are left out.
+    Parameters that are not in ``parameters`` (frozen ones) are left out. One that modules of several fragments share (a tied one)
+    belongs to the first.
 
     Raises:
-        ValueError: a parameter is in no fragment or in several, or a fragment is empty.
+        ValueError: a parameter is in no fragment or in several, a module is in several, or a fragment is empty or of another type.
     """
     place = {id(parameter): position for position, parameter in enumerate(parameters)}
-    parts = [sorted({place[id(p)] for p in fragment if id(p) in place}) for fragment in fragments]
+    parts: list[list[int]] = []
+    owner: dict[nn.Module, int] = {}
+    shared: set[int] = set()
+    for number, fragment in enumerate(_listed(fragments, "fragments")):
+        items = [fragment] if isinstance(fragment, nn.Module) else _listed(fragment, f"fragments[{number}]")
+        found: set[int] = set()
+        for item in items:
+            if not isinstance(item, nn.Module | Tensor):
+                raise ValueError(f"fragments[{number}] must be a module, or a list of modules and parameters, got {_kind(item)}")
+            inside = list(item.modules()) if isinstance(item, nn.Module) else []
+            if (known := next((owner[module] for module in inside if module in owner), number)) != number:
+                raise ValueError(f"fragments[{number}] has a module of fragments[{known}]: put every module into exactly one")
+            owner |= dict.fromkeys(inside, number)
+            own = {id(p) for p in (item.parameters() if isinstance(item, nn.Module) else [item])}
+            found |= own - shared if isinstance(item, nn.Module) else own
+        shared |= found
+        parts.append(sorted(place[key] for key in found if key in place))
     counts = [sum(position in part for part in map(set, parts)) for position in range(len(parameters))]
     for position, count in enumerate(counts):
         if count != 1:
@@ -103,3 +123,14 @@ def positions(fragments: Sequence[Sequence[Tensor]], parameters: Sequence[Tensor
         if not part:
             raise ValueError(f"fragment {number} has no parameter: choose fewer fragments")
     return parts
+
+
+def _listed(value: Any, what: str) -> list[Any]:
+    if isinstance(value, str | Tensor) or not isinstance(value, Iterable):
+        kinds = "a number, or a list of modules" if what == "fragments" else "a module, or a list of modules and parameters"
+        raise ValueError(f"{what} must be {kinds}, got {_kind(value)}")
+    return list(value)
+
+
+def _kind(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int | float) else type(value).__name__

@@ -21,7 +21,7 @@ from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import Borrows, Exchange, Handle, HasShards, KnowsOptimizer, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer import param_groups
-from shoal.optim.outer.fragments import positions
+from shoal.optim.outer.fragments import Fragment, positions
 from shoal.optim.outer.in_flight import InFlight, RoundInfo
 from shoal.optim.outer.inner import as_one, initialises, step_unless_overflow
 from shoal.optim.outer.parameters import AveragedBuffers, Exclude, Inner, all_parameters, excluded, trained
@@ -31,7 +31,7 @@ from shoal.optim.outer.weights import ModelWeights, Processes
 from shoal.optim.rules.base import START, Rule, State, assign
 from shoal.optim.schedule.auto_lag import AutoLag
 from shoal.optim.schedule.round_length import RoundLength, Steps
-from shoal.optim.schedule.schedule import Schedule, Streaming
+from shoal.optim.schedule.schedule import Delayed, Every, Schedule, Streaming
 
 
 class OuterOptimizer(OuterRounds):
@@ -50,7 +50,7 @@ class OuterOptimizer(OuterRounds):
         slow_device: where the slow weights and the rule's state live: a device, or as a path a folder for files that are mapped
             into memory and have no name, so that they are gone with the process. OSError if it has no room.
         on_round: called with a ``RoundInfo`` after each applied exchange.
-        fragments: the parameters of each fragment; None: one fragment with all of them.
+        fragments: of each the module, or a list of modules and parameters; None: one fragment with all parameters.
         weight: of a contribution: a number, or a function of the tokens (``count``) and inner steps since the fragment was last
             sent (`shoal.optim.outer.weighting`). 0: stay out of this round's mean, as if absent.
         length: of a round: in the schedule's steps, tokens or seconds (``RoundLength``). Optimizers must not share one.
@@ -78,7 +78,7 @@ class OuterOptimizer(OuterRounds):
         run: str = "run",
         slow_device: torch.device | str | Path = "cpu",
         on_round: Callable[[RoundInfo], None] | None = None,
-        fragments: Sequence[Sequence[Tensor]] | None = None,
+        fragments: Sequence[Fragment] | None = None,
         weight: float | Weight = equal,
         length: RoundLength | None = None,
         buffers: Literal["ignore", "average"] = "ignore",
@@ -105,6 +105,8 @@ class OuterOptimizer(OuterRounds):
             )
         everything = list(range(len(self._params)))
         self._parts = [everything] if fragments is None else positions(fragments, self._params)
+        if isinstance(schedule, Every | Streaming | Delayed) and len(self._parts) > getattr(schedule, "fragments", 1):
+            raise ValueError(f"this schedule sends one fragment, so of {len(self._parts)} fragments= most would never be averaged")
         if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
             raise ValueError('buffers must be "ignore", or "average" together with model=')
         at = slow_device.absolute() if isinstance(slow_device, Path) else torch.device(slow_device)

@@ -80,6 +80,11 @@ class Manifest(Message):
         default=None, description="How what is claimed is made, completions or inner steps; none without claims."
     )
     model: Digest = Field(description="Hex SHA-256 of the shapes and types of the model's parameters.")
+    fragment_of: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = Field(
+        default=(),
+        max_length=8192,
+        description="Fragment of each parameter, in the model's order, if not by layer; empty: by layer.",
+    )
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=1, ge=1, le=65_536, description="Parts that the training data is dealt into.")
     invite_only: bool = Field(default=False, description="Whether only the creator, and whom it has invited, may be members.")
@@ -93,6 +98,8 @@ class Manifest(Message):
             raise ValueError("a swarm is public or invite_only, not both")
         if self.bucket and self.verify.kind != "none":
             raise ValueError("verifiers are drawn among all members, so a swarm that verifies has no buckets: leave bucket out")
+        if self.fragment_of and {*self.fragment_of} != {*range(self.outer.fragments or 1)}:
+            raise ValueError("the manifest's fragments are others than those that its parameters are dealt into")
         return self
 
     @model_serializer(mode="wrap")
@@ -100,6 +107,7 @@ class Manifest(Message):
         """Leave out what came later and is not used: peers of earlier versions read the manifest, and its bytes stay the same."""
         found: dict[str, Any] = handler(self)
         unused = {*(() if self.public else ("public",)), *(() if self.bucket else ("bucket", "epoch_s"))}
+        unused |= set() if self.fragment_of else {"fragment_of"}
         return {name: value for name, value in found.items() if name not in unused}
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median_high, median_low
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.optim import (
     Exchange,
@@ -44,8 +45,11 @@ def make_outer(
     length: RoundLength | None = None,
     on_round: Callable[[RoundInfo], None] | None = None,
     ranks: Processes | None = None,
+    fragments: Sequence[Sequence[Tensor]] = (),
 ) -> OuterOptimizer:
     """Return the outer optimizer of the settings; ``ranks``: of the processes that are one peer together.
+
+    ``fragments``: the parameters of each, where the manifest has them.
 
     OuterError if they cannot be used, as some show only with the model.
     """
@@ -53,6 +57,8 @@ def make_outer(
     options: dict[str, Any] = {"codec": codec_named(settings.codec)} if settings.codec is not None else {}
     if settings.weighing != method.weights:
         options["weight"] = WEIGHTS[settings.weighing]
+    if fragments:
+        options["fragments"] = fragments
     if ranks is not None:
         options["ranks"] = ranks
     try:
@@ -64,8 +70,7 @@ def make_outer(
             slow_device=slow_device,
             length=length,
             on_round=on_round,
-            **settings.knobs(),
-            **options,
+            **settings.knobs() | options,
         )
     except ValueError as error:
         raise OuterError(f"The outer settings cannot be used for {settings.method!r}: {error}.") from error

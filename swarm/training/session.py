@@ -83,11 +83,13 @@ class Session:
         everyone = membership.directory.members()
         of, peer, seed = membership.manifest.shards, membership.identity.peer_id, membership.manifest.train.seed
         shard = Shard(least_used(everyone, of, peer), of, seed)
-        self._prepare(membership.manifest.outer, shard, membership.swarm, params, model, ranks, channel)
+        manifest = membership.manifest
+        self._prepare(manifest.outer, manifest.fragment_of, shard, membership.swarm, params, model, ranks, channel)
 
     def _prepare(
         self,
         settings: OuterSettings,
+        fragment_of: Sequence[int],
         shard: Shard,
         swarm: str,
         params: list[Tensor],
@@ -96,6 +98,11 @@ class Session:
         channel: Channel | None,
     ) -> None:
         self._swarm, self._params, self._model, self._ranks, self._channel = swarm, params, model, ranks, channel
+        if fragment_of and len(fragment_of) != len(params):
+            raise SessionError(
+                f"The swarm's manifest deals {len(fragment_of)} parameters into fragments, not {len(params)}: make it anew."
+            )
+        self._fragments = [[p for p, at in zip(params, fragment_of, strict=True) if at == n] for n in sorted({*fragment_of})]
         self.settings: OuterSettings = settings
         """The swarm's settings of averaging."""
         self.seed: int = shard.seed
@@ -170,12 +177,21 @@ class Session:
         return self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
 
     def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
-        if self._model is None and (self.settings.fragments or 1) > 1:
+        if not self._fragments and self._model is None and (self.settings.fragments or 1) > 1:
             raise SessionError("The swarm cuts the model by layer: hand in the module as state, not a list of its parameters.")
         place = options.pop("slow_device", "cpu")
         device = place if isinstance(place, Path) else torch.device(place)
         length = round_length(self.settings.round, time.time, self._speeds)
-        return make_outer(self.settings, inner, exchange, model=self._model, slow_device=device, length=length, **options)
+        return make_outer(
+            self.settings,
+            inner,
+            exchange,
+            model=self._model,
+            slow_device=device,
+            length=length,
+            fragments=self._fragments,
+            **options,
+        )
 
     def try_partners(self, loss: Callable[[nn.Module, Any], Tensor], batches: Iterable[Any]) -> None:
         """Try a partner's weights on two of ``batches`` before they count, if the swarm's settings have ``check_loss``.
@@ -233,7 +249,8 @@ class Session:
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the state's parameters, each with a name for people."""
-        names = {} if self._model is None else {parameter: repr(name) for name, parameter in self._model.named_parameters()}
+        named = () if self._model is None else self._model.named_parameters()
+        names: dict[Tensor, str] = {parameter: repr(name) for name, parameter in named}
         for index, parameter in enumerate(self._params):
             yield names.get(parameter, f"number {index} of shape {tuple(parameter.shape)}"), parameter
 
@@ -395,7 +412,7 @@ class FollowingSession(Session):
     ) -> None:
         self._orders = channel
         settings = OuterSettings.model_validate_json(facts["settings"])
-        self._prepare(settings, Shard(*facts["shard"]), facts["swarm"], params, model, ranks, None)
+        self._prepare(settings, facts["fragment_of"], Shard(*facts["shard"]), facts["swarm"], params, model, ranks, None)
 
     def _no_network(self) -> SessionError:
         assert self._ranks is not None
@@ -464,7 +481,8 @@ def create(
         identity: a key, or the file of one, made if it is not there; None: a new one that is not kept.
         ranks: the processes of this peer, if a torch.distributed job is one (`shoal.Ranks`). Each makes the session, with its own
             model (DDP, FSDP2) as state; rank 0's other arguments count, and it alone is in the network.
-        outer: ``method``, ``every`` and whatever else ``OuterSettings`` has.
+        outer: ``method``, ``every`` and whatever else ``OuterSettings`` has. ``fragments`` may also be a list of modules (or of
+            lists of modules and parameters) in place of their number; those who join take them from the manifest.
 
     Raises:
         SessionError, IdentityError, AdmissionError: an argument cannot be used.
@@ -542,7 +560,8 @@ def _session(
             session = Session(membership, params, model, name, first=first, ranks=ranks, channel=channel)
             if channel is not None:
                 shard = [session.shard.index, session.shard.of, session.shard.seed]
-                channel.send("session", settings=session.settings.model_dump_json(), shard=shard, swarm=membership.swarm)
+                settings, of = session.settings.model_dump_json(), list(membership.manifest.fragment_of)
+                channel.send("session", settings=settings, fragment_of=of, shard=shard, swarm=membership.swarm)
         except BaseException:
             membership.close()
             raise

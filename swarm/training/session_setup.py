@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shoal.optim import FLOAT32, Codec, Handle, OuterOptimizer, RoundKey
 from shoal.optim.exchange.base import NoPartner
 from shoal.optim.exchange.on_demand import OnDemand
-from shoal.optim.outer.fragments import possible
+from shoal.optim.outer.fragments import Fragment, even, positions, possible
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -73,23 +73,26 @@ def new_swarm(
     start_when: int,
     shards: int,
     invite_only: bool,
-    outer: dict[str, object],
+    outer: dict[str, Any],
     model: nn.Module | None = None,
     bucket: int = 0,
     epoch_s: float = EPOCH_S,
 ) -> bytes:
     """Return the sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used.
 
-    ``model`` is what is cut into fragments; without one the parameters are sent as one, if ``outer`` has no number of them.
+    ``model`` is what is cut into fragments by layer; without one the parameters are cut evenly. ``outer`` may name the modules of
+    each in ``fragments``; then, and without a model, the manifest has the fragment of each parameter.
     """
     if not bucket and epoch_s != EPOCH_S:
         raise SessionError("The setting epoch_s is one of buckets: leave it out, or set bucket too, such as 64.")
     try:
-        settings = OuterSettings.model_validate(outer).resolved()
-        if model is not None:
+        named = outer.get("fragments")
+        parts = [] if named is None or isinstance(named, int) else _cut(named, params)
+        settings = OuterSettings.model_validate({**outer, "fragments": len(parts)} if parts else outer).resolved()
+        if not parts:
             settings = settings.fitted(possible(settings.fragments or 1, model, params))
-        elif outer.get("fragments") is None:
-            settings = settings.fitted(1)
+            number = settings.fragments or 1
+            parts = _cut(even(params, number), params) if model is None and number > 1 else []
         if settings.method == "none":
             raise SessionError("The method 'none' averages with no peer, so it needs no swarm: leave it out, or choose another.")
         manifest = Manifest(
@@ -100,6 +103,7 @@ def new_swarm(
             outer=settings,
             train=TrainSettings(seed=seed),
             model=model_digest(params),
+            fragment_of=tuple(next(n for n, part in enumerate(parts) if at in part) for at in range(len(params)) if parts),
             start_when=start_when,
             shards=shards,
             invite_only=invite_only,
@@ -112,6 +116,14 @@ def new_swarm(
         what = first["msg"].removeprefix("Value error, ")
         raise SessionError(f"The swarm cannot be made with {where} as given: {what}.") from None
     return seal(manifest, identity)
+
+
+def _cut(fragments: Sequence[Fragment], params: Sequence[Tensor]) -> list[set[int]]:
+    """Return each fragment as places in ``params``. SessionError if they do not fit."""
+    try:
+        return [set(part) for part in positions(fragments, params)]
+    except ValueError as error:
+        raise SessionError(f"The swarm cannot be made with fragments as given: {error}.") from None
 
 
 def waiting_for(missing: int) -> str:

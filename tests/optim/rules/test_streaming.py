@@ -18,6 +18,7 @@ from shoal.optim import (
     DiLoCo,
     DiLoCoRule,
     Faults,
+    NoLoCo,
     OuterOptimizer,
     Send,
     Simulation,
@@ -188,6 +189,48 @@ def test_fragments_are_strided_by_layer_and_hold_every_parameter_once():
     assert Counter(name for part in parts for name in part) == Counter(names.values())
     with pytest.raises(ValueError, match="between 1 and the number of layers, 12, got 13"):
         strided(model, 13)
+
+
+def test_fragments_named_by_modules_are_those_of_their_parameters_and_a_tied_one_is_the_firsts():
+    model = Net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = [name for name, _ in model.named_parameters()]
+    opt = StreamingDiLoCo(inner, Alone(), fragments=[[model.head, model.norm], model.blocks], lag=1)
+    found = [{names[at].split(".")[0] for at in opt.positions(number)} for number in range(2)]
+    assert found == [{"embed", "norm"}, {"blocks"}]  # the head's weight is the embedding's
+    opt = NoLoCo(
+        inner, Alone(), fragments=[[model.embed, *model.blocks[:2]], nn.ModuleList([model.head, *model.blocks[2:], model.norm])]
+    )
+    assert names[opt.positions(0)[0]] == "embed.weight"
+    assert sum(len(opt.positions(number)) for number in range(2)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "message"),
+    [
+        (lambda net: [net, net.head], r"fragments\[1\] has a module of fragments\[0\]: put every module into exactly one"),
+        (lambda net: [net.blocks[0], net.blocks], r"fragments\[1\] has a module of fragments\[0\]"),
+        (lambda net: [net.blocks, net.head], r"parameter \d+ of shape \(4,\) is in 0 fragments"),
+        (lambda net: net, "fragments must be a number, or a list of modules, got Net"),
+        (lambda net: "blocks", "fragments must be a number, or a list of modules, got 'blocks'"),
+        (lambda net: 2.0, "fragments must be a number, or a list of modules, got 2.0"),
+        (lambda net: [net.blocks, "head"], r"fragments\[1\] must be a module, or a list of modules and parameters, got 'head'"),
+        (lambda net: [[net.blocks, 3]], r"fragments\[0\] must be a module, or a list of modules and parameters, got 3"),
+        (lambda net: [net.head.weight], r"fragments\[0\] must be a module, or a list of modules and parameters, got Parameter"),
+    ],
+)
+def test_fragments_that_overlap_lack_parameters_or_are_of_another_type_are_refused_in_one_sentence(fragments, message):
+    model = Net()
+    for method in (StreamingDiLoCo, NoLoCo):
+        with pytest.raises(ValueError, match=message):
+            method(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), fragments=fragments(model))
+
+
+def test_a_method_that_sends_the_whole_model_refuses_fragments():
+    """It catches fragments after the first that are never sent."""
+    model = Net()
+    with pytest.raises(ValueError, match="sends one fragment, so of 2 fragments= most would never be averaged"):
+        DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), Alone(), fragments=[model.blocks, [model.norm, model.embed]])
 
 
 def test_every_parameter_must_be_in_exactly_one_fragment():

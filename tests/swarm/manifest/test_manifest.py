@@ -235,6 +235,16 @@ def test_buckets_are_in_the_manifest_of_a_swarm_that_has_them_alone():
     assert open_manifest(seal(manifest(), ME)).bucket == 0
 
 
+def test_the_fragment_of_each_parameter_is_in_the_manifest_of_a_swarm_not_cut_by_layer():
+    assert "fragment_of" not in manifest().model_dump()
+    two = {"outer": OuterSettings(fragments=2, lag=0)}
+    sealed = seal(manifest(fragment_of=(1, 0, 1), **two), ME)
+    assert open_manifest(sealed).fragment_of == (1, 0, 1)
+    for wrong in ((0, 0), (0, 2), (0, 1, 2), (-1, 0, 1)):
+        with pytest.raises(ValueError, match=r"fragment_of|fragments are others"):
+            manifest(fragment_of=wrong, **two)
+
+
 def test_no_bucket_is_larger_than_what_a_node_stores_of_a_key():
     assert MAX_BUCKET == MAX_SUBKEYS
 

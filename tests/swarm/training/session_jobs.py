@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,17 @@ def begin(kind, seed, link=None, **options):
     session = make(state=model, ranks=ranks, network=HERE, **options)
     HELD.update(model=model, ranks=ranks, session=session, met=[], slow={})
     return session.link if ranks.first else [session.shard.index, session.settings.every]
+
+
+def cut(kind, seed, link=None):
+    """Make a session whose fragments are those of ``link``'s creator, who names them; return this rank's."""
+    model, ranks = laid_out(kind, seed), shoal.Ranks(timeout=30.0)
+    inside = getattr(model, "module", model)
+    named = {"fragments": [inside[2], inside[0]], "lag": 0, "every": EVERY}
+    make = partial(shoal.create, **named) if link is None else partial(shoal.join, link)
+    HELD.update(model=model, ranks=ranks, slow={}, session=make(state=model, ranks=ranks, network=HERE))
+    HELD["opt"] = opt = HELD["session"].optimizer(sgd(model))
+    return [HELD["session"].link if ranks.first else None, [opt.positions(number) for number in range(opt.fragments)]]
 
 
 def optimize():

@@ -149,11 +149,66 @@ def test_two_loops_overlap_each_with_a_lag_of_its_own():
         assert all(info.lag > 0 for info in infos if info.key.round < 2 * ROUNDS - 1)  # the last is sent after the last step
 
 
-def test_a_list_of_parameters_overlaps_as_one_fragment():
-    module = model(0)
-    with shoal.create(state=list(module.parameters()), every=EVERY, network=HERE, wait_s=1.0) as s:
-        opt = NoLoCo(sgd(module), s.exchange(), every=EVERY)
-        assert (s.settings.fragments, opt.fragments, opt.lag_auto) == (1, 1, True)
+def test_a_list_of_parameters_is_cut_evenly_and_a_module_joins_with_that_cut():
+    """It catches a list that silently makes one fragment, and a joiner that cuts its module by layer where the others do not."""
+    begin, other = square(0), square(7)
+    first = shoal.create(state=list(begin.parameters()), every=EVERY, network=HERE, start_when=2, wait_s=60.0)
+    link = first.link
+    assert (first.settings.fragments, first.settings.lag) == (4, "auto")
+
+    def train(session, make, module, seed):
+        with session as s:
+            opt = make(s)
+            loop(opt, module, seed)
+            return opt, [[place_of(module)[opt.parameters[at]] for at in opt.positions(number)] for number in range(opt.fragments)]
+
+    (one, mine), (two, theirs) = together(
+        lambda: train(first, lambda s: NoLoCo(decayed(begin), s.exchange(), every=EVERY), begin, 1),
+        lambda: train(shoal.join(link, state=other, network=HERE), lambda s: s.optimizer(several(other)), other, 2),
+    )
+
+    assert mine == theirs
+    assert one.round == two.round == 4 * ROUNDS
+
+
+def place_of(module):
+    return {parameter: place for place, parameter in enumerate(module.parameters())}
+
+
+def test_fragments_that_the_creator_names_are_those_of_all_who_join():
+    """It catches a joiner that cuts the model by layer, which would average other parameters with these."""
+    begin, other = square(0), square(7)
+    cut = [begin[2], [begin[0], begin[3].bias, begin[1]]]
+    first = shoal.create(state=begin, fragments=cut, lag=0, every=EVERY, network=HERE, start_when=2, wait_s=60.0)
+    link, manifest = first.link, first.membership.manifest
+    assert (manifest.outer.fragments, manifest.fragment_of) == (2, (1, 1, 1, 1, 0, 0, 1))
+
+    def anna():
+        with first as s:
+            opt = NoLoCo(decayed(begin), s.exchange(), every=EVERY, lag=0, fragments=cut)
+            loop(opt, begin, 1)
+            return [t.clone() for t in opt.slow]
+
+    def bert():
+        with shoal.join(link, state=other, network=HERE) as s:
+            with pytest.raises(SessionError, match="its fragments hold other parameters"):
+                NoLoCo(sgd(other), s.exchange(), every=EVERY, lag=0, fragments=[other[0], [other[1], other[2], other[3]]])
+            opt = s.optimizer(sgd(other))
+            assert [opt.positions(0), opt.positions(1)] == [[4, 5], [0, 1, 2, 3, 6]]
+            loop(opt, other, 2)
+            return [t.clone() for t in opt.slow]
+
+    found = together(anna, bert)
+
+    def simulated(exchange):
+        net = square(0)
+        opt = NoLoCo(sgd(net), exchange, every=EVERY, lag=0, fragments=[net[2], [net[0], net[3].bias, net[1]]])
+        loop(opt, net, int(exchange.peer))
+        return [t.clone() for t in opt.slow]
+
+    wanted = Simulation(["1", "2"]).run(simulated)
+    for mine, theirs in zip(found, wanted.values(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def test_what_a_peer_keeps_for_itself_is_in_no_snapshot_and_no_exchange():
@@ -441,6 +496,9 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
+        ({"fragments": []}, r"made with fragments as given: parameter 0 of shape \(8, 4\) is in 0 fragments"),
+        ({"fragments": "two"}, "made with fragments as given: fragments must be a number, or a list of modules, got 'two'"),
+        ({"fragments": [torch.nn.Linear(2, 2)]}, r"made with fragments as given: parameter 0 of shape \(8, 4\) is in 0 fragments"),
         ({"method": "none"}, "averages with no peer"),
         ({"method": "nolco"}, "made with method as given"),
         ({"every": 0}, "made with every as given"),
@@ -465,7 +523,8 @@ def test_a_name_is_checked_before_anything_starts():
 def test_fragments_by_layer_want_the_module():
     module = model(0)
     with (
-        shoal.create(state=list(module.parameters()), method="streaming", every=8, fragments=2, network=HERE) as s,
+        shoal.create(state=module, method="streaming", every=8, fragments=2, network=HERE) as first,
+        shoal.join(first.link, state=list(module.parameters()), network=HERE) as s,
         pytest.raises(SessionError, match="hand in the module as state"),
     ):
         StreamingDiLoCo(sgd(module), s.exchange(), every=8, fragments=2, lag=1)

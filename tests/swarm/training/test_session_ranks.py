@@ -97,6 +97,13 @@ def test_two_peers_of_two_ranks_hold_what_two_peers_of_one_process_hold(peers, k
                 torch.testing.assert_close(torch.tensor(here), torch.tensor(there), rtol=1e-5, atol=1e-6)
 
 
+def test_all_ranks_of_a_peer_have_the_fragments_that_the_creator_names(peers, tmp_path):
+    """It catches a rank without the manifest that cuts the model by layer."""
+    made = peers[0].call(JOBS, "cut", kind="ddp", seed=0)
+    joined = both(*beside(peers[0], tmp_path, lambda: peers[1].call(JOBS, "cut", kind="fsdp", seed=7, link=made[0][0])))[0]
+    assert [parts for _, parts in made] == [parts for _, parts in joined] == [[[2, 3], [0, 1]]] * 2
+
+
 @KINDS
 def test_a_late_peer_takes_over_round_and_weights_and_listens(peers, kind, tmp_path):
     link, _ = peers[0].call(JOBS, "begin", kind=kind, seed=0, every=EVERY, method="diloco", wait_s=0.5)
