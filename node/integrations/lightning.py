@@ -14,44 +14,83 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 
 from shoal.node.batch import elements
-from shoal.optim import OuterOptimizer
+from shoal.node.integrations.taking_part import TakingPart
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.training.session import Session
 
 
-class SwarmCallback(Callback):  # type: ignore[misc]
-    """Callback that takes part in the swarm of ``session`` while a trainer fits, once. ``options`` as for `Session.optimizer`."""
+class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
+    """Callback that takes part in the swarm of ``session`` while a trainer fits, once.
 
-    def __init__(self, session: Session, **options: Any) -> None:
-        self.session, self.options = session, options
-        self.opt: OuterOptimizer | None = None
-        self._steps = self._tokens = 0
+    The session is finished with the last step, or by the validation that stops training, before checkpoints are saved; where
+    ``EarlyStopping`` looks at a training epoch, after them. The outer state is in the trainer's checkpoints, but for those with
+    ``save_weights_only``, and restored by ``fit(ckpt_path=...)``.
+    """
+
+    _saved: dict[str, Any] | None = None
+    _steps = _tokens = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Come after all callbacks that may stop training, and before those that save."""
+        if stage == "fit":
+            trainer.callbacks = sorted(trainer.callbacks, key=lambda one: 2 if isinstance(one, Checkpoint) else int(one is self))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the outer state."""
+        return {} if self.opt is None else self.opt.whole_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from this outer state when training begins."""
+        self._saved = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the swarm's weights, and its place in the directory. ShoalError if the trainer cannot take part."""
+        """Take over the swarm's weights, or go on from a checkpoint's. ShoalError if the trainer cannot take part."""
         if trainer.world_size > 1 or len(trainer.optimizers) != 1:
             raise ShoalError(
                 f"The trainer has {trainer.world_size} processes and {len(trainer.optimizers)} optimizers: a peer has one of each."
             )
-        self.opt = self.session.optimizer(**self.options)
+        self._begin(self._saved)
         self._steps = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Do the outer part of the step, if the batch ended one; peers' weights count elements of batches."""
-        assert self.opt is not None  # the trainer begins before it steps
+        opt = self._begun()
         self._tokens += elements(batch)
-        if trainer.global_step == self._steps:  # gradients are being accumulated
-            return
-        self._steps = trainer.global_step
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, torch.Tensor) and self.opt.steps % 10 == 0:  # to look at it makes a GPU wait
-            self.session.report(float(loss))
-        self.opt.count(self._tokens)
-        self._tokens = 0
-        self.opt.step()
+        if trainer.global_step != self._steps:  # otherwise gradients are being accumulated
+            self._steps = trainer.global_step
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            if isinstance(loss, torch.Tensor) and opt.steps % 10 == 0:  # to look at it makes a GPU wait
+                self.session.report(float(loss))
+            opt.count(self._tokens)
+            self._tokens = 0
+            opt.step()
+        self._stopped(trainer, trainer.is_last_batch)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the weights to evaluate; in the check before training, and in a validation of its own, those of the module."""
+        if trainer.state.fn == "fit":
+            self._show_slow()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the weights that are trained, and finish if the result stops training."""
+        self._show_fast()
+        if trainer.state.fn == "fit":
+            self._stopped(trainer, trainer.is_last_batch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finish if the epoch was the last."""
+        self._stopped(trainer, True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for pending exchanges, so that the model is complete when it is saved."""
-        self.session.finish()
+        """Finish if what stopped training said so last."""
+        self._finish()
+
+    def _stopped(self, trainer: Trainer, epoch_over: bool) -> None:
+        """Finish if no step follows, as the trainer's loop decides."""
+        epochs = trainer.current_epoch + epoch_over
+        enough = epochs >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
+        ended = 0 <= trainer.max_steps <= trainer.global_step or 0 < (trainer.max_epochs or -1) <= epochs
+        if self.opt is not None and (ended or (trainer.should_stop and enough)):
+            self._finish()

@@ -49,6 +49,7 @@ class OuterState(FlightsState):
     _warned = False
     """True once a change of the model's weights outside a step was said."""
     _resumed: bool
+    _listening: set[int]
 
     _versions: list[int] | None
     """Those of the model's weights when this last wrote or stepped them; None: unknown, so that any change is right."""
@@ -207,6 +208,7 @@ class OuterState(FlightsState):
             self._load_memory(self._codecs[pending.fragment], record)
             self._in_flight.add(pending)
         self._resumed, self._versions = True, None  # the model may be loaded before or after this
+        self._listening.clear()  # what was adopted before and is to be trained first is gone
         changed = settings_changed(state, self.rule, self.schedule, SETTINGS)
         if changed is not None:
             warnings.warn(f"{changed}: these outer settings stay those of the constructor", stacklevel=2)

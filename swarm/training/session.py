@@ -166,15 +166,29 @@ class Session:
             overlap=opt.lag > 0,
         )  # fmt: skip
 
-    def optimizer(self, inner: Inner | None = None, **options: Any) -> OuterOptimizer:
+    def optimizer(self, inner: Inner | None = None, *, resume: dict[str, Any] | None = None, **options: Any) -> OuterOptimizer:
         """Return the outer optimizer that the swarm's settings ask for, around ``inner``.
 
         Without ``inner`` its ``step`` does the outer part alone: call it after each step that other code has taken.
+        ``resume``: the ``whole_state`` of an earlier session's optimizer, to go on from with the model's weights as they are. If
+        the swarm is further, its weights count, and of ``resume`` the inner optimizer's state.
         ``options``: ``slow_device`` and ``on_round``, as those of ``optim.OuterOptimizer``.
-        Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do.
+        Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do, and ValueError if ``resume`` does not fit.
         """
+        if resume is not None and self._ranks is not None:
+            raise SessionError("An outer state is resumed in a peer of one process: load it with shoal.optim.ranks.whole instead.")
+        own = [] if resume is None else [p.detach().clone() for p in self._params]
         made = Stepped(self._params) if inner is None else inner
-        return self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
+        opt = self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
+        if resume is not None and resume["round"] >= opt.round:
+            with torch.no_grad():
+                for parameter, weights in zip(self._params, own, strict=True):
+                    parameter.copy_(weights)
+            opt.load_state_dict(resume)
+        elif resume is not None:
+            log.warning("the swarm is at round %d, beyond the saved %d: took over its weights", opt.round, resume["round"])
+            opt.inner.load_state_dict(resume["inner"])
+        return opt
 
     def _made(self, inner: Inner, exchange: Any, **options: Any) -> OuterOptimizer:
         if not self._fragments and self._model is None and (self.settings.fragments or 1) > 1:
@@ -269,6 +283,8 @@ class Session:
             opt.on_round = self._on_round
             raise
         opt.register_step_post_hook(self._after_step)
+        if self._ranks is None:
+            opt.register_load_state_dict_post_hook(self._loaded)
 
     def _check(self, opt: OuterOptimizer) -> None:
         """Raise SessionError unless ``opt`` averages as the swarm does, in all ranks of this peer."""
@@ -357,6 +373,12 @@ class Session:
         for sentence in [*self._member.self_report.events(), *self._member.lag_report.events()]:
             log.warning("%s", sentence)
         if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
+            self._announce("training")
+
+    def _loaded(self, opt: Any) -> None:
+        """Go on in the round of the state that was loaded."""
+        if not self._closed and self._member is not None:
+            self._member.begin()
             self._announce("training")
 
     def status(self) -> dict[str, Any]:

@@ -4,10 +4,12 @@ import warnings
 
 import pytest
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import shoal
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.errors import ShoalError
+from tests.swarm.training.test_session import together
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
@@ -31,6 +33,117 @@ class Regression(lightning.LightningModule):
 
 
 BATCHES = torch.randn(2 * STEPS, 5, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Scored(Regression):
+    """Validated by the given scores, in turn; notes which weights were validated: those trained, or the slow ones."""
+
+    def __init__(self, scores=()):
+        super().__init__()
+        self.scores, self.seen, self.callback = iter(scores), [], None
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(self.callback.opt is not None and torch.equal(flat(self.parameters()), flat(self.callback.opt.slow)))
+        self.log("score", float(next(self.scores, 0)))
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def trainer(folder, callback, *more, **options):
+    return lightning.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        callbacks=[callback, *more], num_sanity_val_steps=0, **options,
+    )  # fmt: skip
+
+
+def loader(name):
+    batches = torch.randn(STEPS, 5, 4, generator=torch.Generator().manual_seed(ord(name)))
+    return StatefulDataLoader(list(batches), batch_size=None)  # which Lightning puts in its place again
+
+
+def pair(train, modules, **outer):
+    """Two peers of a swarm; ``train(name, module, session)`` trains one. Their results."""
+    settings = {"every": EVERY, "lag": 2, "wait_s": 60.0, "start_when": 2, "network": HERE} | outer
+    first = shoal.create(state=modules[0], **settings)
+    link = first.link
+
+    def anna():
+        with first as s:
+            return train("a", modules[0], s)
+
+    def bert():
+        with shoal.join(link, state=modules[1], network=HERE) as s:
+            return train("b", modules[1], s)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return together(anna, bert)
+
+
+@pytest.mark.parametrize(
+    ("limits", "patience", "last"),
+    [({"max_steps": STEPS}, 9, STEPS), ({"max_epochs": 1}, 9, STEPS), ({"max_epochs": 1}, 1, 2 * EVERY)],
+    ids=["steps", "epochs", "early"],
+)
+def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept(tmp_path, limits, patience, last):
+    """Were it finished at the end, the last checkpoint would lack the mean, and the best weights be overwritten."""
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    def train(name, module, session):
+        module.callback = callback = SwarmCallback(session)
+        keeping = ModelCheckpoint(tmp_path / name, monitor="score", mode="max", save_last=True, save_top_k=-1, every_n_epochs=1)
+        stopping = EarlyStopping("score", mode="max", patience=patience)
+        fitted = trainer(tmp_path, callback, stopping, keeping, val_check_interval=EVERY, **limits)
+        fitted.fit(module, loader(name), loader(name))
+        assert fitted.global_step == last
+        best = torch.load(keeping.best_model_path, weights_only=True)
+        assert best["global_step"] == EVERY
+        module.load_state_dict(best["state_dict"])
+        return flat(callback.opt.slow), flat(best["state_dict"].values())
+
+    modules = [Scored([3, 2, 1]), Scored([3, 2, 1])]
+    (slow, best), (others, others_best) = pair(train, modules, finish="average")
+    assert torch.equal(slow, others)
+    for name, module, kept in zip("ab", modules, (best, others_best), strict=True):
+        assert (flat(module.parameters()) - kept).abs().max() == 0
+        assert torch.equal(flat(torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"].values()), slow)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_resumed_fit_goes_on_bit_by_bit(tmp_path, lag):
+    """Were the outer state not in the checkpoint, slow weights, momentum and what is in flight would begin anew."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def train(steps, start, name, module, session):
+        callback = SwarmCallback(session)
+        keeping = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=EVERY, save_top_k=-1)
+        fitted = trainer(tmp_path, callback, keeping, max_steps=steps)
+        fitted.fit(module, loader(name), ckpt_path=start and tmp_path / name / start)
+        return flat([*callback.opt.slow, *callback.opt.rule_state["momentum"]]), callback.opt.round, flat(module.parameters())
+
+    straight = pair(lambda *peer: train(STEPS, None, *peer), [Regression(), Regression()], lag=lag)
+    resumed = pair(lambda *peer: train(STEPS, "step=6.ckpt", *peer), [Regression(), Regression()], lag=lag)
+    for (found, round, weights), (wanted, rounds, their_weights) in zip(resumed, straight, strict=True):
+        assert round == rounds
+        assert torch.equal(found, wanted)
+        assert torch.equal(weights, their_weights)
+
+
+@pytest.mark.parametrize("evaluate", ["fast", "slow"])
+def test_the_weights_to_evaluate_are_chosen(tmp_path, evaluate):
+    module = Scored()
+    with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module.callback = callback = SwarmCallback(s, evaluate=evaluate)
+        fitted = trainer(tmp_path, callback, max_steps=5, val_check_interval=4, limit_val_batches=1, enable_checkpointing=False)
+        fitted.fit(module, loader("a"), loader("a"))
+        assert not torch.equal(flat(module.parameters()), flat(callback.opt.slow))
+        fitted.validate(module, loader("a"), verbose=False)
+    assert module.seen == [evaluate == "slow", False]
+    with pytest.raises(ShoalError, match='are "fast" or "slow", not \'both\''):
+        SwarmCallback(None, evaluate="both")
 
 
 def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):

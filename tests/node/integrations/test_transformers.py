@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import shoal
+from shoal.node.checkpoint.store import save
 from shoal.optim import NoLoCo, Simulation
 from shoal.swarm.errors import ShoalError
+from tests.swarm.training.test_session import together
 
 pytestmark = [pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed") for name in ("transformers", "peft")]
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
@@ -39,27 +41,27 @@ def rows(seed):
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def trainer(model, data, folder, optimizers=(None, None), callbacks=(), **options):
+def trainer(model, data, folder, kind=None, more=None, **options):
     import transformers
 
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=0.01, save_strategy="no", report_to="none", logging_steps=3, disable_tqdm=True, use_cpu=True, seed=1,
-        lr_scheduler_type="constant", dataloader_pin_memory=False, weight_decay=0.1,
-    )  # fmt: skip
-    for name, value in options.items():
-        setattr(arguments, name, value)
-    return transformers.Trainer(model, arguments, train_dataset=data, optimizers=optimizers, callbacks=[*callbacks])
+    settings = {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01, "lr_scheduler_type": "constant", "weight_decay": 0.1, "train_sampling_strategy": "sequential",
+        "save_strategy": "no", "report_to": "none", "logging_steps": 3, "disable_tqdm": True, "use_cpu": True, "seed": 1,
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    arguments = transformers.TrainingArguments(**settings | (more or {}))
+    return (kind or transformers.Trainer)(model, arguments, train_dataset=data, **options)
 
 
 def adapters(model):
     return [p.detach().clone() for p in model.parameters() if p.requires_grad]
 
 
-def swarm_callback(session):
+def swarm_callback(session, **options):
     from shoal.node.integrations.transformers import SwarmCallback
 
-    return SwarmCallback(session)
+    return SwarmCallback(session, **options)
 
 
 def watched(session):
@@ -91,10 +93,7 @@ def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_
             number = "ab".index(name)
             trainer(models[number], rows(number), tmp_path / name, callbacks=[callbacks[name]]).train()
 
-    thread = threading.Thread(target=lambda: train("b", shoal.join(link, state=models[1], network=HERE)))
-    thread.start()
-    train("a", first)
-    thread.join(60)
+    together(lambda: train("a", first), lambda: train("b", shoal.join(link, state=models[1], network=HERE)))
     assert [callbacks[name].met for name in "ab"] == [[2] * (STEPS // EVERY)] * 2
     for callback in callbacks.values():
         assert callback.opt.tokens == 4 * STEPS
@@ -127,6 +126,175 @@ def test_the_outer_step_comes_after_the_trainers_own(tmp_path):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def pair(folder, train, **outer):
+    """Two peers of a swarm; ``train(name, model, session)`` trains one; the results, and the models."""
+    models = [tiny(0, lora=False), tiny(0, lora=False)]
+    settings = {"every": EVERY, "lag": 2, "wait_s": 60.0, "start_when": 2, "network": HERE} | outer
+    first = shoal.create(state=models[0], **settings)
+    link = first.link
+
+    def peer(name, model, begin):
+        with begin() as session:
+            return train(name, model, session)
+
+    joining = lambda: peer("b", models[1], lambda: shoal.join(link, state=models[1], network=HERE))  # noqa: E731
+    return together(lambda: peer("a", models[0], lambda: first), joining), models
+
+
+def saved_weights(folder, model):
+    from safetensors.torch import load_file
+
+    kept = load_file(folder / "model.safetensors")
+    return flat(kept.get(name, parameter) for name, parameter in model.named_parameters())
+
+
+# Trainers in threads share accelerate's flag of accumulation, so that each would leave out steps of the other.
+ALONE = {"gradient_accumulation_steps": 1}
+SAVING = ALONE | {"save_strategy": "steps", "save_steps": EVERY}
+BEST = SAVING | {
+    "eval_strategy": "steps", "eval_steps": EVERY, "load_best_model_at_end": True, "metric_for_best_model": "score",
+    "greater_is_better": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scores", "patience", "swarm_last", "last"),
+    [([3, 2, 1], 5, True, 9), ([3, 2, 1], 1, True, 6), ([3, 2, 1], 1, False, 6)],
+    ids=["all steps", "early", "early, order reversed"],
+)
+def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept(tmp_path, scores, patience, swarm_last, last):
+    """Were it finished at the trainer's end, the mean would be written over the best weights, and have them in it."""
+    import transformers
+
+    def train(name, model, session):
+        callback, left = swarm_callback(session), iter(scores)
+        order = [transformers.EarlyStoppingCallback(patience), callback]
+        made = trainer(
+            model, rows("ab".index(name)), tmp_path / name, more=BEST, eval_dataset=rows(3)[:4],
+            compute_metrics=lambda _: {"score": next(left)}, callbacks=order if swarm_last else order[::-1],
+        )  # fmt: skip
+        made.train()
+        assert made.state.global_step == last
+        assert made.state.best_model_checkpoint.endswith(f"checkpoint-{EVERY}")
+        return flat(callback.opt.slow)
+
+    slow, models = pair(tmp_path, train, finish="average")
+    for name, model in zip("ab", models, strict=True):
+        best = saved_weights(tmp_path / name / f"checkpoint-{EVERY}", model)
+        assert (flat(model.parameters()) - best).abs().max() == 0
+        assert torch.equal(saved_weights(tmp_path / name / f"checkpoint-{last}", model), slow[0])  # the mean
+
+    def undisturbed(name, model, session):
+        callback = swarm_callback(session)
+        trainer(
+            model, rows("ab".index(name)), tmp_path / "plain" / name, more=ALONE | {"max_steps": last}, callbacks=[callback]
+        ).train()
+        return flat(callback.opt.slow)
+
+    plain, _ = pair(tmp_path, undisturbed, finish="average")
+    assert torch.equal(slow[0], slow[1])
+    assert torch.equal(slow[0], plain[0])
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_a_resumed_trainer_goes_on_bit_by_bit(tmp_path, lag):
+    """Were the outer state not in the checkpoint, slow weights, momentum and what is in flight would begin anew."""
+
+    def train(more, resume, name, model, session):
+        callback = swarm_callback(session)
+        trainer(model, rows("ab".index(name)), tmp_path / name, more=more, callbacks=[callback]).train(
+            resume_from_checkpoint=resume
+        )
+        return flat([*callback.opt.slow, *callback.opt.rule_state["momentum"]]), callback.opt.round
+
+    straight, models = pair(tmp_path, lambda *peer: train(SAVING, None, *peer), lag=lag)
+    expected = [flat(model.parameters()) for model in models]
+    resumed, models = pair(
+        tmp_path, lambda name, *peer: train(ALONE, str(tmp_path / name / f"checkpoint-{2 * EVERY}"), name, *peer), lag=lag
+    )
+    for (found, round), (wanted, rounds), model, weights in zip(resumed, straight, models, expected, strict=True):
+        assert round == rounds
+        assert torch.equal(found, wanted)
+        assert torch.equal(flat(model.parameters()), weights)
+
+
+def test_an_outer_state_of_other_weights_is_left_alone_and_a_damaged_one_is_said(tmp_path, caplog):
+    from shoal.node.integrations import transformers as ours
+
+    class State:
+        global_step = 6
+
+    class Arguments:
+        output_dir, resume_from_checkpoint = str(tmp_path), None
+
+    file = tmp_path / "checkpoint-6" / ours.FILE
+    model = tiny(0, lora=False)
+    assert ours._restored(Arguments(), State(), model) is None
+    save(file, 6, {"weights": "00", "outer": {}})
+    assert ours._restored(Arguments(), State(), model) is None
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        f"the trainer resumes, but no outer state of these weights is in {file}"
+    ] * 2
+    next(file.glob("step-*/*.json")).write_text("no checkpoint")
+    with pytest.raises(ShoalError, match="The checkpoint is damaged"):
+        ours._restored(Arguments(), State(), model)
+
+
+@pytest.mark.parametrize("evaluate", ["fast", "slow"])
+def test_the_weights_to_evaluate_are_chosen_and_those_saved_are_the_trained(tmp_path, evaluate):
+    """Each of several evaluation sets, of whose beginning the trainer says nothing, gets the slow weights."""
+    import transformers
+
+    seen = []
+
+    class Watching(transformers.Trainer):
+        def prediction_step(self, model, inputs, *rest, **named):
+            result = super().prediction_step(model, inputs, *rest, **named)
+            seen.append(torch.equal(flat(model.parameters()), flat(callback.opt.slow)))
+            return result
+
+    model = tiny(0, lora=False)
+    more = {
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "eval_on_start": True,
+    }
+    with shoal.create(state=model, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
+        callback = swarm_callback(s, evaluate=evaluate)
+        sets = {"one": rows(3)[:4], "two": rows(4)[:4]}
+        trainer(model, rows(1), tmp_path / evaluate, kind=Watching, more=more, eval_dataset=sets, callbacks=[callback]).train()
+    assert callback._hook is None
+    for step in (4, 8):
+        assert not torch.equal(saved_weights(tmp_path / evaluate / f"checkpoint-{step}", model), flat(callback.opt.slow))
+    assert seen == [True] * 2 + [evaluate == "slow"] * 2 + [False] * 2  # at first equal, at last finished
+
+
+def test_a_trainer_that_begins_again_with_smaller_batches_keeps_its_optimizer(tmp_path):
+    """Its error of memory was hidden behind "A session has one optimizer"."""
+    import transformers
+
+    class Short(transformers.Trainer):
+        def training_step(self, model, inputs, *rest):
+            if len(inputs["input_ids"]) == 4 and self.state.global_step == 1:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *rest)
+
+    model = tiny(0, lora=False)
+    more = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    with shoal.create(state=model, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
+        callback = swarm_callback(s)
+        trainer(model, rows(1), tmp_path, kind=Short, more=more, callbacks=[callback]).train()
+    assert callback.opt.steps == 1 + STEPS
+    assert callback.opt.tokens == 2 * 4 + 2 * 3 * STEPS
+
+
 def test_several_processes_in_one_trainer_are_refused():
     class Arguments:
         world_size = 2
@@ -139,7 +307,7 @@ def test_who_joins_takes_over_the_checkpoint_that_the_first_resumed(tmp_path):
     """Mutant: the weights at `create` count, which the trainer replaces only then."""
     models = [tiny(1, lora=False), tiny(1, lora=False)]
     donor = tiny(1, lora=False)
-    trainer(donor, rows(5), tmp_path / "donor", save_strategy="steps", save_steps=STEPS).train()
+    trainer(donor, rows(5), tmp_path / "donor", more={"save_strategy": "steps", "save_steps": STEPS}).train()
     first = shoal.create(state=models[0], every=EVERY, lag=0, start_when=2, network=HERE)
     sessions, callbacks, errors = [first, shoal.join(first.link, state=models[1], network=HERE)], [None, None], []
 
@@ -148,7 +316,10 @@ def test_who_joins_takes_over_the_checkpoint_that_the_first_resumed(tmp_path):
             with sessions[number] as s:
                 callbacks[number] = watched(s)
                 folder = tmp_path / str(number)
-                trainer(models[number], rows(number), folder, max_steps=STEPS + EVERY, callbacks=[callbacks[number]]).train(**how)
+                made = trainer(
+                    models[number], rows(number), folder, more={"max_steps": STEPS + EVERY}, callbacks=[callbacks[number]]
+                )
+                made.train(**how)
         except BaseException as error:
             errors.append(error)
 

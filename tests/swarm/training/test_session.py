@@ -266,6 +266,36 @@ def test_all_begin_with_what_the_creators_model_holds_when_its_optimizer_is_made
     ] * 2
 
 
+def test_who_resumes_an_older_state_than_the_swarms_takes_over_its_weights_and_keeps_the_inner_state(caplog):
+    old = model(7)
+    inner = torch.optim.AdamW(old.parameters())
+    loop(inner, old, 1, steps=2)
+    begin, stop = model(0), threading.Event()
+    first = shoal.create(state=begin, every=EVERY, lag=0, network=HERE, wait_s=1.0)
+    opt = first.optimizer(sgd(begin))
+    loop(opt, begin, 1)
+    saved = {**opt.whole_state(), "round": 1, "inner": inner.state_dict()}
+
+    def anna():
+        while not stop.is_set():
+            loop(opt, begin, 1, steps=1)
+
+    def bert():
+        try:
+            other = model(8)
+            with shoal.join(first.link, state=other, network=HERE) as s:
+                mine = s.optimizer(torch.optim.AdamW(other.parameters()), resume=saved)
+                return mine.round, mine.steps, float(mine.inner.state_dict()["state"][0]["step"])
+        finally:
+            stop.set()
+
+    round, steps, inner_steps = together(anna, bert)[1]
+    first.close()
+    assert round >= ROUNDS
+    assert (steps, inner_steps) == (0, 2)
+    assert f"the swarm is at round {round}, beyond the saved 1: took over its weights" in caplog.text
+
+
 def test_a_late_peer_takes_over_weights_and_round_and_one_that_leaves_goes_on_alone():
     begin, stop, joined, progress = model(0), threading.Event(), [], []
     first = shoal.create(state=begin, every=EVERY, lag=0, network=HERE, wait_s=1.0, shards=2)
