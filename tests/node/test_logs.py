@@ -83,7 +83,7 @@ def test_a_short_command_is_quiet():
     os.close(lost)
 
 
-@pytest.mark.slow("starts a node and its daemon")
+@pytest.mark.slow(reason="starts a node and its daemon")
 def test_a_node_trains_to_its_end_and_saves(tmp_path):
     lost = without_a_reader("pipe")
     own = ["--name", "n", "--folder", tmp_path / "n", "--identity", tmp_path / "n.key", "--listen", "/ip4/127.0.0.1/tcp/0"]
