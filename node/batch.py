@@ -78,13 +78,14 @@ def _with(batch: Any, inside: dict[Any, Any], change: Callable[[Any], Any], *, a
 
 
 def _filled(like: Any, inside: dict[Any, Any]) -> Any:
-    if type(like) is dict:
+    make: Any = type(like)
+    if make is dict:
         return inside
     if isinstance(like, Mapping):
         if not isinstance(like, MutableMapping):
-            return type(like)(inside) if type(like).__init__ is not object.__init__ else inside
+            return make(inside) if make.__init__ is not object.__init__ else inside
         if getattr(like, "__dict__", None) is like:  # its keys are its attributes
-            return type(like)(inside)
+            return make(inside)
         new = copy.copy(like)  # keeps all that such a type has beside its items
         for key, part in inside.items():
             new[key] = part

@@ -44,8 +44,10 @@ def drop_lost_output() -> None:
         if isinstance(old, io.TextIOWrapper) and old is getattr(sys, f"__{name}__"):  # else someone reads it in this process
             raw = _Lasting(number, "wb", closefd=False)
             buffer: Any = raw if isinstance(old.buffer, io.RawIOBase) else io.BufferedWriter(raw)  # raw: PYTHONUNBUFFERED
-            how = {"line_buffering": old.line_buffering, "write_through": old.write_through}
-            setattr(sys, name, io.TextIOWrapper(buffer, old.encoding, old.errors, **how))
+            new = io.TextIOWrapper(
+                buffer, old.encoding, old.errors, line_buffering=old.line_buffering, write_through=old.write_through
+            )
+            setattr(sys, name, new)
 
 
 def is_lost(stream: Any) -> bool:
