@@ -31,7 +31,17 @@ def as_one(inner: Inner) -> torch.optim.Optimizer:
                     f"{kind.__name__} remembers earlier weights, from which it would go on after a round has moved the model: use "
                     "an inner optimizer whose state holds gradients only, such as AdamW"
                 )
+        if any("outer" in group for group in one.param_groups):  # of `shoal.optim.outer.torch_form`
+            raise ValueError(
+                "the inner optimizer holds the saved state of an outer one: load that into the outer optimizer, once it is made"
+            )
     return inner if isinstance(inner, torch.optim.Optimizer) else Combined(inner)
+
+
+def accumulates(inner: torch.optim.Optimizer) -> bool:
+    """Return True if ``inner`` was prepared by accelerate, which has it take no step in the middle of an accumulation."""
+    several = inner.parts if isinstance(inner, Combined) else [inner]
+    return any(not one.gradient_state.sync_gradients for one in several if hasattr(one, "gradient_state"))
 
 
 def initialises(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,11 +8,13 @@ the rule is applied to the own contribution alone: local progress is never lost.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer import param_groups
 from shoal.optim.outer.fragments import Fragment, positions
 from shoal.optim.outer.in_flight import InFlight, RoundInfo
-from shoal.optim.outer.inner import as_one, initialises, step_unless_overflow
+from shoal.optim.outer.inner import accumulates, as_one, initialises, step_unless_overflow
 from shoal.optim.outer.parameters import AveragedBuffers, Exclude, Inner, all_parameters, excluded, trained
 from shoal.optim.outer.rounds import OuterRounds
 from shoal.optim.outer.weighting import Weight, equal
@@ -32,6 +34,9 @@ from shoal.optim.rules.base import START, Rule, State, assign
 from shoal.optim.schedule.auto_lag import AutoLag
 from shoal.optim.schedule.round_length import RoundLength, Steps
 from shoal.optim.schedule.schedule import Delayed, Every, Schedule, Streaming
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class OuterOptimizer(OuterRounds):
@@ -66,6 +71,23 @@ class OuterOptimizer(OuterRounds):
         ValueError: no parameter that requires a gradient, not floating point, not in exactly one fragment, buffers or shards
             without a model, an exclusion that fits nothing, an inner optimizer that remembers earlier weights.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Check the arguments of whichever method is made, before it looks into them. TypeError names the one that is wrong."""
+        known = {name for kind in cls.__mro__ if "__init__" in vars(kind) for name in inspect.signature(kind.__init__).parameters}
+        for name in options.keys() - known:
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"help({cls.__name__}) lists them"
+            raise TypeError(f"{cls.__name__} has no argument {name!r}: {hint}")
+        given = dict(zip(("inner", "exchange"), args, strict=False)) | options
+        inner, exchange = given.get("inner", ()), given.get("exchange", Exchange)
+        several = [inner] if isinstance(inner, torch.optim.Optimizer) or not isinstance(inner, Sequence) else inner
+        if wrong := [one for one in several if not isinstance(one, torch.optim.Optimizer)]:
+            raise TypeError(f"inner must be an optimizer of torch, or a list of them, got {type(wrong[0]).__name__}")
+        if not callable(getattr(exchange, "start", None)):
+            remedy = "hand in its exchange()" if hasattr(exchange, "exchange") else "such as session.exchange() or shoal.Alone()"
+            raise TypeError(f"exchange must be an exchange, got {type(exchange).__name__}: {remedy}")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -189,6 +211,8 @@ class OuterOptimizer(OuterRounds):
                 raise RuntimeError(
                     "GradScaler takes no closure: compute the gradients before, and call scaler.step(optimizer) alone"
                 )
+            if accumulates(self.inner):
+                return loss
             for _ in self.after_inner():
                 pass  # the next iteration waits for the exchange
             return loss

@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 
+import torch
+
 from shoal.optim import OuterOptimizer
 from shoal.optim.codecs.base import Shape
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.contribution import parameters_digest
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.membership.view import MemberView
 from shoal.swarm.state.download import Peer
@@ -73,6 +76,11 @@ def check_model(membership: Membership, model: str, shapes: Sequence[Shape]) -> 
     """Raise ModelDiffersError unless the swarm's model has the digest ``model``; it names the difference if a member tells it."""
     if model == membership.manifest.model:
         return
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        if membership.manifest.model == parameters_digest((dtype, shape) for shape in shapes):
+            raise ModelDiffersError(
+                f"This node's parameters are not of the dtype of the swarm's, {dtype}: make them so, by model.to({dtype})."
+            )
     # Any member's header will do: the shapes in it name the difference, which raises.
     sources = _addressed(_furthest_first(_others(membership), membership.manifest.creator))
     query = StateQuery(StateRequest(swarm=membership.swarm, model=model), shapes)

@@ -177,6 +177,14 @@ class Session:
         """
         if resume is not None and self._ranks is not None:
             raise SessionError("An outer state is resumed in a peer of one process: load it with shoal.optim.ranks.whole instead.")
+        if unknown := options.keys() - {"slow_device", "on_round", "ranks"}:
+            name = sorted(unknown)[0]
+            has = {**self.settings.knobs(), "method": self.settings.method, "codec": self.settings.codec}
+            raise SessionError(
+                f"The swarm's settings decide {name}, which is {has[name]}: leave it out."
+                if name in has
+                else f"A session's optimizer has no option {name!r}: it has slow_device, on_round and resume."
+            )
         own = [] if resume is None else [p.detach().clone() for p in self._params]
         made = Stepped(self._params) if inner is None else inner
         opt = self._made(made, self.exchange(), **{"ranks": self._ranks} | options)

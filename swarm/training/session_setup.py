@@ -7,6 +7,7 @@ a member for them, and fetches what its own model does not hold.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from shoal.optim import FLOAT32, Codec, Handle, OuterOptimizer, RoundKey
+from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer, RoundKey
 from shoal.optim.exchange.base import NoPartner
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer.fragments import Fragment, even, positions, possible
@@ -54,12 +55,14 @@ def parameters_of(state: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 
     SessionError if there are none, or if one is no floating-point tensor.
     """
-    given = dict.fromkeys(state.parameters() if isinstance(state, nn.Module) else state)  # a tied one counts once
+    several = isinstance(state, Iterable) and not isinstance(state, Tensor | str)
+    inside = state.parameters() if isinstance(state, nn.Module) else state if several else ()
+    given = dict.fromkeys(inside)  # a tied one counts once
     params: list[Tensor] = [p for p in given if not isinstance(p, Tensor) or p.requires_grad]
     if not params or not all(isinstance(p, Tensor) and p.is_floating_point() for p in params):
         raise SessionError(
             "The state must be a module or a list of floating-point parameters, some of which require a gradient: hand in the "
-            "model that is trained."
+            f"model that is trained, and not {'nothing' if several and not given else 'this ' + type(state).__name__}."
         )
     return params
 
@@ -114,6 +117,14 @@ def new_swarm(
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the settings"
         what = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(where, OuterSettings.model_fields, 1, cutoff=0.5)
+            raise SessionError(
+                f"There is no setting {where!r} of a swarm: {f'did you mean {near[0]!r}?' if near else 'leave it out.'}"
+            ) from None
+        if where == "method":
+            near = difflib.get_close_matches(str(first["input"]), METHODS, 1, cutoff=0.5)
+            what = (f"did you mean {near[0]!r}? T" if near else "t") + f"he methods are {', '.join(METHODS)}"
         raise SessionError(f"The swarm cannot be made with {where} as given: {what}.") from None
     return seal(manifest, identity)
 

@@ -1,6 +1,7 @@
 """Inner optimizers behind the outer one: loaded, extended, several side by side, and those that are refused."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -171,3 +172,63 @@ class AdamWScheduleFree(torch.optim.AdamW):
 def test_an_inner_optimizer_that_remembers_earlier_weights_is_refused(kind, form):
     with pytest.raises(ValueError, match=f"{kind.__name__} remembers earlier weights"):
         NoLoCo(form(kind(make().parameters(), lr=0.1)), Alone(), lag=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (lambda net, inner: NoLoCo(inner, Alone(), evry=5), "NoLoCo has no argument 'evry': did you mean 'every'?"),
+        (lambda net, inner: DiLoCo(inner, Alone(), colour=5), "DiLoCo has no argument 'colour'"),
+        (lambda net, inner: NoLoCo(net, Alone()), "inner must be an optimizer of torch, or a list of them, got Sequential"),
+        (
+            lambda net, inner: NoLoCo([inner, net], Alone()),
+            "inner must be an optimizer of torch, or a list of them, got Sequential",
+        ),
+        (lambda net, inner: NoLoCo(inner, None), "exchange must be an exchange, got NoneType"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_is_made(wrong, sentence):
+    net = make()
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        wrong(net, torch.optim.AdamW(net.parameters()))
+
+
+def test_an_inner_optimizer_that_loaded_an_outer_ones_state_is_refused():
+    """As a script does that resumes before it wraps: the slow weights would be lost in silence."""
+    net = make()
+    outer = DiLoCo(torch.optim.AdamW(net.parameters()), Alone(), every=2)
+    learn(net, outer, 3)
+    bare = torch.optim.AdamW(net.parameters())
+    learn(net, bare, 1)
+    bare.param_groups[0].update({key: value for key, value in outer.state_dict()["param_groups"][0].items() if key != "params"})
+    with pytest.raises(ValueError, match="the saved state of an outer one: load that into the outer optimizer, once it is made"):
+        DiLoCo(bare, Alone())
+
+
+def test_micro_batches_of_accelerate_are_no_steps_in_whichever_order_it_is_wrapped():
+    """12 micro-batches in accumulations of 4 are 3 steps: rounds of 1 step are 3, and the weights those of whole batches."""
+    accelerate = pytest.importorskip("accelerate")
+    ends = []
+    for order in ("whole batches", "prepared first", "prepared last"):
+        net, rounds = make(), []
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=1 if order == "whole batches" else 4)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        options = {"every": 1, "lag": 0, "on_round": rounds.append}
+        if order == "prepared first":
+            opt = NoLoCo(accelerator.prepare_optimizer(inner), Alone(), **options)
+        else:
+            opt = accelerator.prepare_optimizer(NoLoCo(inner, Alone(), **options))
+        for step in range(3):
+            data = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+            for part in data.chunk(1 if order == "whole batches" else 4):
+                with accelerator.accumulate(net):
+                    accelerator.backward(net(part).square().mean())
+                    opt.step()
+                    opt.zero_grad()
+        assert len(rounds) == 3
+        ends.append([p.detach().clone() for p in net.parameters()])
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerate.state.GradientState._reset_state()
+    for other in ends[1:]:
+        for mine, whole in zip(other, ends[0], strict=True):
+            torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)

@@ -510,6 +510,20 @@ def test_another_model_does_not_get_in(alone):
     session, _ = alone
     with pytest.raises(ModelDiffersError, match="model does not fit the swarm"):
         shoal.join(session.link, state=torch.nn.Linear(3, 1), network=HERE)
+    with pytest.raises(ModelDiffersError, match=r"not of the dtype of the swarm's, torch.float32: make them so"):
+        shoal.join(session.link, state=model(0).bfloat16(), network=HERE)
+
+
+def test_what_the_settings_decide_is_no_option_of_a_sessions_optimizer(alone):
+    session, module = alone
+    for options, sentence in (
+        ({"every": 7}, "The swarm's settings decide every, which is 5: leave it out."),
+        ({"slow": "cpu"}, "A session's optimizer has no option 'slow': it has slow_device, on_round and resume."),
+    ):
+        with pytest.raises(SessionError, match=sentence):
+            session.optimizer(sgd(module), **options)
+    with pytest.raises(TypeError, match=r"exchange must be an exchange, got Session: hand in its exchange\(\)"):
+        NoLoCo(sgd(module), session)
 
 
 def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
@@ -518,9 +532,19 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
     assert [tuple(p.shape) for p in parameters_of(module)] == [(1, 8), (1,)]
     assert parameters_of(reversed([*module.parameters()])) == [module[2].bias, module[2].weight]
     assert len(parameters_of([module[2].bias, module[2].bias])) == 1
-    for wrong in (module[1], [], [module[0].weight], [torch.zeros(3, dtype=torch.int64)], ["x"]):
-        with pytest.raises(SessionError, match="hand in the model that is trained"):
-            parameters_of(wrong)
+    wrong = {
+        "this Tanh": module[1],
+        "nothing": [],
+        "this list": ["x"],
+        "this Parameter": module[2].weight,
+        "this str": "model",
+        "this NoneType": None,
+        "this SGD": torch.optim.SGD(module.parameters()),
+        "this tuple": (module[0].weight, torch.zeros(3, dtype=torch.int64)),
+    }
+    for name, state in wrong.items():
+        with pytest.raises(SessionError, match=f"hand in the model that is trained, and not {name}."):
+            parameters_of(state)
 
 
 @pytest.mark.parametrize(
@@ -530,7 +554,9 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
         ({"fragments": "two"}, "made with fragments as given: fragments must be a number, or a list of modules, got 'two'"),
         ({"fragments": [torch.nn.Linear(2, 2)]}, r"made with fragments as given: parameter 0 of shape \(8, 4\) is in 0 fragments"),
         ({"method": "none"}, "averages with no peer"),
-        ({"method": "nolco"}, "made with method as given"),
+        ({"method": "dilco"}, "made with method as given: did you mean 'diloco'\\? The methods are noloco, "),
+        ({"evry": 5}, "There is no setting 'evry' of a swarm: did you mean 'every'\\?"),
+        ({"zzz": 5}, "There is no setting 'zzz' of a swarm: leave it out."),
         ({"every": 0}, "made with every as given"),
         ({"method": "diloco", "fragments": 4}, "the method 'diloco' has no fragments"),
         ({"start_when": 0}, "made with start_when as given"),
