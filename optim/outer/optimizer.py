@@ -74,7 +74,8 @@ class OuterOptimizer(OuterRounds):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the arguments of whichever method is made, before it looks into them. TypeError names the one that is wrong."""
-        known = {name for kind in cls.__mro__ if "__init__" in vars(kind) for name in inspect.signature(kind.__init__).parameters}
+        made = [vars(kind)["__init__"] for kind in cls.__mro__ if "__init__" in vars(kind)]
+        known = {name for make in made for name in inspect.signature(make).parameters}
         for name in options.keys() - known:
             near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"help({cls.__name__}) lists them"
