@@ -109,7 +109,7 @@ def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_don
     ("arguments", "sentence"),
     [
         (["--hooks", "nowhere/task.py:Mine"], "There is no file 'nowhere/task.py'"),
-        (["--folder", "file/below"], "Cannot write to the folder 'file/below'"),
+        (["--folder", "file/below"], "file/below' (Not a directory): choose another one"),
         (["--identity", "file"], "file"),
         (["--resume"], "There is no checkpoint"),
         (["--listen", "/ip4/127.0.0.1/tcp/1/garbage"], "/ip4/127.0.0.1/tcp/1/garbage"),

@@ -1,6 +1,7 @@
 """Whatever holds the tensors of a batch, all that look at it find them: device, tokens, parts, workers, digests and callbacks."""
 
 import logging
+import types
 from collections import OrderedDict, UserDict, UserList, deque, namedtuple
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -244,6 +245,15 @@ def test_lightnings_callback_counts_them(kind):
 
     callback = SwarmCallback(None)
     callback.opt = Steps()
-    trainer = type("Trainer", (), {"global_step": 1})
+    trainer = types.SimpleNamespace(
+        global_step=1,
+        is_last_batch=False,
+        current_epoch=0,
+        min_epochs=1,
+        max_epochs=1,
+        min_steps=0,
+        max_steps=-1,
+        should_stop=False,
+    )
     callback.on_train_batch_end(trainer, None, None, made(kind), 0)
     assert callback.opt.counted == 12

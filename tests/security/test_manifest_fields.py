@@ -3,6 +3,7 @@
 The manifests are signed as they are, past all checks of who makes one, and go through the door that every command uses.
 """
 
+import importlib.util
 import math
 import sys
 
@@ -95,7 +96,9 @@ def canary(tmp_path, monkeypatch):
     (tmp_path / f"{CANARY}.py").write_text("raise SystemExit('ran')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    constants = importlib.util.find_spec("huggingface_hub") and importlib.import_module("huggingface_hub.constants")
+    if constants:  # it looks at HF_HUB_OFFLINE once, when it is imported
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
 def judged(fields):

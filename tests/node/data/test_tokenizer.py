@@ -119,7 +119,7 @@ def test_the_hub_is_asked_for_what_is_not_here_and_not_for_too_much(tmp_path, mo
     assert load_tokenizer("owner/name").vocabulary == 300
     assert asked == [("owner/name", "tokenizer.json", True), ("owner/name", "tokenizer.json", False)]
     size = 2**40
-    with pytest.raises(DataError, match="'owner/name' is larger than 256 MiB"):
+    with pytest.raises(DataError, match="'owner/name' is larger than 64 MiB"):
         load_tokenizer("owner/name")
 
     def unreachable(url):

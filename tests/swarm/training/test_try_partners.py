@@ -19,7 +19,7 @@ def session(check_loss=True, model=True, optimizer=True):
     opt = NoLoCo(torch.optim.SGD(module.parameters(), lr=0.1), Alone(), every=2, lag=0)
     return SimpleNamespace(
         settings=SimpleNamespace(check_loss=check_loss), _screen=DistanceScreen(suspect=0), _model=module if model else None,
-        _opt=opt if optimizer else None,
+        _opt=opt if optimizer else None, _ranks=None,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def test_json_has_every_claim_with_its_odds(folder):
     report = json.loads(done.output)
     assert (report["peer"], report["alarm_at"]) == ("peer-of-ann", 20_000)
     (node,) = report["nodes"]
-    assert (node["folder"], node["alarm"], node["bans"]) == ("runs/node", True, 0)
+    assert (node["folder"], node["alarm"], node["bans"]) == (str(folder), True, 0)
     (series,) = node["series"]
     assert (series["claims"], series["first_round"], series["last_round"]) == (12, 1, 23)
     stored = EvidenceFile(folder / NAME).claims("peer-of-ann", 1)
@@ -49,7 +49,7 @@ def test_json_has_every_claim_with_its_odds(folder):
 
 def test_people_read_the_decision_and_the_newest_claims(folder):
     shown = run("…f-ann").output
-    assert shown.startswith("peer peer-of-ann; an alarm at odds of 20,000 to 1\nruns/node: an alarm, odds of ")
+    assert shown.startswith(f"peer peer-of-ann; an alarm at odds of 20,000 to 1\n{folder}: an alarm, odds of ")
     assert "1. activations of tiny, float32 checked in float32: 12 claims of rounds 1 to 23, odds up to " in shown
     newest = EvidenceFile(folder / NAME).claims("peer-of-ann", 1)[-1]
     last = shown.rstrip().splitlines()[-1]
