@@ -402,6 +402,11 @@ class OuterState(FlightsState):
         self._note_weights()
         return taken
 
+    def go_back(self, round: int) -> None:
+        """Go on in an earlier ``round``, where the other peers are; what is in flight ends in its own."""
+        self.round = round
+        self.applied = [min(applied, round - 1) for applied in self.applied]
+
     @torch.no_grad()
     def move(self, index: int, slow: Tensor) -> None:
         """Replace the slow weights of one parameter; its staged fast weights and its start move by as much."""

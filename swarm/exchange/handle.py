@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience
+from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.exchange.stats import ExchangeStats
 
 if TYPE_CHECKING:
@@ -26,12 +27,18 @@ class RoundCounter(Protocol):
 
     next_round: int
 
+    def go_back(self, round: int) -> None:
+        """Note that the optimizer goes on in ``round``, though this node has been in later ones."""
+        ...
+
 
 class ExchangeBase:
     """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
 
-    def __init__(self, host: Host, counter: RoundCounter, timeouts: ExchangeTimeouts, patience: Patience) -> None:
-        self.host = host
+    def __init__(
+        self, host: Host, counter: RoundCounter, evidence: RoundEvidence, timeouts: ExchangeTimeouts, patience: Patience
+    ) -> None:
+        self.host, self._evidence = host, evidence
         self._counter, self._timeouts, self._patience = counter, timeouts, patience
         self.moved = 0
         """Bytes each way of the newest round."""
@@ -58,6 +65,15 @@ class ExchangeBase:
     @next_round.setter
     def next_round(self, round: int) -> None:
         self._counter.next_round = round
+
+    def back(self, round: int) -> int | None:
+        """Return the round that the optimizer, about to go on in ``round``, should go back to, where the others are; None if it
+        is with them.
+        """
+        to = self._evidence.back(round)
+        if to is not None:
+            self._counter.go_back(to)
+        return to
 
     def hurry(self, seconds: float) -> None:
         """Limit every round to ``seconds`` from now on, because the node is about to leave. Callable from a signal handler."""

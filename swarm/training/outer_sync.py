@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,6 +23,8 @@ from shoal.swarm.training.self_report import SelfReport
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
+
+log = logging.getLogger(__name__)
 
 
 class OuterSync:
@@ -82,6 +85,12 @@ class OuterSync:
         behind = max(self._exchange.next_round - opt.round, 0)
         opt.round = max(opt.round, self._exchange.next_round)
         self._exchange.next_round = opt.round
+        if (ahead_of := self._exchange.back(opt.round)) is not None:
+            log.warning(
+                "no other peer is near round %d: this node goes back to round %d, where the others are", opt.round, ahead_of
+            )
+            opt.go_back(ahead_of)
+            self._drift.moved()
         if behind:  # the contribution was counted in another round than its own
             self._drift.moved()
         elif opt.anchored and info.key.fragment < opt.fragments:
@@ -116,7 +125,8 @@ class OuterSync:
     def _state(self) -> State:
         opt = self._opt
         slow, shared = opt.slow, opt.shared
-        return State(opt.round, slow, shared, opt.applied, gathers=getattr(opt, "gathers", 0))
+        applied = [min(applied, opt.round) for applied in opt.applied]  # later ones may end after it went back
+        return State(opt.round, slow, shared, applied, gathers=getattr(opt, "gathers", 0))
 
     def _sketch(self) -> tuple[int, int, tuple[float, ...]] | None:
         return None if self._resynchronizer.diverged else self._drift.newest  # no peer should give way to diverged weights

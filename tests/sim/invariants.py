@@ -35,6 +35,8 @@ REMEMBERED = {
     "_silent": 64,
     "_unreached": 64,
     "_misses": 64,
+    "_met": 64,
+    "_behind": 64,
     "_been": 8,
     "_began": 8,
     "_periods": 8,

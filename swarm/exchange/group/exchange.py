@@ -67,10 +67,10 @@ class GroupExchange(ExchangeBase):
             raise ValueError(f"fragments must be positive, quorum and grace not negative: got {fragments}, {quorum}, {grace}")
         self._context, self._screen = context, screen
         self._rounds = RoundTracker(fragments)
-        view, decisions = LivenessView(context), DecisionLog(context.host, context.identity, context.swarm)
+        view, decisions = LivenessView(context, fragments), DecisionLog(context.host, context.identity, context.swarm)
         rules = FormationRules(quorum, grace, max_group, gather or screen.gathers)
         patience = Patience()
-        super().__init__(context.host, self._rounds, timeouts, patience)
+        super().__init__(context.host, self._rounds, view.evidence, timeouts, patience)
         self._leader = GroupLeader(context, timeouts, rules, decisions, self._rounds, view, patience)
         self._groups = GroupMember(
             context, timeouts, self._leader, decisions, self._rounds, view, patience, largest=max_group + 1, follow=follow

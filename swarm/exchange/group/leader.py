@@ -135,6 +135,8 @@ class GroupLeader:
         self._view.mark_awake(peer)
         instead = self._rounds.instead(ready.round, ready.fragment)
         if instead is not None:
+            if peer != self._context.me:
+                self._view.evidence.called(peer, ready.round)
             return reply("passed", round=instead)
         leader = self._rounds.leader(ready.round, ready.fragment)
         if leader not in (None, self._context.me) and peer != self._context.me:

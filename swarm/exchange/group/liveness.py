@@ -6,13 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.optim.exchange.pairing import order
 from shoal.swarm.exchange.context import PeerContext
+from shoal.swarm.exchange.round_evidence import RoundEvidence
 
 
 class LivenessView:
-    """The directory as a group sees it."""
+    """The directory as a group sees it. ``fragments``: sent in turn."""
 
-    def __init__(self, context: PeerContext) -> None:
+    def __init__(self, context: PeerContext, fragments: int) -> None:
         self.members, self._context = context.members, context
+        self.evidence = RoundEvidence(context, fragments)
         self._absent: dict[str, float] = {}
         """Peers that died or stayed away -> the time of issue of the record they had then."""
         self._silent: dict[str, float] = {}
@@ -75,12 +77,3 @@ class LivenessView:
         """Return the addresses in a member's record."""
         member = self.members().get(peer)
         return member.addresses if member is not None else ()
-
-    def furthest(self, peer: str, round: int) -> int:
-        """Return the round that half of the members have reached, if ``peer`` is in ``round``.
-
-        One peer alone must not send this node further, to where nobody is. Records are seconds old; a peer's answer is newer than
-        its record.
-        """
-        rounds = sorted(({other: member.round for other, member in self.members().items()} | {peer: round}).values())
-        return rounds[len(rounds) // 2]

@@ -90,6 +90,7 @@ class GroupMember:
         """Take part in a round. Returns None if this node goes on with its own contribution."""
         now, fragment = asyncio.get_running_loop().time(), attempt.key.fragment
         self._patience.begin(now, fragment)
+        self._view.evidence.begin(now, attempt.key.round)
         pending = _RoundState(attempt, now + self._patience.of(self._timeouts, fragment))
         try:
             await self._meet(pending)
@@ -97,6 +98,8 @@ class GroupMember:
             log.warning("round %d was given up because of an error in shoal; please report it", attempt.key.round, exc_info=True)
         finally:
             self._rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
+            if attempt.commit.received is None:
+                self._view.evidence.missed()
         return attempt.commit.received
 
     async def _meet(self, pending: _RoundState) -> None:
@@ -211,8 +214,8 @@ class GroupMember:
         key = pending.attempt.key
         log.debug("round %d: leader %s answered %s %s", key.round, short(leader), receipt.verdict, receipt.reason)
         if receipt.verdict == "passed":
-            usual = self._view.furthest(leader, receipt.round) + self._rounds.fragments
-            pending.moved_to = max(pending.moved_to, self._rounds.within(receipt.round, key.round, usual))
+            most = self._view.evidence.furthest(leader, receipt.round, asyncio.get_running_loop().time())
+            pending.moved_to = max(pending.moved_to, self._rounds.within(receipt.round, key.round, most))
         elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):
             pending.elsewhere = receipt
         elif receipt.verdict == "refuse":
@@ -266,6 +269,7 @@ class GroupMember:
             included = mean & group.places([self._context.me])
             if included and not mean & ~reduction.places() and attempt.commit.commit(reduction.result(mean)):
                 attempt.stats.done(attempt.key, loop.time() - began)
+                self._view.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)
         return None
 
     async def _listen(

@@ -23,6 +23,11 @@ class RoundTracker:
         self._formed: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._elsewhere: dict[tuple[int, int], str] = {}
 
+    def go_back(self, round: int) -> None:
+        """Note that the optimizer goes on in ``round``, though this node has been in later ones."""
+        self.next_round, self._begun, self._over = round, {}, {}
+        self._formed.clear()
+
     def begin(self, round: int, fragment: int) -> None:
         """Note that this node's contribution to ``round`` is there."""
         self.next_round = max(self.next_round, round + 1)
@@ -38,7 +43,8 @@ class RoundTracker:
 
     def end(self, round: int, fragment: int) -> None:
         """Note that this node's own part in ``round`` is over: its group was formed, or it has none."""
-        self._over[fragment] = max(round, self._over.get(fragment, 0))
+        if round < self.next_round:  # else this node went back while it was in it
+            self._over[fragment] = max(round, self._over.get(fragment, 0))
         self.leave(round, fragment)
 
     def formed(self, round: int, fragment: int) -> None:

@@ -106,6 +106,8 @@ class CallAnswerer:
                 state.turn_away(peer, offer.round, offer.fragment)
                 return reply("busy", "this node did not come to that round in time")
         if late is not None or pairing is None:
+            if offer.model == self._context.model:
+                state.evidence.called(peer, offer.round)
             return reply("passed", round=late)
         difference = pairing.attempt.contribution.differs(offer)
         if difference is not None:

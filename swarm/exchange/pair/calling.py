@@ -75,12 +75,9 @@ class Caller:
     def _note(self, pairing: PairingAttempt, peer: str, answer: Answer) -> None:
         log.debug("round %d: %s answered %s %s", pairing.key.round, short(peer), answer.verdict, answer.reason)
         if answer.verdict == "passed":
-            # No further than half of the members report: one peer must not send this node to a round where nobody is.
-            # Records are seconds old; this peer's answer is newer than its own.
-            reported = {other: member.round for other, member in self._context.members().items()} | {peer: answer.round}
             rounds, key = self._state.rounds, pairing.key
-            usual = sorted(reported.values())[len(reported) // 2] + rounds.fragments
-            wanted = rounds.within(answer.round, key.fragment, key.round, usual)
+            most = self._state.evidence.furthest(peer, answer.round, asyncio.get_running_loop().time())
+            wanted = rounds.within(answer.round, key.fragment, key.round, most)
             pairing.swarm_round = max(pairing.swarm_round, wanted)
         elif answer.verdict == "wait":
             pairing.expecting = peer

@@ -54,7 +54,7 @@ class PairExchange(ExchangeBase):
         self._context, self._screen = context, screen
         patience, transfers = Patience(), PairTransfer(context.host, timeouts)
         self._matchmaker = PairMatchmaker(context, timeouts, transfers, departed, patience, fragments, overlap)
-        super().__init__(context.host, self._matchmaker.rounds, timeouts, patience)
+        super().__init__(context.host, self._matchmaker.rounds, self._matchmaker.evidence, timeouts, patience)
 
     def start(
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0

@@ -50,6 +50,7 @@ from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
+from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.wire.member import Member
 
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
@@ -75,8 +76,8 @@ class PairMatchmaker:
         overlap: bool = False,
     ) -> None:
         self._timeouts, self._patience, self.rounds = timeouts, patience or Patience(), PairRounds(fragments, overlap)
-        self._selector = PairSelector(context, departed, fragments)
-        self.state = PairState(context, timeouts, transfers, self._selector, self._patience, self.rounds, overlap)
+        self._selector, self.evidence = PairSelector(context, departed, fragments), RoundEvidence(context, fragments)
+        self.state = PairState(context, timeouts, transfers, self._selector, self._patience, self.rounds, self.evidence, overlap)
         self.held = HeldCalls(self.state)
         self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
         context.host.serve(EXCHANGE_PROTOCOL, self.answerer.serve)
@@ -89,12 +90,15 @@ class PairMatchmaker:
         fragment, number = attempt.key.fragment, self.rounds.hand_in(attempt.key.round) if number is None else number
         pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
         self.rounds.begin(number, attempt.key.round, fragment)
+        self.evidence.begin(asyncio.get_running_loop().time(), attempt.key.round)
         try:
             return await (self._until_needed(pairing) if self.state.overlap else self._meet(pairing)), pairing.key
         except Exception:  # an error that a peer provoked costs one round, never the training
             log.warning("round %d was given up because of an error in shoal; please report it", pairing.key.round, exc_info=True)
             return attempt.commit.received, pairing.key
         finally:
+            if attempt.commit.received is None:
+                self.evidence.missed()
             if self.state.under_way.get(fragment) is pairing:  # one that was called off may end only after the next one has begun
                 del self.state.under_way[fragment]
 

@@ -12,6 +12,7 @@ from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patienc
 from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
+from shoal.swarm.exchange.round_evidence import RoundEvidence
 
 MAX_HELD = 64
 
@@ -95,6 +96,7 @@ class PairState:
     selector: PairSelector
     patience: Patience
     rounds: PairRounds
+    evidence: RoundEvidence
     overlap: bool
     """Training goes on while this node waits for a partner."""
     under_way: dict[int, PairingAttempt] = field(default_factory=dict)
@@ -104,6 +106,8 @@ class PairState:
         """Note the end of a transfer."""
         pairing.broken = received is None
         self.selector.ended(peer, pairing.key.round, met=received is not None)
+        if received is not None:
+            self.evidence.met([peer], pairing.key.round)
 
     def patient(self, fragment: int) -> float:
         """Return the seconds that a meeting of ``fragment`` waits for its partner at most."""

@@ -36,6 +36,12 @@ class PairRounds:
             self._known = round - (self._handed_in + 1)
             self._shift = max(self._shift, self._known)
 
+    def go_back(self, round: int) -> None:
+        """Note that the optimizer goes on in ``round``, though this node has been in later ones."""
+        with self._lock:
+            self._known = self._shift = round - (self._handed_in + 1)
+            self._been = {}
+
     def hand_in(self, round: int) -> int:
         """Return the own number of a contribution that the optimizer hands in for ``round``."""
         with self._lock:

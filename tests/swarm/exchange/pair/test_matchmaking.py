@@ -348,3 +348,28 @@ def test_who_accepts_must_offer_for_the_same_round_swarm_and_model(network, capl
     with caplog.at_level(logging.INFO, logger="shoal"):
         assert a.start().result() is None
     assert "accepted something else than was offered" in caplog.text
+
+
+def test_a_node_that_is_a_million_rounds_ahead_goes_back_and_meets_the_others_again(network):
+    """As after the checkpoint of a swarm that was led astray: nobody believes it, so it follows those who call it."""
+    ahead, a, b = (Peer(network, wait=0.3) for _ in range(3))
+    far, met, to = 10**6, [], None
+    for peer in (a, b):
+        peer.sees = [a.id, b.id]
+    assert [value(handle.result()) for handle in (a.start(0, 1.0), b.start(0, 1.0))] == [1.0, 1.0]
+    a.sees = b.sees = None
+    for round in range(1, 40):
+        handles = [peer.start(round, 1.0) for peer in (a, b)]
+        third = ahead.start(far if to is None else max(round, ahead.exchange.next_round), 1.0)
+        for handle in handles:
+            handle.result()
+        met.append(third.result())
+        if to is None:
+            far += 1
+            to = ahead.exchange.back(far)
+            assert to is None or to <= round + 1
+        elif met[-1] is not None:
+            break
+    assert to is not None
+    assert met[-1] is not None
+    assert max(a.exchange.next_round, b.exchange.next_round) <= round + 2

@@ -1,0 +1,100 @@
+"""How far others' words move a node's round: no further than peers that it has met, and its own clock, make plausible.
+
+A round is a number that any stranger can state, and keys are free. So neither one peer's answer nor the records of many count, but
+the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. While it has met none of
+those present, all members count. A stranger's word alone moves it nowhere. In any case its clock is a limit: what peers `QUICKER`
+times as quick as itself could have done since it began.
+
+A node that is ahead of all others, because its checkpoint or its snapshot was, meets nobody, and they do not believe it. After
+`ALONE` rounds without an exchange it goes back to where those are that call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median_low
+
+from shoal.swarm.exchange.context import PeerContext
+
+QUICKER = 256  # a large GPU against a small CPU
+ALONE = 4  # rounds of every fragment without an exchange, and rounds ahead of the others, after which a node goes back
+SHORTEST_S = 0.01  # of a round
+REMEMBERED = 1024  # peers
+
+
+class RoundEvidence:
+    """What one node knows of others' rounds. ``fragments``: sent in turn, each with the next number. ``now``: the loop's time."""
+
+    def __init__(self, context: PeerContext, fragments: int) -> None:
+        self._context, self._fragments = context, fragments
+        self._met: dict[str, int] = {}
+        """Peers with which this node has exchanged -> the furthest round that they stated to it."""
+        self._behind: dict[str, int] = {}
+        """Peers that called for an earlier round than this node is in, since its last exchange -> that round."""
+        self._alone = 0
+        self._began: tuple[float, int] | None = None
+        """Time and number of the first round."""
+        self._cycle: tuple[float, int] = (0.0, 0)
+        self._quickest = float("inf")
+        """Seconds of this node's shortest round, of all fragments."""
+
+    def begin(self, now: float, round: int) -> None:
+        """Note that this node hands in its contribution to ``round``."""
+        if self._began is None:
+            self._began, self._cycle = (now, round), (now, round)
+        began, first = self._cycle
+        if round >= first + self._fragments:
+            cycles = (round - first) / self._fragments
+            self._quickest = min(self._quickest, max((now - began) / cycles, SHORTEST_S))
+            self._cycle = now, round
+
+    def met(self, peers: Iterable[str], round: int) -> None:
+        """Note an exchange with ``peers``."""
+        self._alone = 0
+        self._behind.clear()
+        for peer in peers:
+            self._met[peer] = max(round, self._met.pop(peer, 0))
+        while len(self._met) > REMEMBERED:
+            del self._met[next(iter(self._met))]
+
+    def missed(self) -> None:
+        """Note a round without an exchange."""
+        self._alone += 1
+
+    def called(self, peer: str, round: int) -> None:
+        """Note that ``peer`` wants to meet this node in ``round``, which is over here."""
+        self._behind[peer] = round
+        while len(self._behind) > REMEMBERED:
+            del self._behind[next(iter(self._behind))]
+
+    def furthest(self, peer: str, said: int, now: float) -> int:
+        """Return the round to which this node may move at most, now that ``peer`` has ``said`` in which it is."""
+        if peer in self._met:
+            self._met[peer] = max(said, self._met[peer])
+        others = {
+            other: max(member.round, self._met.get(other, 0))
+            for other, member in self._context.members().items()
+            if other != self._context.me and member.model == self._context.model
+        }
+        known = [at for other, at in others.items() if other in self._met]
+        usual = median_low(known or (others | {peer: said}).values())
+        if peer in self._met or not known:  # records are seconds old; what it says now is newer
+            usual += self._fragments
+        began, first = self._began or (now, 0)
+        cycles = (now - began) / self._quickest  # 0 in the first round
+        possible = first + self._fragments * QUICKER * (1 + int(cycles))
+        return min(usual, possible)
+
+    def back(self, round: int) -> int | None:
+        """Return the round to go back to from ``round``, in which this node is alone; None if it is not."""
+        if self._alone < ALONE * self._fragments or not self._behind:
+            return None
+        behind = dict(self._behind)  # the host's loop goes on meanwhile
+        callers = {peer: at for peer, at in behind.items() if peer in self._met} or behind
+        distance = round - median_low(callers.values())
+        if distance <= ALONE * self._fragments:
+            return None
+        self._alone, self._began, self._quickest = 0, None, float("inf")
+        self._behind.clear()
+        self._met = dict.fromkeys(self._met, 0)  # what they stated is as old as this node's way here
+        return round - distance // self._fragments * self._fragments

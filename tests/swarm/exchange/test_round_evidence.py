@@ -1,0 +1,113 @@
+"""How far the words of others move a node's round."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.swarm.exchange.context import PeerContext
+from shoal.swarm.exchange.round_evidence import ALONE, QUICKER, RoundEvidence
+from shoal.swarm.identity import Identity
+from shoal.swarm.wire.fields import MAX_COUNT
+from shoal.swarm.wire.pair import Answer
+
+MODEL, OTHER = "0" * 64, "1" * 64
+FAR = 9 * 10**15
+
+
+class Record:
+    def __init__(self, round, model=MODEL):
+        self.round, self.model = round, model
+
+
+def evidence(members, fragments=1):
+    return RoundEvidence(PeerContext(None, Identity.ephemeral(), "a" * 52, MODEL, 0, lambda: members), fragments)
+
+
+def trained(members, fragments=1, until=10, met=()):
+    """A node that has been in ``until`` rounds of a second each, and has exchanged with ``met`` in the last one."""
+    node = evidence(members, fragments)
+    for round in range(until * fragments):
+        node.begin(round / fragments, round)
+    node.met(met, until * fragments)
+    return node
+
+
+def test_a_hundred_free_records_and_a_member_that_says_the_same_move_a_node_nowhere():
+    members = {f"free{n}": Record(FAR) for n in range(100)} | {"liar": Record(FAR), "friend": Record(10)}
+    node = trained(members, met=["friend"])
+    assert node.furthest("liar", FAR, 10.0) == 10
+    assert node.furthest("friend", 14, 10.0) == 15  # whom it has met is believed, and its record may be a round old
+
+
+def test_of_those_met_the_lower_half_decides_and_another_model_does_not_count():
+    members = {"a": Record(12), "b": Record(20), "liar": Record(FAR), "else": Record(FAR, OTHER), "more": Record(FAR, OTHER)}
+    node = trained(members, met=["a", "b", "liar", "else", "more"])
+    assert node.furthest("liar", FAR, 10.0) == 21
+
+
+def test_the_clock_is_a_limit_whoever_says_more():
+    members = {"liar": Record(FAR)}
+    node = trained(members, met=["liar"], fragments=4)
+    assert node.furthest("liar", FAR, 10.0) == 4 * QUICKER * 11
+    assert evidence(members).furthest("liar", FAR, 0.0) == QUICKER  # nobody met, no round begun
+
+
+def test_a_node_that_slept_may_go_as_far_as_its_clock():
+    node = trained({"friend": Record(5000)}, met=["friend"])
+    assert node.furthest("friend", 5000, 5000.0) == 5001
+
+
+def test_a_newcomer_that_has_met_nobody_follows_the_lower_half_of_the_records():
+    node = trained({"a": Record(30), "b": Record(31), "liar": Record(FAR)})
+    assert node.furthest("liar", FAR, 10.0) == 32
+
+
+def test_a_node_that_is_ahead_and_alone_goes_back_to_those_who_call_it():
+    node = trained({"friend": Record(50)}, fragments=4)
+    node.called("friend", 49)
+    for _ in range(ALONE * 4):
+        assert node.back(10**6 + 1) is None
+        node.missed()
+    back = node.back(10**6 + 1)
+    assert 49 <= back < 49 + 4
+    assert back % 4 == (10**6 + 1) % 4  # each fragment keeps its place
+    assert node.back(back) is None
+
+
+def test_strangers_do_not_take_a_node_back_that_exchanges_nor_one_that_met_callers_know():
+    node = trained({}, until=100)
+    for n in range(20):
+        node.called(f"free{n}", 0)
+    node.met(["friend"], 100)
+    for _ in range(ALONE):
+        node.missed()
+    assert node.back(100) is None  # what was called before the exchange counts no more
+    for n in range(20):
+        node.called(f"free{n}", 0)
+    node.called("friend", 99)
+    assert node.back(100) is None
+
+
+@given(
+    said=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, MAX_COUNT)), max_size=30),
+    records=st.lists(st.integers(0, MAX_COUNT), min_size=4, max_size=4),
+    met=st.sets(st.sampled_from("abcd")),
+    year=st.floats(0, 3.2e7),
+)
+def test_no_own_message_is_ever_out_of_bounds(said, records, met, year):
+    """In a year of rounds of a tenth of a second, whatever others say."""
+    members = {peer: Record(at) for peer, at in zip("abcd", records, strict=True)}
+    node = evidence(members)
+    node.begin(0.0, 0)
+    node.begin(0.1, 1)
+    node.met(met, 1)
+    at = 1
+    for peer, round in said:
+        at = max(at, min(round, node.furthest(peer, round, year)))
+        Answer(verdict="passed", round=at + 1)
+    assert at <= QUICKER * (year / 0.1 + 2)
+
+
+@pytest.mark.parametrize("said", [0, 1, MAX_COUNT])
+def test_the_bounds_of_a_round(said):
+    assert 0 <= evidence({}).furthest("anyone", said, 0.0) <= QUICKER
