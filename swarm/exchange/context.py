@@ -110,6 +110,10 @@ class Patience:
             self._periods[fragment] = (self._periods.get(fragment, (0.0, 0.0))[1], period)
         return period
 
+    def period(self, fragment: int = 0) -> float:
+        """Return the seconds of a round of ``fragment``; 0 while they are not known."""
+        return min(self._periods.get(fragment, (0.0, 0.0)))
+
     def of(self, timeouts: ExchangeTimeouts, fragment: int = 0) -> float:
         """Return the seconds to wait in a round of ``fragment``."""
-        return max(timeouts.wait, min(min(self._periods.get(fragment, (0.0, 0.0))) * SHARE, LONGEST_S))
+        return max(timeouts.wait, min(self.period(fragment) * SHARE, LONGEST_S))

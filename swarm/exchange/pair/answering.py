@@ -61,15 +61,14 @@ class CallAnswerer:
         try:
             await stream.send(pack(answer), patience)
             await stream.send(offers.make_offer(self._context, pairing.attempt.contribution, offer.nonce), patience)
-            received = await self._state.transfers.run(stream, pairing.attempt, offer, caller=False)
+            return await self._state.transfer(stream, pairing, offer, caller=False)
         except Withdrawn as error:
             if peer not in pairing.withdrawn:  # nobody's failure: its call and its going on crossed the answer
                 pairing.withdrawn.add(peer)
                 return None
             pairing.attempt.failed(peer, error)
-            received = None
-        self._state.ended(pairing, peer, received)
-        return received
+            self._state.ended(pairing, peer, None)
+            return None
 
     async def _judge(self, stream: Stream, offer: Offer) -> tuple[PairingAttempt | None, Answer]:
         """Return the answer to a call; with "accept" also the meeting, which is then engaged."""

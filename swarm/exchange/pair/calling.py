@@ -65,9 +65,7 @@ class Caller:
                 what = difference or "the nonce, swarm, model or round"
                 raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
             pairing.dialing = None  # a call from this peer no longer crosses this node's
-            received = await self._state.transfers.run(stream, pairing.attempt, theirs, caller=True)
-            self._state.ended(pairing, peer, received)
-            return received
+            return await self._state.transfer(stream, pairing, theirs, caller=True)
         finally:
             pairing.accepted = False
             stream.close()

@@ -90,7 +90,10 @@ class PairMatchmaker:
         fragment, number = attempt.key.fragment, self.rounds.hand_in(attempt.key.round) if number is None else number
         pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
         self.rounds.begin(number, attempt.key.round, fragment)
-        self.evidence.begin(asyncio.get_running_loop().time(), attempt.key.round)
+        loop, needed = asyncio.get_running_loop(), pairing.needed
+        # Not the pairing: as a ring it would keep both contributions until Python's collector came.
+        attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
+        self.evidence.begin(loop.time(), attempt.key.round)
         try:
             return await (self._until_needed(pairing) if self.state.overlap else self._meet(pairing)), pairing.key
         except Exception:  # an error that a peer provoked costs one round, never the training
@@ -106,8 +109,7 @@ class PairMatchmaker:
         """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does."""
         loop = asyncio.get_running_loop()
         usual = loop.time() + self._patience.of(self._timeouts, pairing.key.fragment)
-        needed = pairing.needed  # not the pairing: as a ring it would keep both contributions until Python's collector came
-        pairing.attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
+        needed = pairing.needed
         meeting, waiting = asyncio.ensure_future(self._meet(pairing)), asyncio.ensure_future(needed.wait())
         try:
             await asyncio.wait({meeting, waiting}, return_when=asyncio.FIRST_COMPLETED)
