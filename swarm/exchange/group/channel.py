@@ -28,11 +28,14 @@ class HeartbeatChannel:
         self.stream, self.patience = stream, patience
         self.peer = stream.peer_id
         self._sending = asyncio.Lock()
+        self._beat = float("-inf")
+        """The loop's time by which it sends again. Not of one ``receive``: of messages that come quickly each would put it off."""
 
     async def send(self, message: Message | bytes) -> None:
         """Send a message, or bytes that are packed already. Raises NetworkError."""
         data = message if isinstance(message, bytes) else pack(message)
         async with self._sending:
+            self._beat = asyncio.get_running_loop().time() + self.patience / BEATS
             await self.stream.send(data, self.patience)
 
     async def receive(self, until: float, *types: type[M]) -> M:
@@ -43,18 +46,16 @@ class HeartbeatChannel:
         loop = asyncio.get_running_loop()
         limit = max(GroupAlive.LIMIT, *(kind.LIMIT for kind in types))
         reading: asyncio.Future[bytes] | None = None
-        beat = loop.time() + self.patience / BEATS
         try:
             while True:
                 now = loop.time()
                 if now >= until:
                     raise NetworkError(f"peer {short(self.peer)} did not finish in time.", "timeout")
-                if now >= beat:
+                if now >= self._beat:
                     await self.send(GroupAlive())
-                    beat = now + self.patience / BEATS
                 if reading is None:
                     reading = asyncio.ensure_future(self.stream.receive(limit, self.patience))
-                await asyncio.wait({reading}, timeout=min(until, beat) - now)
+                await asyncio.wait({reading}, timeout=min(until, self._beat) - now)
                 if reading.done():
                     data, reading = reading.result(), None
                     message: Message = unpack(data, GroupAlive, *types)

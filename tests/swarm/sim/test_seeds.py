@@ -32,6 +32,7 @@ FOUND = {
     11060: "four waited in each round for the fifth, which waited a round ahead of them for the four",
     11207: "a leader in no group again, by another fault",
     11999: "a member slept in an all-reduce, and woke to an exception that nobody retrieves",
+    91531: "a member that heard much sent its leader no heartbeat, and was left behind as dead",
     71291: "two pairs passed each other over, and came back by turns: for 110 s no pair met the other",
 }
 """Seeds that failed once, and how."""
