@@ -34,6 +34,8 @@ class RoundRecord:
     """Nodes in the mean; 1 when nobody answered."""
     partner: str | None
     """Name or peer id of the partner; None when nobody answered."""
+    why: str = ""
+    """Why there was no partner, for people."""
     bytes_sent: int
     bytes_received: int
     lag: int

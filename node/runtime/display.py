@@ -61,7 +61,8 @@ def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
 def describe(info: RoundRecord) -> str:
     """Describe one exchange in one line."""
     lag = f", lag {lag_words(info.lag, late=info.late)}" if info.lag else ""
-    partner = f"with {clean(info.partner)}" if info.partner is not None else "without a partner"
+    alone = f"without a partner ({clean(info.why)})" if info.why else "without a partner"
+    partner = alone if info.partner is None else f"with {clean(info.partner)}"
     part = f", fragment {info.fragment + 1} of {info.fragments}," if info.fragment < info.fragments > 1 else ""
     return (
         f"round {info.round // info.fragments}{part} {partner}: loss {_number(info.loss, '.4f')}, "

@@ -357,6 +357,7 @@ class TrainingNode:
             step=info.step,
             members=max(len(info.members), 1),
             partner=member.name if member is not None else partner,
+            why=report.why,
             bytes_sent=report.sent,
             bytes_received=report.received,
             lag=info.lag,

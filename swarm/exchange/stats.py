@@ -72,6 +72,12 @@ class ExchangeStats:
             self._events.append((key, "", None))
             self._seconds.append(seconds)
 
+    def failures(self, key: RoundKey) -> list[tuple[str, Failure]]:
+        """Return the peers with which the exchange ``key``, or what it was moved to, failed, and how."""
+        with self._lock:
+            events = [(known, peer, kind) for known, peer, kind in self._events if kind is not None]
+        return [(peer, kind) for known, peer, kind in events if known.fragment == key.fragment and known.round >= key.round]
+
     def turned_down(self) -> int:
         """Return how many peers in a row refused this node, or were rejected by it, since its last committed exchange."""
         with self._lock:

@@ -16,17 +16,28 @@ from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION
 from shoal.swarm.membership.view import MemberView
 from shoal.swarm.p2p.multiaddr import host_of, range_of
+from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.lag_report import LagReport
 from shoal.swarm.training.outer_sync import OuterSync
 from shoal.swarm.training.self_report import SelfReport
 from shoal.swarm.training.shard import Shard
+from shoal.swarm.wire.fields import Failure
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
 
 LEAVE_S = 2.0  # seconds to tell the swarm that this node leaves
+FAILED: dict[Failure, str] = {
+    "unreachable": "could not be reached",
+    "timeout": "did not answer in time",
+    "refused": "refused",
+    "broken": "broke off",
+    "damaged": "sent damaged bytes",
+    "suspicious": "sent weights that are too far away",
+}
+"""What a peer did with which an exchange failed, for people."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,8 @@ class RoundReport:
     rejected: list[RejectedUpdate]
     odd: bool = False
     """True without a partner because the number of peers was odd."""
+    why: str = ""
+    """Why the round had no partner, for people; nothing if it had one."""
 
 
 class TrainingMember:
@@ -150,11 +163,24 @@ class TrainingMember:
         wait_s = waited - self._waited if wait_s is None else wait_s
         odd = self.exchange.stats.odd
         rejections = self._screen.rejections()
-        report = RoundReport(traffic.sent - self._sent, traffic.received - self._received, wait_s, rejections, odd > self._odd)
+        why = "" if len(info.members) > 1 else self._why(info, odd > self._odd)
+        report = RoundReport(traffic.sent - self._sent, traffic.received - self._received, wait_s, rejections, odd > self._odd, why)
         self._sent, self._received, self._waited, self._odd = traffic.sent, traffic.received, waited, odd
         self.self_report.waited(wait_s)
         self.lag_report.on_round(info, wait_s, report.sent)
         return report
+
+    def _why(self, info: RoundInfo, odd: bool) -> str:
+        """Return why a round had no partner."""
+        members, me = self._membership.directory.members(), self._membership.identity.peer_id
+        others = {peer: member for peer, member in members.items() if peer != me}
+        fitting = [peer for peer, member in others.items() if member.model == self._model]
+        if failures := self.exchange.stats.failures(info.key):
+            peer, kind = failures[-1]
+            return f"{others[peer].name if peer in others else short(peer)} {FAILED[kind]}"
+        if not fitting:
+            return "nobody else is here" if not others else "all others train another model"
+        return "the number of members is odd" if odd else "all others were taken, or in other rounds"
 
     def _range(self, peer: str) -> str:
         """Return the address range in which a peer was met, or says that it is; one for all that say nothing."""

@@ -28,7 +28,7 @@ class HeartbeatChannel:
         self.stream, self.patience = stream, patience
         self.peer = stream.peer_id
         self._sending = asyncio.Lock()
-        self._beat = float("-inf")
+        self._beat: float | None = None
         """The loop's time by which it sends again. Not of one ``receive``: of messages that come quickly each would put it off."""
 
     async def send(self, message: Message | bytes) -> None:
@@ -46,6 +46,8 @@ class HeartbeatChannel:
         loop = asyncio.get_running_loop()
         limit = max(GroupAlive.LIMIT, *(kind.LIMIT for kind in types))
         reading: asyncio.Future[bytes] | None = None
+        if self._beat is None:
+            self._beat = loop.time() + self.patience / BEATS
         try:
             while True:
                 now = loop.time()

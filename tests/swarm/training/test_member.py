@@ -7,6 +7,7 @@ import pytest
 from shoal.optim import RoundInfo, RoundKey
 from shoal.swarm.exchange.newcomers import PATIENCE, Newcomers
 from shoal.swarm.exchange.stats import ExchangeStats
+from shoal.swarm.p2p.stream import short
 from shoal.swarm.training.member import LEAVE_S, TrainingMember
 from shoal.swarm.training.shard import Shard
 
@@ -30,7 +31,11 @@ def world():
     report = SimpleNamespace(waited=waits.append, details=lambda: details)
     rejected, met, members = [], {}, {}
     member = TrainingMember(
-        SimpleNamespace(host=SimpleNamespace(traffic=traffic, met=met), directory=SimpleNamespace(members=lambda: members)),
+        SimpleNamespace(
+            identity=SimpleNamespace(peer_id="anna"),
+            host=SimpleNamespace(traffic=traffic, met=met),
+            directory=SimpleNamespace(members=lambda: members),
+        ),
         SimpleNamespace(
             round=3, steps=30, lag=7, lag_auto=True, schedule=SimpleNamespace(every=10), projection_of=lambda fragment: (1.0,)
         ),
@@ -121,6 +126,26 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
         "odd": False,
         "projection": (1.0,),
     }
+
+
+def test_a_round_without_a_partner_says_why(world):
+    """Only --verbose did. Mutants: the failure of another fragment, or of an earlier round, is said; a partner gets a reason."""
+    world.serve()
+    member, stats = world.member, world.member.exchange.stats
+    alone = lambda number, fragment=0: RoundInfo(RoundKey("run", number, fragment), ("anna",), 30, 0)  # noqa: E731
+    assert member.on_round(info(3)).why == ""
+    assert member.on_round(alone(3)).why == "nobody else is here"
+    world.members["anna"] = world.members["else"] = SimpleNamespace(name="else", model="another")
+    assert member.on_round(alone(3)).why == "all others train another model"
+    world.members["id-of-bert"] = SimpleNamespace(name="bert", model="digest")
+    assert member.on_round(alone(3)).why == "all others were taken, or in other rounds"
+    stats.odd += 1
+    assert member.on_round(alone(3)).why == "the number of members is odd"
+    stats.failed(RoundKey("run", 4, 0), "id-of-bert", "timeout")
+    stats.failed(RoundKey("run", 5, 1), "id-of-somebody-else", "broken")
+    assert member.on_round(alone(4)).why == "bert did not answer in time"
+    assert member.on_round(alone(5, 1)).why == f"{short('id-of-somebody-else')} broke off"
+    assert member.on_round(alone(6)).why == "all others were taken, or in other rounds"
 
 
 def test_members_in_view_are_known_and_newcomers_count_by_the_range_in_which_they_were_met(world):
