@@ -2,6 +2,9 @@
 
 A bootstrap node serves any swarm, so it cannot judge who belongs to it. It need not: it notes a record only for the peer that
 hands it in, which libp2p has authenticated, and the peers that ask check the signatures and contact the swarm themselves.
+
+Keys cost nothing, so places are shared by the address ranges from which records come (`range_of`): where all are taken, the range
+that has most of them gives one up, and peers are named one of each range in turn.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ import logging
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from shoal.swarm.errors import MessageError
+from shoal.swarm.p2p.multiaddr import by_turns, range_of
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import unseal
 from shoal.swarm.wire.member import Member
@@ -21,10 +26,21 @@ from shoal.swarm.wire.seed import MAX_NAMED, SeedReply, SeedRequest
 log = logging.getLogger(__name__)
 
 MAX_SWARMS = 128
-MAX_MEMBERS = 32  # of a swarm; the one heard of longest ago is dropped. With 5 KiB each, all of it is below 25 MB.
+MAX_MEMBERS = 32  # of a swarm. With 5 KiB each, all of it is below 25 MB.
 MAX_PLACES = 4  # swarms in which one peer is noted
 TTL = 120.0  # seconds after which a silent member is forgotten
 GONE = ("leaving", "done")
+
+
+class _Place(NamedTuple):
+    heard: float
+    record: bytes
+    host: str
+    """The IP address from which the record came."""
+
+
+def _most(ranges: Iterable[str]) -> str:
+    return Counter(ranges).most_common(1)[0][0]
 
 
 class SeedRegistry:
@@ -33,16 +49,20 @@ class SeedRegistry:
     def __init__(self, clock: Callable[[], float] = time.monotonic, chance: random.Random | None = None) -> None:
         self._clock = clock
         self._chance = chance or random.Random()
-        self._swarms: dict[str, OrderedDict[str, tuple[float, bytes]]] = {}  # swarm -> peer -> when heard, its record
+        self._swarms: dict[str, OrderedDict[str, _Place]] = {}  # swarm -> peer, the one heard of longest ago first
         self._places: Counter[str] = Counter()
 
-    def answer(self, peer: str, request: SeedRequest) -> SeedReply:
-        """Reply to ``peer``, after noting its record if it brought one."""
+    def answer(self, peer: str, request: SeedRequest, host: str = "") -> SeedReply:
+        """Reply to ``peer``, which called from the IP address ``host``, after noting its record if it brought one."""
         self._forget_silent()
-        reason = "" if request.record is None else self._note(peer, request.swarm, request.record)
-        members = self._swarms.get(request.swarm, OrderedDict())
-        others = [record for other, (_, record) in members.items() if other != peer]
-        return SeedReply(members=tuple(self._chance.sample(others, min(MAX_NAMED, len(others)))), reason=reason)
+        reason = "" if request.record is None else self._note(peer, request.swarm, request.record, host)
+        return SeedReply(members=self._named(request.swarm, MAX_NAMED, but=peer), reason=reason)
+
+    def _named(self, swarm: str, most: int, but: str = "") -> tuple[bytes, ...]:
+        """Return the records of at most ``most`` members, drawn at random from each address range in turn."""
+        members = self._swarms.get(swarm, {})
+        drawn = self._chance.sample(sorted(members.keys() - {but}), len(members.keys() - {but}))
+        return tuple(members[peer].record for peer in by_turns((peer, members[peer].host) for peer in drawn)[:most])
 
     def has(self, swarm: str, peer: str) -> bool:
         """Return whether ``peer`` is noted as a member of ``swarm``."""
@@ -52,15 +72,14 @@ class SeedRegistry:
     def sample(self, swarm: str, most: int) -> tuple[int, tuple[bytes, ...]]:
         """Return how many members of ``swarm`` are noted, at most MAX_MEMBERS, and the sealed records of ``most`` of them."""
         self._forget_silent()
-        records = [record for _, record in self._swarms.get(swarm, {}).values()]
-        return len(records), tuple(self._chance.sample(records, min(most, len(records))))
+        return len(self._swarms.get(swarm, {})), self._named(swarm, most)
 
     def count(self) -> tuple[int, int]:
         """Return the numbers of swarms and of members noted."""
         self._forget_silent()
         return len(self._swarms), sum(map(len, self._swarms.values()))
 
-    def _note(self, peer: str, swarm: str, record: bytes) -> str:
+    def _note(self, peer: str, swarm: str, record: bytes, host: str) -> str:
         """Note a record; return why not, if it is refused."""
         try:
             _, member = unseal(record, Member)
@@ -74,14 +93,28 @@ class SeedRegistry:
             return ""
         if self._places[peer] >= MAX_PLACES:
             return "places"
-        if swarm not in self._swarms and len(self._swarms) >= MAX_SWARMS:
+        if swarm not in self._swarms and len(self._swarms) >= MAX_SWARMS and not self._makes_room(host):
             return "full"
         members = self._swarms.setdefault(swarm, OrderedDict())
-        members[peer] = (self._clock(), record)
+        members[peer] = _Place(self._clock(), record, host)
         self._places[peer] += 1
         if len(members) > MAX_MEMBERS:
-            self._forget(swarm, next(iter(members)))
+            hosts = {other: range_of(place.host) for other, place in members.items()}
+            self._forget(swarm, next(other for other, where in hosts.items() if where == _most(hosts.values())))
         return ""
+
+    def _makes_room(self, host: str) -> bool:
+        """Forget a swarm of the range that has most, that of its newest member, unless ``host``'s would have as many then."""
+        newest = {swarm: next(reversed(members.values())) for swarm, members in self._swarms.items()}
+        ranges = {swarm: range_of(place.host) for swarm, place in newest.items()}
+        crowded = _most(ranges.values())
+        taken = Counter(ranges.values())
+        if taken[crowded] <= taken[range_of(host)] + 1:
+            return False
+        silent = min((swarm for swarm in ranges if ranges[swarm] == crowded), key=lambda swarm: newest[swarm].heard)
+        for peer in list(self._swarms[silent]):
+            self._forget(silent, peer)
+        return True
 
     def _forget(self, swarm: str, peer: str) -> None:
         members = self._swarms.get(swarm, OrderedDict())
@@ -96,7 +129,7 @@ class SeedRegistry:
     def _forget_silent(self) -> None:
         oldest = self._clock() - TTL
         for swarm, members in list(self._swarms.items()):
-            for peer, (heard, _) in list(members.items()):
-                if heard >= oldest:
+            for peer, place in list(members.items()):
+                if place.heard >= oldest:
                     break  # members are in the order in which they were heard of
                 self._forget(swarm, peer)

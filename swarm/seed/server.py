@@ -114,7 +114,7 @@ class Seed:
     async def _answer(self, stream: Stream) -> None:
         async def reply() -> None:
             request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
-            await stream.send(pack(self.registry.answer(stream.peer_id, request)), SMALL_S)
+            await stream.send(pack(self.registry.answer(stream.peer_id, request, stream.origin)), SMALL_S)
 
         await self._limited(stream, reply())
 

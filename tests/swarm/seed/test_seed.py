@@ -36,8 +36,9 @@ def member(identity, swarm=SWARM, state="training", addresses=()):
     )  # fmt: skip
 
 
-def note(registry, identity, swarm=SWARM, **fields):
-    return registry.answer(identity.peer_id, SeedRequest(swarm=swarm, record=seal(member(identity, swarm, **fields), identity)))
+def note(registry, identity, swarm=SWARM, host="", **fields):
+    request = SeedRequest(swarm=swarm, record=seal(member(identity, swarm, **fields), identity))
+    return registry.answer(identity.peer_id, request, host)
 
 
 def asked(registry, swarm=SWARM, peer="somebody"):
@@ -100,6 +101,36 @@ def test_the_registry_is_bounded(monkeypatch):
     assert note(full, many[0], names[0]).reason == ""
     assert note(full, many[1], names[1]).reason == "full"
     assert note(full, many[1], names[0]).reason == ""
+
+
+def test_many_keys_of_three_ranges_keep_no_honest_swarm_out_and_hide_no_member():
+    """They took all places of swarms with 33 keys, and all of a swarm's members with 32."""
+    clock = Clock()
+    registry = SeedRegistry(clock, chance=random.Random(0))
+    keys = [Identity.ephemeral() for _ in range(198)]
+    names = ["".join(random.Random(n).choices("abcdefghijklmnopqrstuvwxyz234567", k=51)) + "a" for n in range(200)]
+    anna, bert, honest, known = Identity.ephemeral(), Identity.ephemeral(), names[0], names[1]
+    assert note(registry, bert, known, "192.0.2.7").reason == ""
+    for minute in range(3):
+        clock.now = 60.0 * minute
+        for n, key in enumerate(keys):
+            note(registry, key, names[2 + n % 198], f"10.{n % 3}.0.{n % 250}")
+        for key in keys[:40]:
+            note(registry, key, known, "10.0.0.1")
+        assert note(registry, bert, known, "192.0.2.7").reason == ""
+        assert note(registry, anna, honest, "198.51.100.4").reason == ""
+        assert registry.count()[0] <= MAX_SWARMS
+        assert seal(member(bert, known), bert) in asked(registry, known)
+        assert asked(registry, honest) == (seal(member(anna, honest), anna),)
+
+
+def test_a_newcomer_displaces_nobody_who_has_one_place(monkeypatch):
+    registry = SeedRegistry()
+    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 2)
+    ada, bob, eve = (Identity.ephemeral() for _ in range(3))
+    for key, swarm, host in ((ada, "a", "10.1.0.1"), (bob, "b", "10.2.0.1")):
+        assert note(registry, key, swarm * 52 if swarm == "a" else "b" * 51 + "a", host).reason == ""
+    assert note(registry, eve, "c" * 51 + "a", "10.3.0.1").reason == "full"
 
 
 class SeedProcess:
