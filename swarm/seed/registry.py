@@ -60,7 +60,7 @@ class SeedRegistry:
 
     def _named(self, swarm: str, most: int, but: str = "") -> tuple[bytes, ...]:
         """Return the records of at most ``most`` members, drawn at random from each address range in turn."""
-        members = self._swarms.get(swarm, {})
+        members = self._swarms.get(swarm, OrderedDict())
         drawn = self._chance.sample(sorted(members.keys() - {but}), len(members.keys() - {but}))
         return tuple(members[peer].record for peer in by_turns((peer, members[peer].host) for peer in drawn)[:most])
 
