@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import queue
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import Any, NamedTuple
@@ -33,6 +35,10 @@ FRAME_S = 0.5
 SHARED_FRAME_S = 2.0  # between two looks for strangers, who may be many
 MOST_AT_ONCE = 5000  # events taken between two pictures
 MAX_PAGES, MAX_SHARED = 32, 256  # served at once
+MAX_CONNECTIONS, MAX_OF_ADDRESS = 400, 64  # below the usual 1,024 descriptors of a process; this machine, as a proxy, may have all
+HEADERS_S = 10.0  # seconds in which the header of a request must be there
+READ_S = 60.0  # seconds without a byte taken after which a viewer is gone
+LONGEST_HEADER = 64 * 1024
 MAX_ASKED = 16  # questions for a time of a recording that wait
 INDEX = "index.html"
 FIRST = '<script id="first" type="application/json">null</script>'  # in it; the newest picture takes null's place
@@ -68,6 +74,60 @@ async def _only_here(request: web.Request, handler: Callable[[web.Request], Awai
     if (request.url.host or "") not in NAMES:
         return web.Response(status=403, text="Open this page under http://127.0.0.1 or http://localhost.")
     return await handler(request)
+
+
+class _Gate(asyncio.Protocol):
+    """A connection to the page: refused where too many are open, ended where a request does not come. ``open``: of each address."""
+
+    def __init__(self, inner: asyncio.Protocol, open: Counter[str]) -> None:
+        self._inner, self._open, self._host, self._unfinished = inner, open, "", b""
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        host = str((transport.get_extra_info("peername") or ("",))[0])
+        few = self._open[host] < MAX_OF_ADDRESS or ipaddress.ip_address(host).is_loopback
+        if self._open.total() >= MAX_CONNECTIONS or not few:
+            transport.close()
+            return
+        self._host, self._transport = host, transport
+        self._open[host] += 1
+        self._inner.connection_made(transport)
+        self._waits()
+
+    def _waits(self) -> None:
+        self._deadline = self._deadline or asyncio.get_running_loop().call_later(HEADERS_S, self._transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._host:
+            return
+        *whole, self._unfinished = (self._unfinished + data).split(b"\r\n\r\n")
+        if len(self._unfinished) > LONGEST_HEADER:
+            self._transport.close()
+            return
+        if whole and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if self._unfinished:
+            self._waits()
+        self._inner.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._host:
+            self._open[self._host] -= 1
+            if not self._open[self._host]:
+                del self._open[self._host]
+            if self._deadline is not None:
+                self._deadline.cancel()
+            self._inner.connection_lost(exc)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received() if self._host else None
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
 
 
 class Page:
@@ -185,8 +245,8 @@ class Page:
                     while self._number == seen:
                         await self._fresh.wait()
                     seen, text = self._number, self._text
-                await response.write(f"data: {text}\n\n".encode())
-        except ConnectionError:
+                await asyncio.wait_for(response.write(f"data: {text}\n\n".encode()), READ_S)
+        except (ConnectionError, asyncio.TimeoutError):
             return response
         finally:
             self._pages -= 1
@@ -213,16 +273,19 @@ def serve(
         runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=0.5)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, place.host, place.port)
+            open: Counter[str] = Counter()
+            server, loop = runner.server, asyncio.get_running_loop()
+            assert server is not None  # it is there once the runner is set up
             try:
-                await site.start()
+                site = await loop.create_server(lambda: _Gate(server(), open), place.host, place.port)
             except OSError as error:
                 what = error.strerror or "unknown reason"
                 raise WatchError(f"Cannot serve the page on port {place.port} ({what}): choose another with --web.") from None
             host = f"[{place.host}]" if ":" in place.host else place.host
-            say(f"http://{host}:{runner.addresses[0][1]}/")
+            say(f"http://{host}:{site.sockets[0].getsockname()[1]}/")
             end = None if seconds is None else time.monotonic() + seconds
             await page.keep(lambda: end is not None and time.monotonic() >= end)
+            site.close()
         finally:
             await runner.cleanup()
 

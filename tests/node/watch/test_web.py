@@ -210,3 +210,79 @@ def test_its_address_is_told():
     source.ended.set()
     web.serve(queue.Queue(), source, web.Place(), live=True, seconds=None, say=said.append)
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", said[0])
+
+
+def gated(work, monkeypatch, **limits):
+    """Run ``work(port)`` against the page behind its gate, with ``limits`` in place of its own."""
+    for name, limit in limits.items():
+        monkeypatch.setattr(web, name, limit)
+
+    async def main():
+        page = web.Page(queue.Queue(), Source(), live=False)
+        runner, open = web.web.AppRunner(page.app(), access_log=None), web.Counter()
+        await runner.setup()
+        site = await asyncio.get_running_loop().create_server(lambda: web._Gate(runner.server(), open), web.HERE, 0)
+        try:
+            await asyncio.wait_for(work(site.sockets[0].getsockname()[1], open), 30)
+        finally:
+            site.close()
+            await runner.cleanup()
+
+    asyncio.run(main())
+
+
+async def fetched(port):
+    """The first line of the answer to a request for the page; nothing if the connection was refused."""
+    reader, writer = await asyncio.open_connection(web.HERE, port)
+    try:
+        writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        return await reader.readline()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def test_half_requests_end_and_leave_room_for_whole_ones(monkeypatch):
+    """1,100 of them ended the process for want of descriptors."""
+
+    async def work(port, open):
+        half = [await asyncio.open_connection(web.HERE, port) for _ in range(4)]
+        for _, writer in half:
+            writer.write(b"GET / HTTP/1.1\r\nHost: ")
+        assert await fetched(port) == b""  # the fifth of four
+        for reader, _ in half:
+            assert await reader.read() == b""  # ended by the server, as its time was up
+        while open.total():
+            await asyncio.sleep(0)
+        assert await fetched(port) == b"HTTP/1.1 200 OK\r\n"
+        for _, writer in half:
+            writer.close()
+
+    gated(work, monkeypatch, MAX_CONNECTIONS=4, HEADERS_S=0.3)
+
+
+def test_a_connection_that_goes_on_asking_stays(monkeypatch):
+    async def work(port, open):
+        reader, writer = await asyncio.open_connection(web.HERE, port)
+        for _ in range(3):
+            for part in (b"GET /style.css HTTP/1.1\r\n", b"Host: 127.0.0.1\r\n\r\n"):
+                writer.write(part)
+                await writer.drain()
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", head)[1]))
+        writer.close()
+
+    gated(work, monkeypatch)
+
+
+def test_a_header_without_an_end_is_cut_off(monkeypatch):
+    async def work(port, open):
+        reader, writer = await asyncio.open_connection(web.HERE, port)
+        writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * 4096)
+        while await reader.read(4096):
+            pass
+        writer.close()
+
+    gated(work, monkeypatch, LONGEST_HEADER=1024, HEADERS_S=3600.0)
