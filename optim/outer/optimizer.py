@@ -85,8 +85,9 @@ class OuterOptimizer(OuterRounds):
         several = [inner] if isinstance(inner, torch.optim.Optimizer) or not isinstance(inner, Sequence) else inner
         if wrong := [one for one in several if not isinstance(one, torch.optim.Optimizer)]:
             raise TypeError(f"inner must be an optimizer of torch, or a list of them, got {type(wrong[0]).__name__}")
-        if exchange is None or hasattr(exchange, "exchange"):  # a session is what is most likely handed in for its exchange
-            remedy = "hand in its exchange()" if hasattr(exchange, "exchange") else "such as session.exchange() or shoal.Alone()"
+        is_session = hasattr(exchange, "exchange") and not hasattr(exchange, "start")
+        if exchange is None or is_session:
+            remedy = "hand in its exchange()" if is_session else "such as session.exchange() or shoal.Alone()"
             raise TypeError(f"exchange must be an exchange, got {type(exchange).__name__}: {remedy}")
         return super().__new__(cls)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.optim import CO2, DiLoCo, NoLoCo, Simulation, StreamingDiLoCo
+from shoal.optim import CO2, Alone, DiLoCo, NoLoCo, Simulation, StreamingDiLoCo
 from shoal.optim.exchange.simulation import Faults
 
 PEERS = ["a", "b", "c"]
@@ -85,7 +85,7 @@ def test_taking_over_makes_equal_at_whatever_step_it_comes(name, late):
 
 def test_what_is_older_there_than_here_is_not_taken():
     net = model()
-    opt = METHODS["streaming"](torch.optim.SGD(net.parameters(), lr=0.05), None, net)
+    opt = METHODS["streaming"](torch.optim.SGD(net.parameters(), lr=0.05), Alone(), net)
     opt.applied = [4, 7]
     before = [t.clone() for t in opt.slow]
     given = [torch.full_like(t, 9.0) for t in opt.slow]
@@ -102,7 +102,7 @@ def test_what_is_older_there_than_here_is_not_taken():
 )
 def test_what_does_not_fit_changes_nothing(given, reason):
     net = model()
-    opt = METHODS["diloco"](torch.optim.SGD(net.parameters(), lr=0.05), None, net)
+    opt = METHODS["diloco"](torch.optim.SGD(net.parameters(), lr=0.05), Alone(), net)
     before = [t.clone() for t in opt.slow]
     with pytest.raises(ValueError, match=reason):
         opt.adopt([torch.full_like(t, 9.0) for t in opt.slow], round=3, **given)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.optim import CO2, DiLoCo, NoLoCo, StreamingDiLoCo
+from shoal.optim import CO2, Alone, DiLoCo, NoLoCo, StreamingDiLoCo
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -63,7 +63,7 @@ class Node:
         context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, self.members)
         timeouts = ExchangeTimeouts(wait, 60.0, 60.0)  # a silence is the machine's here: who is cut off cannot be opened
         inner = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.opt = METHODS[method](inner, None, self.model, run=SWARM, on_round=self.on_round)
+        self.opt = METHODS[method](inner, Alone(), self.model, run=SWARM, on_round=self.on_round)
         if method in ("noloco", "overlapped"):
             self.exchange = PairExchange(context, timeouts, fragments=self.opt.fragments, overlap=self.opt.lag > 0)
         else:
