@@ -313,7 +313,7 @@ class TrainingNode:
             self.display.message(sentence)
             suspected = self_report.absence.suspected
             p.metrics.write("partition", said=sentence, missing=list(suspected.names) if suspected is not None else [])
-        for sentence in p.member.lag_report.events():
+        for sentence in [*self_report.news(), *p.member.lag_report.events()]:
             self.display.message(sentence)
         p.member.announce("training", self._loss, *astuple(self._rates))
         self._link_file.refresh()

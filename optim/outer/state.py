@@ -322,7 +322,7 @@ class OuterState(FlightsState):
         The slow weights become the model's; the rule's state (momentum, start) and the codecs' memory what they are at first.
         Exchanges in flight are dropped: what they sent was learnt from the weights before. Steps, round, tokens, the outer
         settings and the inner optimizers' state go on. All peers should do so between the same rounds, with the same weights:
-        among peers that hold equal weights one alone takes the others' again, in gossip it is mixed with them.
+        where all hold equal ones the larger part's count, and in gossip one alone is mixed with the others.
 
         Raises:
             RuntimeError: within ``averaged``.

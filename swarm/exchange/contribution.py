@@ -14,6 +14,7 @@ from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.swarm.exchange.payload import BorrowedPayload, EncodedPayload, Payload
 from shoal.swarm.wire.digest import digest
+from shoal.swarm.wire.fields import Sketch
 from shoal.swarm.wire.pair import Offer
 
 BARRED = "this node has banned its caller for a while, for what it said in verification"
@@ -31,6 +32,8 @@ class Contribution:
     sha256: bytes
     even: int = 0
     """How many of the first tensors get a plain mean, whatever the weights; the same at all peers of the method."""
+    sketch: Sketch | None = None
+    """Of the slow weights after the round that this node finished last."""
 
     def tensors(self) -> Sequence[Tensor]:
         """Return what the others decode (`Payload.tensors`)."""

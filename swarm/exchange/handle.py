@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from shoal.optim.exchange.base import Mean
@@ -13,6 +13,7 @@ from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience
 from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.exchange.stats import ExchangeStats
+from shoal.swarm.wire.fields import Sketch
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -47,6 +48,13 @@ class ExchangeBase:
         """The outcomes of its exchanges."""
         self.waited = 0.0
         """Total seconds for which the calling thread was blocked here."""
+        self.sketch: Callable[[], Sketch | None] = lambda: None
+        """This node's newest sketch, to be shown to its group."""
+
+    @property
+    def sketches(self) -> Mapping[str, Sketch | None]:
+        """Return what the other members of the newest group have shown, by peer id."""
+        return {}
 
     @property
     def limit(self) -> float:

@@ -1,8 +1,9 @@
 """Detecting that parts of a group hold different slow weights, and deciding which part gives way.
 
-For methods whose peers all hold the same slow weights (`Anchored` rules). Each peer publishes in its record a sketch of its slow
-weights after its newest round (`shoal.optim.outer.sketch`), and compares the others' with its own after that round. After a network
-partition in which both parts stayed in the same rounds, nothing else would show that their weights differ. The rule:
+For methods whose peers all hold the same slow weights (`Anchored` rules). Each peer shows a sketch of its slow weights after its
+newest round (`shoal.optim.outer.sketch`) in its record, and with its next contribution to its group, and compares the others' with
+its own after that round. After a network partition in which both parts stayed in the same rounds, or where one peer's weights were
+changed behind its optimizer, nothing else would show that they differ. The rule:
 
 * A peer that is behind in rounds moves to the round of the others and takes over their weights, as any late peer does.
 * In the same round the smaller part takes over the weights of the larger one; of two equal parts, the one without the lowest peer
@@ -22,9 +23,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from shoal.optim.outer.sketch import distance
+from shoal.swarm.wire.fields import Sketch
 from shoal.swarm.wire.member import Member
 
-REMEMBERED = 64  # own rounds to compare others' records with, which are some seconds old
+REMEMBERED = 64  # own rounds to compare others' sketches with: records are some seconds old
 APART = 0.25
 """Fraction of a round's usual movement above which weights differ: a missed round makes about 1, rounding 1e-4 and later more."""
 PRECISION = 1e-5  # of the sketch: below it weights that hardly move any more differ by rounding alone
@@ -52,7 +54,9 @@ class DriftDetector:
         self._last: dict[int, Sequence[float]] = {}
         self._moves: dict[int, deque[float]] = {}
         self._doubts = 0
-        self.newest: tuple[int, int, tuple[float, ...]] | None = None
+        self.newest: Sketch | None = None
+        self.apart: frozenset[str] = frozenset()
+        """The peers whose weights differ from this node's by the last call of ``split``, if it came to an end."""
 
     def finished(self, round: int, fragment: int, sketch: tuple[float, ...]) -> None:
         """Record the sketch of the slow weights of ``fragment`` after ``round``."""
@@ -75,31 +79,36 @@ class DriftDetector:
         self._last.clear()
         self.newest, self._doubts = None, 0
 
-    def split(self, members: Mapping[str, Member]) -> SplitDecision | None:
-        """Return the decision to give way, by the newest records, or None. Call it once a round."""
-        near, far, unknown = {self._me}, set[str](), False
+    def split(self, members: Mapping[str, Member], group: Mapping[str, Sketch | None]) -> SplitDecision | None:
+        """Return the decision to give way, or None, by the records and by what the others of this round's group have shown.
+
+        Call it once a round. The group's are newer, and signed by who shows them, so nobody but their author can make them up.
+        """
+        near, far, unknown, self.apart = {self._me}, set[str](), False, frozenset()
         fragments = set[int]()
-        others = {p: m for p, m in members.items() if p != self._me and m.model == self._model and m.state == "training"}
+        there = {p: m for p, m in members.items() if m.model == self._model and m.state in ("waiting", "training")}
+        # A record that still says "waiting" counts as one of whom nothing is known: quick rounds are over before the next one.
+        others = {p: m.sketch if m.state == "training" else None for p, m in there.items() if p != self._me} | dict(group)
         if len(others) + 1 > self._most:
             return None
-        for peer, member in others.items():
-            if member.sketch is None or (known := self._own.get(member.sketch[:2])) is None:
+        for peer, shown in others.items():
+            if shown is None or (known := self._own.get(shown[:2])) is None:
                 unknown = True
                 continue
             own, limit = known
-            if distance(own, member.sketch[2]) <= limit:
+            if distance(own, shown[2]) <= limit:
                 near.add(peer)
             else:
                 far.add(peer)
-                fragments.add(member.sketch[1])
+                fragments.add(shown[1])
         if not far or (len(near), -_order(near)) > (len(far), -_order(far)):
-            self._doubts = 0
+            self._doubts, self.apart = 0, frozenset(far)
             return None
         self._doubts += 1
         if unknown and self._doubts < DOUBTS:
             return None
-        self._doubts = 0
-        return SplitDecision(frozenset(fragments), frozenset(far))
+        self._doubts, self.apart = 0, frozenset(far)
+        return SplitDecision(frozenset(fragments), self.apart)
 
 
 def _order(peers: set[str]) -> int:

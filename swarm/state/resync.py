@@ -160,8 +160,9 @@ class Resynchronizer:
     def _sources(self) -> list[tuple[str, tuple[str, ...]]]:
         me = self._membership.identity.peer_id
         members = self._membership.directory.members().items()
-        there = [m for peer, m in members if peer != me and m.model == self._model and m.state == "training"]
-        there = [m for m in there if m.peer in self._preferred] or there
+        there = [m for peer, m in members if peer != me and m.model == self._model]
+        preferred = [m for m in there if m.peer in self._preferred and m.state in ("waiting", "training")]  # a record may be late
+        there = preferred or [m for m in there if m.state == "training"]
         usual = median_low(m.round for m in there) if there else 0
         return [(m.peer, m.addresses) for m in sorted(there, key=lambda m: (-min(m.round, usual), m.peer))[:ASKED]]
 

@@ -20,6 +20,7 @@ from shoal.swarm.state.resync import Resynchronizer
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.training.self_report import SelfReport
+from shoal.swarm.wire.fields import Sketch
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -57,6 +58,7 @@ class OuterSync:
         self._restarts = opt.restarts
         self.self_report = SelfReport(exchange.stats, membership.directory, me, self._sketch, clock)
         """This node's account of its own exchanges, for its record in the directory."""
+        exchange.sketch = self._sketch
 
     def begin_from(self, state: State) -> None:
         """Take over the weights and the round of ``state``: of a swarm that is under way, or those that it begins with."""
@@ -95,7 +97,13 @@ class OuterSync:
             self._drift.moved()
         elif opt.anchored and info.key.fragment < opt.fragments:
             self._drift.finished(info.key.round, info.key.fragment, opt.sketch_of(info.key.fragment))
-        split = self._drift.split(self._directory.members()) if opt.anchored else None
+        split = None
+        # A node that knows that its weights have diverged, or that was alone just now, knows why they differ.
+        explained = behind or len(info.members) < 2 or self._resynchronizer.diverged
+        if opt.anchored and info.key.fragment < opt.fragments and not explained:
+            members = self._directory.members()
+            split = self._drift.split(members, self._exchange.sketches)
+            self.self_report.apart(self._drift.apart, members, split is not None)
         self._resynchronizer.on_round(info, behind=behind, split=split)
 
     def after_step(self) -> bool:
@@ -128,7 +136,7 @@ class OuterSync:
         applied = [min(applied, opt.round) for applied in opt.applied]  # later ones may end after it went back
         return State(opt.round, slow, shared, applied, gathers=getattr(opt, "gathers", 0))
 
-    def _sketch(self) -> tuple[int, int, tuple[float, ...]] | None:
+    def _sketch(self) -> Sketch | None:
         return None if self._resynchronizer.diverged else self._drift.newest  # no peer should give way to diverged weights
 
     def _took_over(self) -> None:

@@ -378,7 +378,8 @@ class Session:
         opt = self._opt
         if self._member.after_step():
             log.info("missed a round, and took over the swarm's weights at round %d", opt.round // opt.fragments)
-        for sentence in [*self._member.self_report.events(), *self._member.lag_report.events()]:
+        report = self._member.self_report
+        for sentence in [*report.events(), *report.news(), *self._member.lag_report.events()]:
             log.warning("%s", sentence)
         if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
             self._announce("training")

@@ -82,6 +82,8 @@ Reason = Annotated[str, BeforeValidator(_sentence), Field(max_length=512)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Token = Annotated[str, Field(pattern=r"^[a-z0-9_.:,=+-]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Sketch = tuple[Count, Count, Annotated[tuple[float, ...], Field(min_length=SKETCH, max_length=SKETCH)]]
+"""A round and fragment, and a sketch of the slow weights of that fragment after it (`shoal.swarm.state.drift`)."""
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 # Sums and products of such weights stay finite in float32. 0: takes part but is not counted.

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shoal.swarm.wire.envelope import ENVELOPE, KIB, Message
-from shoal.swarm.wire.fields import Address, Bytes, Count, Digest, Nonce, PeerId, Reason, Sha256, SwarmId, Token, Weight
+from shoal.swarm.wire.fields import Address, Bytes, Count, Digest, Nonce, PeerId, Reason, Sha256, Sketch, SwarmId, Token, Weight
 
 MAX_GROUP = 64  # members, each a bit of one number
 LARGEST_GROUP = MAX_GROUP - 1  # that a swarm may ask for: of several groups one may be larger by one
@@ -18,9 +18,12 @@ Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
 
 
 class GroupReady(Message):
-    """Signed description of the sender's contribution to a round, for its leader and then its group; ``patience`` in seconds."""
+    """Signed description of the sender's contribution to a round, for its leader and then its group; ``patience`` in seconds.
 
-    KIND, VERSION = "group-ready", 3
+    ``sketch``: that of the round that it finished last, as in its `shoal.swarm.wire.member.Member`, which may arrive too late.
+    """
+
+    KIND, VERSION = "group-ready", 4
     swarm: SwarmId
     round: Count
     fragment: Count
@@ -32,6 +35,7 @@ class GroupReady(Message):
     sha256: Sha256
     patience: Annotated[float, Field(ge=0, le=MAX_PATIENCE)]
     nonce: Nonce
+    sketch: Sketch | None = None
 
 
 class GroupReceipt(Message):

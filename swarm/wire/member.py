@@ -11,7 +11,6 @@ from shoal.swarm.wire.fields import (
     FAILURES,
     MAX_BLAMED,
     MAX_COUNT,
-    SKETCH,
     Address,
     Count,
     Digest,
@@ -20,6 +19,7 @@ from shoal.swarm.wire.fields import (
     PeerId,
     Seconds,
     ShortLabel,
+    Sketch,
     SwarmId,
 )
 
@@ -71,7 +71,7 @@ class Member(Message):
     missing_names: Annotated[tuple[ShortLabel, ...], Field(max_length=MAX_MISSING)] = ()
     tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
     mfu: Annotated[float, Field(ge=0)] | None = None
-    sketch: tuple[Count, Count, Annotated[tuple[float, ...], Field(min_length=SKETCH, max_length=SKETCH)]] | None = None
+    sketch: Sketch | None = None
 
     @model_validator(mode="after")
     def _shard_exists(self) -> Member:

@@ -6,7 +6,8 @@ leader's side; `allgather` and `allreduce` for the bytes. Several rounds may be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from shoal.swarm.exchange.group.member import GroupMember
 from shoal.swarm.exchange.group.reduction import Outcome
 from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.exchange.handle import ExchangeBase, ExchangeHandle
+from shoal.swarm.wire.fields import Sketch
 from shoal.swarm.wire.group import LARGEST_GROUP
 
 
@@ -77,6 +79,11 @@ class GroupExchange(ExchangeBase):
         )
         self._largest = max_group + 1
 
+    @property
+    def sketches(self) -> Mapping[str, Sketch | None]:
+        """Return what the other members of the newest group have shown, by peer id; none where a round has several groups."""
+        return self._groups.sketches
+
     def start(
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
     ) -> ExchangeHandle[Outcome]:
@@ -90,7 +97,7 @@ class GroupExchange(ExchangeBase):
         return self._begin(key, tensors, weight, codec, even)
 
     def _begin(self, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int) -> ExchangeHandle[Outcome]:
-        mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
+        mine = replace(encode_contribution(self._context.swarm, key, tensors, weight, codec, even), sketch=self.sketch())
         self.moved = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean())

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.swarm.errors import MessageError, NetworkError
@@ -38,6 +38,7 @@ from shoal.swarm.p2p.memory_stream import stream_pair
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import Message, seal, unpack
+from shoal.swarm.wire.fields import Sketch
 from shoal.swarm.wire.group import GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
 
 TRIED = 8  # leaders tried in one round
@@ -84,6 +85,8 @@ class GroupMember:
         self._largest, self._follow, self._patience = largest, follow, patience
         self._streams = PeerStreams(context.host, view, timeouts.chunk)
         self._local: set[asyncio.Task[None]] = set()
+        self.sketches: Mapping[str, Sketch | None] = {}
+        """What the others of the newest group of everybody have shown; replaced as a whole, for the training thread."""
         context.host.serve(LEADER_PROTOCOL, leader.serve)
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
@@ -267,6 +270,9 @@ class GroupMember:
         if sealed is not None and mean:
             self._decisions.remember(group.nonce, sealed)
             included = mean & group.places([self._context.me])
+            # The weights of several groups differ by design; a node that shows none has none to compare.
+            them = group.at(mean) if group.alone and attempt.contribution.sketch is not None else ()
+            self.sketches = {peer: group.readies[peer].sketch for peer in them if peer != self._context.me}
             if included and not mean & ~reduction.places() and attempt.commit.commit(reduction.result(mean)):
                 attempt.stats.done(attempt.key, loop.time() - began)
                 self._view.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)

@@ -79,6 +79,7 @@ def ready_message(mine: Contribution, swarm: str, model: str, patience: float) -
         sha256=mine.sha256,
         patience=min(max(patience, 0.0), MAX_PATIENCE),
         nonce=fresh_nonce(),
+        sketch=mine.sketch,
     )
 
 

@@ -43,7 +43,7 @@ def records(drifts, **changes):
 
 def yielding(drifts):
     there = records(drifts)
-    return {peer: found for peer, drift in drifts.items() if (found := drift.split(there)) is not None}
+    return {peer: found for peer, drift in drifts.items() if (found := drift.split(there, {})) is not None}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,13 +103,13 @@ def test_of_two_parts_one_gives_way_and_then_all_are_together(places):
 
 def test_a_record_of_a_round_that_this_node_was_not_in_says_nothing():
     drift, other = walk(3, {PEERS[1]: 0.0})[PEERS[1]], walk(9, {PEERS[0]: 3.0})[PEERS[0]]
-    assert drift.split(records({PEERS[0]: other})) is None
+    assert drift.split(records({PEERS[0]: other}), {}) is None
 
 
 def test_while_it_cannot_tell_of_everybody_a_node_waits_a_little():
     drifts = walk(3, dict.fromkeys(PEERS[:2], 3.0) | {PEERS[2]: 0.0})
     there = records(drifts) | {PEERS[3]: member(PEERS[3], None)}
-    found = [drifts[PEERS[2]].split(there) for _ in range(DOUBTS)]
+    found = [drifts[PEERS[2]].split(there, {}) for _ in range(DOUBTS)]
     assert found[:-1] == [None] * (DOUBTS - 1)
     assert found[-1].sources == frozenset(PEERS[:2])
 
@@ -117,7 +117,7 @@ def test_while_it_cannot_tell_of_everybody_a_node_waits_a_little():
 @pytest.mark.parametrize("changes", [{"model": "1" * 64}, {"state": "waiting"}])
 def test_who_does_not_train_the_same_is_not_compared(changes):
     drifts = walk(3, {PEERS[0]: 3.0, PEERS[1]: 0.0})
-    assert drifts[PEERS[1]].split(records(drifts, **changes)) is None
+    assert drifts[PEERS[1]].split(records(drifts, **changes), {}) is None
 
 
 def test_where_the_rounds_have_several_groups_weights_differ_by_design():
@@ -135,3 +135,35 @@ def test_weights_that_are_not_finite_say_nothing():
 
 def test_before_it_knows_how_far_a_round_moves_it_judges_nobody():
     assert yielding(walk(1, {PEERS[0]: 3.0, PEERS[1]: 0.0})) == {}
+
+
+def test_what_the_group_shows_counts_where_no_record_has_come():
+    """Mutants: only records are compared, so that quick rounds end before; the side that stays learns nothing."""
+    drifts = walk(3, {PEERS[0]: 0.0, PEERS[1]: 0.0, PEERS[2]: 3.0})
+    late = {peer: member(peer, None, state="waiting") for peer in PEERS[:3]}
+    shown = {peer: drift.newest for peer, drift in drifts.items()}
+    found = {peer: drift.split(late, {p: shown[p] for p in shown if p != peer}) for peer, drift in drifts.items()}
+    assert found == {PEERS[0]: None, PEERS[1]: None, PEERS[2]: SplitDecision(frozenset({0}), frozenset(PEERS[:2]))}
+    assert [drifts[peer].apart for peer in PEERS[:3]] == [{PEERS[2]}, {PEERS[2]}, set(PEERS[:2])]
+
+
+def test_what_a_group_member_shows_is_newer_than_its_record():
+    drift, other = walk(3, {PEERS[1]: 0.0})[PEERS[1]], walk(3, {PEERS[0]: 3.0})[PEERS[0]]
+    there = records({PEERS[0]: other})
+    assert drift.split(there, {PEERS[0]: drift.newest}) is None  # it has taken over this node's weights since
+    assert drift.apart == set()
+    assert drift.split(there, {PEERS[0]: None}) is None  # it knows that its own have diverged
+    assert drift.apart == set()
+
+
+def test_a_leader_that_leaves_the_honest_out_of_one_group_moves_nobody():
+    """Mutant: a group of one liar counts for the swarm, whose other members have only just joined by their records."""
+    drift = walk(3, {PEERS[1]: 0.0})[PEERS[1]]
+    there = {peer: member(peer, None, state="waiting") for peer in PEERS}
+    lie = {PEERS[0]: (2, 0, at(9.0, 2))}
+    assert [drift.split(there, lie) for _ in range(DOUBTS - 1)] == [None] * (DOUBTS - 1)
+    assert drift.apart == set()
+    honest = dict.fromkeys(PEERS[2:], drift.newest)
+    for _ in range(DOUBTS):  # a liar among honest ones is only named
+        assert drift.split(there, lie | honest) is None
+        assert drift.apart == {PEERS[0]}

@@ -6,7 +6,8 @@ from shoal.optim import RoundKey
 from shoal.swarm.exchange.stats import RECENT, ExchangeStats
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.partition_detector import CONFIRM
-from shoal.swarm.training.self_report import SelfReport
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.training.self_report import AGAIN_S, SelfReport
 from shoal.swarm.wire.member import Member
 
 ME, ANNA, BERT = (Identity.ephemeral().peer_id for _ in range(3))
@@ -51,3 +52,27 @@ def test_it_looks_at_most_once_a_second():
         now[0] = quarter / 4
         self_report.events()
     assert looks == [0.0, 1.0, 2.0]
+
+
+def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in_each_round():
+    """Mutants: said in each round that lasts; one sentence of a liar hides that this node itself takes over others' weights."""
+    now = [5.0]
+    self_report = SelfReport(ExchangeStats(), SimpleNamespace(), ME, clock=lambda: now[0])
+    there = {peer: member(peer) for peer in (ME, ANNA)}
+    self_report.apart((), there, False)
+    assert self_report.news() == []
+    for _ in range(20):
+        self_report.apart({ANNA}, there, False)
+        now[0] += (AGAIN_S - 1) / 20
+    purpose = "; to load other weights on purpose, call opt.restart_from_model() on all members"
+    assert self_report.news() == [
+        f"the weights of 1 other member (anna) differ from this node's, and are to give way to them{purpose}"
+    ]
+    self_report.apart({ANNA, BERT}, there, True)
+    (said,) = self_report.news()
+    names = ", ".join("anna" if peer == ANNA else short(BERT) for peer in sorted((ANNA, BERT)))
+    assert said == f"this node's weights differ from those of 2 other members ({names}), so it takes over theirs{purpose}"
+    now[0] += AGAIN_S
+    self_report.apart({ANNA}, there, False)
+    assert len(self_report.news()) == 1
+    assert self_report.news() == []

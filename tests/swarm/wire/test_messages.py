@@ -116,6 +116,7 @@ ALL = st.one_of(
         sha256=hashes,
         patience=st.floats(0, 3600),
         nonce=nonces,
+        sketch=st.none() | st.tuples(counts, counts, st.lists(st.floats(-1e30, 1e30), min_size=4, max_size=4).map(tuple)),
     ),
     st.builds(
         g.GroupReceipt,

@@ -1,0 +1,194 @@
+"""Members of a method whose peers hold equal weights say so when theirs differ, and begin anew together when asked to."""
+
+import concurrent.futures
+import logging
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+import shoal
+from shoal.optim import DiLoCo, Simulation
+from shoal.swarm.state.snapshot import State
+
+HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
+EVERY = 4
+METHODS = {
+    "diloco": {},
+    "streaming": {"fragments": 2, "lag": 1},
+    "co2": {},
+}
+
+
+def model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def train(opt, module, data, steps):
+    for _ in range(steps):
+        x = torch.randn(8, 4, generator=data)
+        (module(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def swarm(jobs, **outer):
+    """Run ``jobs`` in threads, the first with the session that makes the swarm, each as ``job(session, module)``; their results."""
+    modules = [model(number) for number in range(len(jobs))]
+    first = shoal.create(
+        state=modules[0], every=EVERY, network=HERE, node="peer0", **{"start_when": len(jobs), "wait_s": 60.0} | outer
+    )
+    joined = [shoal.join(first.link, state=modules[n], network=HERE, node=f"peer{n}") for n in range(1, len(jobs))]
+
+    def run(job, session, module):
+        with session:
+            return job(session, module)
+
+    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result(200) for future in list(map(partial(pool.submit, run), jobs, [first, *joined], modules))]
+
+
+def said(caplog):
+    return [r.getMessage() for r in caplog.records if "opt.restart_from_model()" in r.getMessage()]
+
+
+@pytest.mark.parametrize(("method", "peers"), [("diloco", 2), ("diloco", 3), ("streaming", 3), ("co2", 3)])
+def test_weights_that_are_changed_behind_the_optimizer_are_noticed_in_quick_rounds(method, peers, caplog):
+    """Mutants: sketches go by records alone, which come seconds later; who decides says nothing; it says so in each round."""
+    caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
+    before = []
+
+    def job(number):
+        def go(session, module):
+            opt = session.optimizer(sgd(module))
+            data = torch.Generator().manual_seed(number)
+            train(opt, module, data, 8 * EVERY)
+            before.extend(said(caplog))
+            if number == 1:
+                for tensor in opt.slow:
+                    tensor.add_(3.0)
+            train(opt, module, data, 8 * EVERY)
+
+        return go
+
+    swarm([job(number) for number in range(peers)], method=method, **METHODS[method])
+    assert before == []
+    sentences = said(caplog)
+    gives_way = [s for s in sentences if s.startswith("this node's weights differ from those of")]
+    stays = [s for s in sentences if "differ from this node's" in s]
+    assert (len(gives_way), len(stays), len(sentences)) == (1, peers - 1, peers)
+    if peers == 3:
+        assert {word.strip("(),") for word in gives_way[0].split()} >= {"2", "peer0", "peer2"}
+        assert all("of 1 other member (peer1) differ" in s for s in stays)
+
+
+@pytest.mark.parametrize("outer", [{"method": "diloco", "codec": "int8"}, {"method": "streaming", "fragments": 2, "lag": "auto"}])
+def test_honest_members_never_say_that_weights_differ(outer, caplog):
+    """Mutant: weights of different rounds, which a lag of one's own brings, or of a lossy codec's roundings are compared."""
+    caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
+
+    def job(number):
+        def go(session, module):
+            opt = session.optimizer(sgd(module))
+            train(opt, module, torch.Generator().manual_seed(number), 16 * EVERY)
+            return opt.sketch_of(0)
+
+        return go
+
+    found = swarm([job(0), job(1), job(2)], **outer)
+    assert all(sketch == pytest.approx(found[0], abs=1e-4) for sketch in found)
+    assert said(caplog) == []
+
+
+def test_a_node_whose_weights_differ_takes_over_those_of_the_others():
+    """Mutant: it only says so. Between two rounds all wait until what it fetches is there, for these are quicker than a fetch."""
+    meeting = threading.Barrier(3)
+
+    def job(number):
+        def go(session, module):
+            opt, data = session.optimizer(sgd(module)), torch.Generator().manual_seed(number)
+            train(opt, module, data, 4 * EVERY)
+            if number == 1:
+                for tensor in opt.slow:
+                    tensor.add_(3.0)
+            for _ in range(8):
+                train(opt, module, data, EVERY)
+                if number == 1:
+                    concurrent.futures.wait(filter(None, [session._member.sync._resynchronizer._pending]), 60)
+                    meeting.wait(60)
+                else:
+                    with session._member.at_rest():
+                        meeting.wait(60)
+            return [t.clone() for t in opt.slow]
+
+        return go
+
+    found = swarm([job(number) for number in range(3)], method="diloco")
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def simulated(rounds):
+    """The slow weights of two peers that both begin anew from ``model(5)`` after ``rounds``, and train as many again."""
+
+    def run(exchange):
+        module, number = model(0), int(exchange.peer)
+        opt, data = DiLoCo(sgd(module), exchange, every=EVERY), torch.Generator().manual_seed(number)
+        train(opt, module, data, rounds * EVERY)
+        module.load_state_dict(model(5).state_dict())
+        opt.restart_from_model()
+        train(opt, module, data, rounds * EVERY)
+        return [t.clone() for t in opt.slow]
+
+    return Simulation(["0", "1"]).run(run)["0"]
+
+
+def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever_was_being_fetched(caplog):
+    """Mutants: weights that were fetched before replace the loaded ones; the sketches of before are compared with those after."""
+    caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
+
+    def job(number):
+        def go(session, module):
+            opt, data = session.optimizer(sgd(module)), torch.Generator().manual_seed(number)
+            train(opt, module, data, 4 * EVERY)
+            resynchronizer = session._member.sync._resynchronizer
+            if number == 1:  # as after a missed round: the weights of before are there, and would be taken over after a step
+                resynchronizer._diverged.add(0)
+                resynchronizer._pending = fetched = concurrent.futures.Future()
+                fetched.set_result(State(opt.round, [torch.zeros_like(t) for t in opt.slow], opt.shared, list(opt.applied)))
+            module.load_state_dict(model(5).state_dict())
+            opt.restart_from_model()
+            train(opt, module, data, 1)
+            assert (session._member.sync.self_report.details()["sketch"], resynchronizer.diverged) == (None, False)
+            train(opt, module, data, 4 * EVERY - 1)
+            return [t.clone() for t in opt.slow]
+
+        return go
+
+    found = swarm([job(0), job(1)], method="diloco")
+    wanted = simulated(4)
+    for mine in found:
+        for one, other in zip(mine, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert said(caplog) == []
+
+
+def test_after_the_end_of_its_session_an_optimizer_begins_anew_too():
+    """Mutant: the session, whose network is gone, is asked what to forget, or the next round is never applied."""
+    module, data = model(0), torch.Generator().manual_seed(1)
+    with shoal.create(state=module, method="diloco", every=EVERY, network=HERE, wait_s=0.2) as session:
+        opt = session.optimizer(sgd(module))
+        train(opt, module, data, EVERY)
+    module.load_state_dict(model(5).state_dict())
+    opt.restart_from_model()
+    assert all(torch.equal(slow, p) for slow, p in zip(opt.slow, model(5).parameters(), strict=True))
+    train(opt, module, data, EVERY)
+    assert opt.round == 2
+    assert not any(torch.equal(slow, p) for slow, p in zip(opt.slow, model(5).parameters(), strict=True))
