@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data._utils import signal_handling
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.worker import _AckStartup
 
@@ -34,7 +35,6 @@ from shoal.node.batch import mapped
 from shoal.node.task import Batches, NumberedBatches, Task
 from shoal.node.user_code import UserCodeError, summary
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.training.child_signals import keep_child_signals
 
 POSITION = "position of the task"
 WIDE = 2  # times the elements that a tensor's strides may span to be sent as they are
@@ -67,7 +67,9 @@ class Loader(Iterator[Any]):
             raise LoadingError("This task draws its batches with the model, which workers do not have: set train.workers to 0.")
         if workers and sys.platform == "win32":
             raise LoadingError("Workers are forked, which Windows cannot do: set train.workers to 0.")
-        keep_child_signals()  # from DataLoaders in the task too
+        # Else torch takes SIGCHLD, also for DataLoaders in the task, and raises the error of a worker that died wherever the main
+        # thread is, as in the middle of an outer step. It finds dead workers without the signal too, when a batch is drawn.
+        signal_handling._SIGCHLD_handler_set = True
         self._batches, self._taken = batches, 0
         numbered = batches if isinstance(batches, NumberedBatches) else None
         own = getattr(batches, "own_workers", None)

@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity, b58encode
+from shoal.swarm.p2p.daemon_guard import GRACE
 from shoal.swarm.p2p.daemon_process import (
+    GuardedProcess,
     Relay,
     check_binary,
     daemon_path,
@@ -104,7 +106,7 @@ class Daemon:
         self.control, self.inbound = run_dir / "daemon.sock", run_dir / "client.sock"
         self.at_end: list[Callable[[], None]] = []
         """Called before the process is ended."""
-        self._child: asyncio.subprocess.Process | None = None  # the guard
+        self._child: GuardedProcess | None = None  # the guard
         self._follower: asyncio.Task[None] | None = None
         self._server: asyncio.AbstractServer | None = None
         self._handlers: dict[str, Incoming] = {}
@@ -175,10 +177,9 @@ class Daemon:
         return b58encode((await self._identify()).id[:MAX_ID])
 
     async def _spawn(self, command: list[str], lock: int) -> None:
-        self._child = await start_guarded(self._run_dir, command, lock)
-        assert self._child.stdout is not None
+        self._child = start_guarded(self._run_dir, command, lock)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._follower = asyncio.create_task(follow(self._child.stdout, self._output, ready))
+        self._follower = asyncio.create_task(follow(await self._child.output(), self._output, ready))
         await ready
 
     async def ended(self) -> int:
@@ -197,10 +198,11 @@ class Daemon:
         if self._follower is not None:
             self._follower.cancel()
         if self._child is not None:
-            if self._child.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._child.terminate()
-            await self._child.wait()
+            self._child.terminate()
+            try:
+                await asyncio.wait_for(self._child.wait(), 4 * GRACE)
+            except asyncio.TimeoutError:  # it was stopped, perhaps
+                self._child.kill()
         shutil.rmtree(self._run_dir, ignore_errors=True)  # if the guard was killed
 
     def end_by_force(self) -> None:

@@ -15,8 +15,10 @@ import os
 import platform
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -187,7 +189,45 @@ def options(
     return [f"-{name}={value}" for name, value in chosen.items()]
 
 
-async def start_guarded(run_dir: Path, command: list[str], lock: int) -> asyncio.subprocess.Process:
+class GuardedProcess:
+    """The guard of a daemon as a child process, whose end is noticed whoever has SIGCHLD: torch's loaders and Lightning take it.
+
+    Make it on the loop that is to hear of its end, from ``popen``, whose output is a pipe.
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen, self.pid = popen, popen.pid
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        # A daemon thread: those of an executor are joined when Python ends.
+        threading.Thread(target=self._wait, name="guard", daemon=True).start()
+
+    def _wait(self) -> None:
+        status = self._popen.wait()
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            self._loop.call_soon_threadsafe(self._ended.set_result, status)
+
+    async def output(self) -> asyncio.StreamReader:
+        """Return its output and that of its daemon; call it once."""
+        reader = asyncio.StreamReader()
+        assert self._popen.stdout is not None
+        await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._popen.stdout)
+        return reader
+
+    async def wait(self) -> int:
+        """Wait until it has ended; return its exit status."""
+        return await asyncio.shield(self._ended)
+
+    def terminate(self) -> None:
+        """Have it end its daemon and itself."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._popen.kill()
+
+
+def start_guarded(run_dir: Path, command: list[str], lock: int) -> GuardedProcess:
     """Start ``command`` under a guard, which holds the lock of ``run_dir``. Raises StartupError."""
     # On all processors its threads spin and wake each other: half of them move the same bytes in 15 % less time.
     half = str(max((os.cpu_count() or 2) // 2, 1))
@@ -197,16 +237,16 @@ async def start_guarded(run_dir: Path, command: list[str], lock: int) -> asyncio
     env = {**defaults, **os.environ, "GOLOG_LOG_FMT": "json"}
     me = [sys.executable, "-I", "-S", guard.__file__, str(run_dir), str(os.getpid())]
     try:
-        return await asyncio.create_subprocess_exec(
-            *me,
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+        popen = subprocess.Popen(
+            [*me, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=env,
             pass_fds=(lock,),
             start_new_session=True,
         )
+        return GuardedProcess(popen)
     except OSError as error:
         raise StartupError(f"cannot start {sys.executable} to guard the daemon ({error.strerror}).") from error
 

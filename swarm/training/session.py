@@ -47,7 +47,6 @@ from shoal.swarm.membership.overview import overview
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.catch_up import check_model
 from shoal.swarm.topics.status_reporter import StatusReporter
-from shoal.swarm.training.child_signals import keep_child_signals
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.loss_trial import LossTrial
 from shoal.swarm.training.member import RoundReport, TrainingMember
@@ -79,7 +78,6 @@ class Session:
         channel: Channel | None = None,
     ) -> None:
         self._membership, self._name, self._first = membership, name, first
-        keep_child_signals()
         everyone = membership.directory.members()
         of, peer, seed = membership.manifest.shards, membership.identity.peer_id, membership.manifest.train.seed
         shard = Shard(least_used(everyone, of, peer), of, seed)

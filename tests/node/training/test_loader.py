@@ -307,30 +307,6 @@ def test_workers_end_when_the_loader_is_closed_and_one_that_is_killed_is_named()
     assert children() == before
 
 
-def test_the_networks_loop_still_hears_of_the_end_of_its_daemon():
-    """Torch would take SIGCHLD from it."""
-    script = """
-import asyncio, sys, threading, uvloop
-from torch.utils.data import DataLoader
-from shoal.node.task import Task
-from shoal.node.training.loader import Loader
-
-loop = uvloop.new_event_loop()
-threading.Thread(target=loop.run_forever, daemon=True).start()
-daemon = asyncio.run_coroutine_threadsafe(asyncio.create_subprocess_exec("sleep", "1000"), loop).result()
-
-def batches():
-    yield from DataLoader(range(100), num_workers=1)
-
-made = Loader(Task(), batches(), workers=0)
-next(made)
-loop.call_soon_threadsafe(daemon.kill)
-print(asyncio.run_coroutine_threadsafe(daemon.wait(), loop).result())
-"""
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
-    assert ended.stdout.split() == ["-9"]
-
-
 NODE = """
 import os, sys, time
 from shoal.node.task import Task

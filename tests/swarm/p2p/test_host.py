@@ -226,6 +226,23 @@ def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
     assert set(a.call(a.get("key"), 60)) == {"one", "two"}
 
 
+@pytest.mark.parametrize("taken", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None])
+def test_the_end_of_the_daemon_is_noticed_whoever_has_sigchld(taken):
+    """Lightning resets it, and torch's loaders take it: the end was not noticed, and each close took 4 s."""
+    with start() as host:
+        before = signal.signal(signal.SIGCHLD, taken)
+        try:
+            daemon = host._supervisor.daemon
+            kill_daemon(host)
+            until(lambda: host.restarts == 1)
+            assert daemon._child._ended.done()
+            child = host._supervisor.daemon._child
+            host.close()
+            assert child._ended.done()  # as ``close`` waited for it, and did not give it up
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+
+
 async def hang(host, peer_id):
     stream = await host.open(peer_id, ECHO, timeout=30)
     await stream.receive(10, 60)
