@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TOPS = ("node", "optim", "swarm", "verification")
 MARK = re.compile(r"<!-- not run: \S.* -->")
-LANGUAGES = {"sh", "python", "toml", "text"}
+LANGUAGES = {"sh", "python", "toml", "text", "diff"}
 
 
 class Block(NamedTuple):

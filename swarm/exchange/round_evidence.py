@@ -1,9 +1,10 @@
 """How far others' words move a node's round: no further than peers that it has met, and its own clock, make plausible.
 
 A round is a number that any stranger can state, and keys are free. So neither one peer's answer nor the records of many count, but
-the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. While it has met none of
-those present, all members count. A stranger's word alone moves it nowhere. In any case its clock is a limit: what peers `QUICKER`
-times as quick as itself could have done since it began.
+the rounds of peers with the same model with which this node has exchanged, whose median it follows: the upper one of `SEVERAL` or
+more, since with the lower one peers of unlike speed are alone more often. While it has met none of those present, all members
+count. A stranger's word alone moves it nowhere. In any case its clock is a limit: what peers `QUICKER` times as quick as itself
+could have done since it began.
 
 A node that is ahead of all others, because its checkpoint or its snapshot was, meets nobody, and they do not believe it. After
 `ALONE` rounds without an exchange it goes back to where those are that call it.
@@ -12,12 +13,13 @@ A node that is ahead of all others, because its checkpoint or its snapshot was, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from statistics import median_low
+from statistics import median_high, median_low
 
 from shoal.swarm.exchange.context import PeerContext
 
 QUICKER = 256  # a large GPU against a small CPU
 ALONE = 4  # rounds of every fragment without an exchange, and rounds ahead of the others, after which a node goes back
+SEVERAL = 3  # peers, of which one that lies cannot be a median
 SHORTEST_S = 0.01  # of a round
 REMEMBERED = 1024  # peers
 
@@ -77,7 +79,7 @@ class RoundEvidence:
             if other != self._context.me and member.model == self._context.model
         }
         known = [at for other, at in others.items() if other in self._met]
-        usual = median_low(known or (others | {peer: said}).values())
+        usual = median_high(known) if len(known) >= SEVERAL else median_low(known or (others | {peer: said}).values())
         if peer in self._met or not known:  # records are seconds old; what it says now is newer
             usual += self._fragments
         began, first = self._began or (now, 0)

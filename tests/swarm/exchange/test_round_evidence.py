@@ -39,10 +39,17 @@ def test_a_hundred_free_records_and_a_member_that_says_the_same_move_a_node_nowh
     assert node.furthest("friend", 14, 10.0) == 15  # whom it has met is believed, and its record may be a round old
 
 
-def test_of_those_met_the_lower_half_decides_and_another_model_does_not_count():
+def test_of_those_met_the_median_decides_and_another_model_does_not_count():
     members = {"a": Record(12), "b": Record(20), "liar": Record(FAR), "else": Record(FAR, OTHER), "more": Record(FAR, OTHER)}
     node = trained(members, met=["a", "b", "liar", "else", "more"])
     assert node.furthest("liar", FAR, 10.0) == 21
+
+
+def test_of_two_peers_the_slower_one_counts_and_of_more_the_quicker_half():
+    """Of two, one may lie; of four, the slower half would leave the quicker one alone."""
+    members = {"a": Record(12), "b": Record(14), "c": Record(20), "d": Record(30)}
+    assert trained(members, met=["a", "d"]).furthest("d", 30, 10.0) == 13
+    assert trained(members, met=["a", "b", "c", "d"]).furthest("d", 30, 10.0) == 21
 
 
 def test_the_clock_is_a_limit_whoever_says_more():
