@@ -16,6 +16,13 @@ def spec_here(spec: str) -> str:
     return f"{file.absolute()}:{name}" if colon and where.endswith(".py") and file.is_file() else spec
 
 
+def policy_here(spec: str) -> str:
+    """Return ``hf:PATH`` with the whole path, if there is that folder or file; else ``spec``, which may be a name."""
+    kind, _, where = spec.partition(":")
+    path = Path(os.path.expanduser(where))
+    return f"hf:{path.absolute()}" if kind == "hf" and where and path.exists() else spec
+
+
 class RLSettings(BaseModel):
     """Settings of this node with ``--task rl``."""
 
@@ -27,7 +34,7 @@ class RLSettings(BaseModel):
         description="Environment to learn in: strings (built in), sapo9 or a family of reasoning-gym, module:Class, or "
         "path/file.py:Class; its options are those under [task.options].",
     )
-    policy: str = Field(
+    policy: Annotated[str, AfterValidator(policy_here)] = Field(
         default="tiny",
         min_length=1,
         max_length=4096,

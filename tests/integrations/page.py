@@ -46,7 +46,8 @@ state. Where `EarlyStopping` looks at a training epoch, its checkpoint is saved 
     "accelerate_loop": (
         "accelerate",
         """The session's optimizer is prepared in place of the inner one. Micro-batches of `accumulate` are no steps, whichever of
-the two is wrapped first.""",
+the two is wrapped first. `accelerator.save_state` and `load_state` keep and restore the outer state too. Call
+`session.finish()` before you load the best weights: else the last mean comes into them.""",
     ),
     "torchft_diloco": (
         "A DiLoCo loop of torchft",

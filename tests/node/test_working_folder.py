@@ -8,6 +8,7 @@ import torch
 
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
+from shoal.node.config.rl import RLSettings
 from shoal.node.config.settings import NodeSettings, Settings
 from shoal.node.data.tokenizer import BYTES
 from shoal.node.integrations.own_loop import Run
@@ -100,6 +101,13 @@ def test_paths_of_settings_are_whole(tmp_path, move):
     move()
     assert [getattr(given, name) for name in names] == [tmp_path / "before" / "x" / name for name in names]
     assert (given.run_folder, default.run_folder) == (tmp_path / "before/x/folder", tmp_path / "before/runs/anna")
+
+
+def test_the_folder_of_a_policy_is_whole_and_a_name_stays_one(tmp_path, move):
+    (tmp_path / "before" / "smol").mkdir(parents=True, exist_ok=True)
+    given = [RLSettings(policy=spec).policy for spec in ("hf:smol", "hf:owner/name", "tiny", "tiny:habit")]
+    move()
+    assert given == [f"hf:{tmp_path / 'before' / 'smol'}", "hf:owner/name", "tiny", "tiny:habit"]
 
 
 TASK = """
