@@ -49,6 +49,8 @@ class AnnouncementBoard:
             return error.reason
         if not self._registry.has(said.swarm, peer):
             return "unknown"  # the member's record comes first
+        if not self._registry.enlist(said.swarm, peer):
+            return "full"
         before = self._listed.get(said.swarm)
         if before is None or before[1] == peer:
             self._listed[said.swarm] = (self._clock(), peer, sealed)

@@ -4,7 +4,8 @@ A bootstrap node serves any swarm, so it cannot judge who belongs to it. It need
 hands it in, which libp2p has authenticated, and the peers that ask check the signatures and contact the swarm themselves.
 
 Keys cost nothing, so places are shared by the address ranges from which records come (`range_of`): where all are taken, the range
-that has most of them gives one up, and peers are named one of each range in turn.
+that has most of them gives one up, and peers are named one of each range in turn. The swarms that are listed to everybody
+(`shoal.swarm.seed.board`) have as many places as the others, and theirs alone: announcements take no room of private swarms.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from shoal.swarm.wire.seed import MAX_NAMED, SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)
 
-MAX_SWARMS = 128
-MAX_MEMBERS = 32  # of a swarm. With 5 KiB each, all of it is below 25 MB.
+MAX_SWARMS = 128  # that are listed, and as many that are not
+MAX_MEMBERS = 32  # of a swarm. With 5 KiB each, all of it is below 50 MB.
 MAX_PLACES = 4  # swarms in which one peer is noted
 TTL = 120.0  # seconds after which a silent member is forgotten
 GONE = ("leaving", "done")
@@ -37,6 +38,7 @@ class _Place(NamedTuple):
     record: bytes
     host: str
     """The IP address from which the record came."""
+    range: str
 
 
 def _most(ranges: Iterable[str]) -> str:
@@ -51,6 +53,7 @@ class SeedRegistry:
         self._chance = chance or random.Random()
         self._swarms: dict[str, OrderedDict[str, _Place]] = {}  # swarm -> peer, the one heard of longest ago first
         self._places: Counter[str] = Counter()
+        self._listed: set[str] = set()
 
     def answer(self, peer: str, request: SeedRequest, host: str = "") -> SeedReply:
         """Reply to ``peer``, which called from the IP address ``host``, after noting its record if it brought one."""
@@ -93,28 +96,47 @@ class SeedRegistry:
             return ""
         if self._places[peer] >= MAX_PLACES:
             return "places"
-        if swarm not in self._swarms and len(self._swarms) >= MAX_SWARMS and not self._makes_room(host):
+        if swarm not in self._swarms and not self._has_room(host, listed=False):
             return "full"
         members = self._swarms.setdefault(swarm, OrderedDict())
-        members[peer] = _Place(self._clock(), record, host)
+        members[peer] = _Place(self._clock(), record, host, range_of(host))
         self._places[peer] += 1
         if len(members) > MAX_MEMBERS:
-            hosts = {other: range_of(place.host) for other, place in members.items()}
-            self._forget(swarm, next(other for other, where in hosts.items() if where == _most(hosts.values())))
+            crowded = _most(place.range for place in members.values())
+            self._forget(swarm, next(other for other, place in members.items() if place.range == crowded))
         return ""
 
-    def _makes_room(self, host: str) -> bool:
-        """Forget a swarm of the range that has most, that of its newest member, unless ``host``'s would have as many then."""
-        newest = {swarm: next(reversed(members.values())) for swarm, members in self._swarms.items()}
-        ranges = {swarm: range_of(place.host) for swarm, place in newest.items()}
+    def enlist(self, swarm: str, peer: str) -> bool:
+        """Move ``swarm``, which has the member ``peer``, to the places of those that are listed; if none is left, forget it."""
+        if swarm not in self._listed and not self._has_room(self._swarms[swarm][peer].host, listed=True):
+            self._forget_swarm(swarm)
+            return False
+        self._listed.add(swarm)
+        return True
+
+    def _has_room(self, host: str, *, listed: bool) -> bool:
+        """Return whether a place is free, or make one: the range that has most gives one up, unless ``host``'s would have as many.
+
+        Of its members' ranges a swarm counts for that with the fewest swarms: who joins it does not make it one of theirs. Of a
+        range's swarms that goes whose newest member was heard of longest ago.
+        """
+        here = {swarm: members for swarm, members in self._swarms.items() if (swarm in self._listed) == listed}
+        if len(here) < MAX_SWARMS:
+            return True
+        known = {swarm: {place.range for place in members.values()} for swarm, members in here.items()}
+        common = Counter(one for ranges in known.values() for one in ranges)
+        ranges = {swarm: min(sorted(of), key=common.__getitem__) for swarm, of in known.items()}
         crowded = _most(ranges.values())
         taken = Counter(ranges.values())
         if taken[crowded] <= taken[range_of(host)] + 1:
             return False
-        silent = min((swarm for swarm in ranges if ranges[swarm] == crowded), key=lambda swarm: newest[swarm].heard)
-        for peer in list(self._swarms[silent]):
-            self._forget(silent, peer)
+        theirs = [swarm for swarm in here if ranges[swarm] == crowded]
+        self._forget_swarm(min(theirs, key=lambda swarm: next(reversed(here[swarm].values())).heard))
         return True
+
+    def _forget_swarm(self, swarm: str) -> None:
+        for peer in list(self._swarms[swarm]):
+            self._forget(swarm, peer)
 
     def _forget(self, swarm: str, peer: str) -> None:
         members = self._swarms.get(swarm, OrderedDict())
@@ -125,6 +147,7 @@ class SeedRegistry:
             del self._places[peer]
         if not members:
             del self._swarms[swarm]
+            self._listed.discard(swarm)
 
     def _forget_silent(self) -> None:
         oldest = self._clock() - TTL

@@ -41,8 +41,8 @@ class Place:
         self.registry = SeedRegistry(lambda: self.now)
         self.board = AnnouncementBoard(self.registry, lambda: self.now)
 
-    def joins(self, who, swarm):
-        reply = self.registry.answer(who.peer_id, SeedRequest(swarm=swarm, record=seal(member(who, swarm), who)))
+    def joins(self, who, swarm, host=""):
+        reply = self.registry.answer(who.peer_id, SeedRequest(swarm=swarm, record=seal(member(who, swarm), who)), host)
         assert reply.reason == ""
 
     def says(self, who, sealed, **fields):
@@ -111,6 +111,26 @@ def test_another_takes_over_where_the_announcer_fell_silent_while_it_is_still_li
     place.joins(bob, swarm_id(sealed))
     assert place.says(bob, sealed, params=2) == ""
     assert place.listed()[0][0].params == 2
+
+
+def test_public_swarms_take_no_room_of_private_ones(monkeypatch):
+    """With one room for both, ten public swarms of as many ranges left a private one no place."""
+    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 3)
+    place, people = Place(), [Identity.ephemeral() for _ in range(10)]
+    reasons = []
+    for number, who in enumerate(people):
+        sealed = manifest(who, f"s{number}")
+        place.joins(who, swarm_id(sealed), f"10.{number}.0.1")
+        reasons.append(place.says(who, sealed))
+    assert reasons == [""] * 3 + ["full"] * 7
+    assert len(place.listed()[0]) == 3
+    for number in range(3):
+        place.joins(people[number], "abc"[number] * 51 + "a", f"10.{number}.0.1")
+    assert place.registry.count() == (6, 6)
+    place.now += TTL + 1
+    sealed = manifest(people[9], "s9")
+    place.joins(people[9], swarm_id(sealed))
+    assert place.says(people[9], sealed) == "", "places of the silent are free again"
 
 
 def test_pages_have_all_swarms_once():

@@ -133,6 +133,20 @@ def test_a_newcomer_displaces_nobody_who_has_one_place(monkeypatch):
     assert note(registry, eve, "c" * 51 + "a", "10.3.0.1").reason == "full"
 
 
+def test_members_of_a_crowded_range_do_not_make_a_swarm_one_of_theirs(monkeypatch):
+    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 4)
+    clock = Clock()
+    registry = SeedRegistry(clock)
+    ada, *eves = (Identity.ephemeral() for _ in range(6))
+    assert note(registry, ada, SWARM, "10.1.0.1").reason == ""
+    assert note(registry, eves[0], SWARM, "10.2.0.1").reason == ""
+    for eve, letter in zip(eves[1:], "bcd", strict=False):
+        clock.now += 1.0
+        assert note(registry, eve, letter * 51 + "a", "10.2.0.1").reason == ""
+    assert note(registry, eves[4], "e" * 51 + "a", "10.3.0.1").reason == ""  # in place of one of the crowded range
+    assert seal(member(ada), ada) in asked(registry)
+
+
 class SeedProcess:
     """A process `shoal seed` on a free port of the loopback interface."""
 
