@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,10 @@ from shoal.node.rl.policy import Completion, Policy
 from shoal.node.rl.remote_rollouts import RemoteRollouts
 from shoal.node.task import Shard, Task
 from shoal.optim.rl.losses import LOSSES
+from shoal.swarm.errors import MessageError
 from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
+
+log = logging.getLogger(__name__)
 
 DRAWS = 1000  # attempts at a question that is not held out
 TOGETHER = 256  # prompts answered at once in an evaluation
@@ -261,8 +265,8 @@ class RLTask(Task):
 
     def _share(self, number: int, index: int, completions: list[Completion]) -> None:
         assert self._sharing is not None
-        self._sharing.publish(
-            self._sharing.make(
+        try:
+            rollout = self._sharing.make(
                 env=self.env.label,
                 env_version=self.env.made.version,
                 env_config=self.env.config,
@@ -276,7 +280,9 @@ class RLTask(Task):
                 logps=[pack_logps([min(log, 0.0) for log in one.log_probs]) for one in completions],
                 tokenizer=self.policy.tokenizer,
             )
-        )
+            self._sharing.publish(rollout)
+        except (ValueError, MessageError):
+            log.warning("a group of completions was not shared, for no message holds it: lower rl.max_tokens or rl.group")
 
     # -- results ---------------------------------------------------------------------------------------------------------
 

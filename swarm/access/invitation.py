@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 from shoal.swarm.errors import AdmissionError, MessageError
 from shoal.swarm.identity import Identity, verify
 from shoal.swarm.wire.envelope import ENVELOPE, KIB, Message, pack, seal, unpack, unseal
-from shoal.swarm.wire.fields import Nonce, PeerId, SwarmId
+from shoal.swarm.wire.fields import MAX_COUNT, Moment, Nonce, PeerId, SwarmId
 
 MAX_USES = 65_536
 MAX_SHOWN = KIB  # bytes of an admission, packed
@@ -47,8 +47,8 @@ class Invitation(Message):
     KIND = "invitation"
     swarm: SwarmId
     id: Nonce
-    issued: Annotated[float, Field(ge=0)]
-    expires: Annotated[float, Field(ge=0)]
+    issued: Moment
+    expires: Moment
     uses: Annotated[int, Field(ge=1, le=MAX_USES)]
     key: PeerId | None = None
     peer: PeerId | None = None
@@ -70,7 +70,7 @@ class Admission(Message):
 
     KIND, LIMIT = "admission", MAX_SHOWN
     invitation: Annotated[bytes, Field(max_length=KIB - 256)] = b""
-    since: Annotated[float, Field(ge=0)] = 0.0
+    since: Moment = 0.0
     signature: Annotated[bytes, Field(max_length=64)] = b""
 
 
@@ -97,7 +97,7 @@ def issue(identity: Identity, swarm: str, *, lives: float, uses: int = 1, peer: 
         swarm=swarm,
         id=secrets.token_bytes(16),
         issued=now,
-        expires=now + lives,
+        expires=min(now + lives, MAX_COUNT),
         uses=uses,
         key=_one_time(seed).peer_id if seed else None,
         peer=peer,

@@ -14,7 +14,7 @@ from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.swarm.exchange.payload import BorrowedPayload, EncodedPayload, Payload
 from shoal.swarm.wire.digest import digest
-from shoal.swarm.wire.fields import Sketch
+from shoal.swarm.wire.fields import MAX_WEIGHT, Sketch
 from shoal.swarm.wire.pair import Offer
 
 BARRED = "this node has banned its caller for a while, for what it said in verification"
@@ -67,7 +67,7 @@ def encode_contribution(
         payload = BorrowedPayload(tensors, codec)
     else:
         payload = EncodedPayload(codec.encode([tensor.float() for tensor in tensors]), codec, shapes)
-    return Contribution(key, payload, shapes, codec, float(weight), digest(payload.blocks()), even)
+    return Contribution(key, payload, shapes, codec, min(float(weight), MAX_WEIGHT), digest(payload.blocks()), even)
 
 
 def model_digest(tensors: Sequence[Tensor]) -> str:

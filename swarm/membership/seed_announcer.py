@@ -19,6 +19,7 @@ from shoal.swarm.p2p.seed_client import addresses_of, announce, ask
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.views.reconnector import Reconnector
 from shoal.swarm.wire.envelope import seal
+from shoal.swarm.wire.fields import MAX_BYTES, MAX_COUNT
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 from shoal.swarm.wire.swarms import MAX_MANIFEST, SWARMS_PROTOCOL, Announcement
 
@@ -65,8 +66,8 @@ class SeedAnnouncer:
             )
             return
         self._announced = Announcement(
-            swarm=self._swarm, peer=self._identity.peer_id, manifest=manifest, params=params, round_bytes=round_bytes,
-            memory=memory, device=device, issued=0.0,
+            swarm=self._swarm, peer=self._identity.peer_id, manifest=manifest, params=min(params, MAX_COUNT),
+            round_bytes=min(round_bytes, MAX_BYTES), memory=min(memory, MAX_BYTES), device=device, issued=0.0,
         )  # fmt: skip
 
     def close(self) -> None:

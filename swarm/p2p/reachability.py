@@ -28,7 +28,7 @@ from pydantic import Field
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import Message, pack, unpack
-from shoal.swarm.wire.fields import Nonce
+from shoal.swarm.wire.fields import Moment, Nonce
 
 DIAL_PROTOCOL = "/shoal/dial-back/1"
 SMALL_S = 5.0  # seconds for one small message
@@ -53,7 +53,7 @@ class DialSeen(Message):
 
     KIND = "dial-seen"
     address: Annotated[str, Field(max_length=64, pattern=r"^[0-9a-f.:]*$")]
-    now: Annotated[float, Field(ge=0)]
+    now: Moment
 
 
 class DialReply(Message):

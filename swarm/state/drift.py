@@ -16,14 +16,13 @@ lowest peer id among those of the latest round that ask each other (`StateServer
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from shoal.optim.outer.sketch import distance
-from shoal.swarm.wire.fields import Sketch
+from shoal.swarm.wire.fields import Sketch, real
 from shoal.swarm.wire.member import Member
 
 REMEMBERED = 64  # own rounds to compare others' sketches with: records are some seconds old
@@ -60,7 +59,7 @@ class DriftDetector:
 
     def finished(self, round: int, fragment: int, sketch: tuple[float, ...]) -> None:
         """Record the sketch of the slow weights of ``fragment`` after ``round``."""
-        if not all(map(math.isfinite, sketch)):  # such a record could not be published, and equals nobody's
+        if any(real(number) is None for number in sketch):  # such a record could not be published, and equals nobody's
             self.moved()
             return
         if fragment in self._last:

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from shoal.swarm.wire.envelope import KIB, Message
-from shoal.swarm.wire.fields import Count, Digest, Label, Nonce, PeerId, SwarmId
+from shoal.swarm.wire.fields import Count, Digest, Label, Moment, Nonce, PeerId, SwarmId
 
 MAX_COMPLETIONS = 64
 MAX_TEXT = 32 * KIB  # bytes of one completion in UTF-8
@@ -165,7 +165,7 @@ class Rollout(Message):
     temperature: Annotated[float, Field(ge=0, le=100)]
     round: Count
     nonce: Nonce
-    issued: Annotated[float, Field(ge=0)]
+    issued: Moment
 
     @model_validator(mode="after")
     def _consistent(self) -> Rollout:

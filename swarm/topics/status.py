@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from shoal.swarm.wire.envelope import KIB, Message
-from shoal.swarm.wire.fields import Address, Bytes, Count, Label, PeerId, SwarmId, Token
+from shoal.swarm.wire.fields import Address, Bytes, Count, Label, Moment, PeerId, Rate, Real, Seconds, Share, SwarmId, Token
 
 ROUNDS = 6  # in one status, so that a watcher who misses some still sees every round
 PARTNERS = 8  # of a round that are named
@@ -21,8 +21,6 @@ PER_SECOND = 10.0  # statuses of all nodes together, about: in a larger swarm ea
 PROJECTED = 16  # sums in a projection
 TAIL = 8  # characters from the end of a peer id by which a partner is named
 
-Seconds = Annotated[float, Field(ge=0)]
-Projected = Annotated[float, Field(ge=-1e30, le=1e30)]  # whose squares can be summed
 Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
 
 
@@ -40,7 +38,7 @@ class RoundStatus(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     round: Count
     step: Count
-    loss: float | None
+    loss: Real | None
     members: Annotated[int, Field(ge=1, le=1_000_000)]
     partners: Annotated[tuple[Tail, ...], Field(max_length=PARTNERS)] = ()
     sent: Bytes
@@ -69,12 +67,12 @@ class Status(Message):
     doing: Label | None = None
     round: Count
     step: Count
-    loss: float | None
-    steps_per_s: Seconds
+    loss: Real | None
+    steps_per_s: Rate
     sent: Bytes
     received: Bytes
     rounds: Annotated[tuple[RoundStatus, ...], Field(max_length=ROUNDS)] = ()
-    reward: float | None = None
+    reward: Real | None = None
     rollouts_own: Count | None = None
     rollouts_foreign: Count | None = None
     claims: Count | None = None
@@ -82,16 +80,14 @@ class Status(Message):
     invalid: Count | None = None
     banned: Annotated[tuple[PeerId, ...], Field(max_length=BANNED)] = ()
     faults: Annotated[tuple[tuple[Token, Count], ...], Field(max_length=FAULTS)] = ()
-    issued: Seconds
+    issued: Moment
     version: Label
-    tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
-    mfu: Annotated[float, Field(ge=0)] | None = None
+    tokens_per_s: Rate = 0.0
+    mfu: Share | None = None
     lag: Count = 0
     lag_auto: bool = False
     late: Count = 0
-    projection: (
-        tuple[Count, Projected, Annotated[tuple[Projected, ...], Field(min_length=PROJECTED, max_length=PROJECTED)]] | None
-    ) = None
+    projection: tuple[Count, Real, Annotated[tuple[Real, ...], Field(min_length=PROJECTED, max_length=PROJECTED)]] | None = None
     peers: Count | None = None
 
     @model_serializer(mode="wrap")

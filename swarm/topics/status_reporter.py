@@ -5,7 +5,6 @@ Training only notes numbers here; building, signing and sending a status is done
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -16,18 +15,14 @@ from shoal.swarm.membership.directory import State
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.topics.status import ADDRESSES, BANNED, PARTNERS, PROJECTED, ROUNDS, TAIL, RoundStatus, Status
 from shoal.swarm.topics.status_publisher import GAP_S, StatusPublisher
-from shoal.swarm.wire.fields import MAX_BYTES
+from shoal.swarm.wire.fields import MAX_BYTES, MAX_REAL, rate, real, share
 
 HELD_S = 2 * GAP_S  # seconds for which a projection is in the statuses, unless a better one comes
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _usable(projection: tuple[float, ...]) -> bool:
     """Return whether a status can hold it: weights that are no numbers any more have none."""
-    return len(projection) == PROJECTED + 1 and all(abs(number) <= 1e30 for number in projection)
+    return len(projection) == PROJECTED + 1 and all(abs(number) <= MAX_REAL for number in projection)
 
 
 def _rounded(projection: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
@@ -64,9 +59,8 @@ class StatusReporter:
         """Note the progress of training. ``lag``: fields of `Status` about it (``LagReport.details``)."""
         with self._lock:
             before = self._now["state"]
-            speed, tokens = max(_finite(steps_per_s) or 0.0, 0.0), max(_finite(tokens_per_s) or 0.0, 0.0)
-            self._now = {"state": state, "round": round, "step": step, "loss": _finite(loss), "steps_per_s": speed}
-            self._now |= {"tokens_per_s": tokens, "mfu": _finite(mfu), **(lag or {})}
+            self._now = {"state": state, "round": round, "step": step, "loss": real(loss), "steps_per_s": rate(steps_per_s)}
+            self._now |= {"tokens_per_s": rate(tokens_per_s), "mfu": share(mfu), **(lag or {})}
         if state != before:
             self._publisher.hint()
 
@@ -99,11 +93,11 @@ class StatusReporter:
         done = RoundStatus(
             round=round,
             step=step,
-            loss=_finite(loss),
+            loss=real(loss),
             members=max(len(members), 1),
             partners=tuple(others[:PARTNERS]),
-            sent=sent,
-            received=received,
+            sent=min(sent, MAX_BYTES),
+            received=min(received, MAX_BYTES),
             wait_s=max(wait_s, 0.0),
         )
         with self._lock:
@@ -129,7 +123,7 @@ class StatusReporter:
         """Note an event of the metrics besides rounds: ``rl`` and ``verify`` are of interest here."""
         with self._lock:
             if event == "rl":
-                self._more["reward"] = _finite(fields["reward"])
+                self._more["reward"] = real(fields["reward"])
                 for name in ("own", "foreign"):
                     self._more[f"rollouts_{name}"] = self._more.get(f"rollouts_{name}", 0) + fields[name]
             elif event == "verify":

@@ -23,7 +23,7 @@ from shoal.swarm.training.lag_report import LagReport
 from shoal.swarm.training.outer_sync import OuterSync
 from shoal.swarm.training.self_report import SelfReport
 from shoal.swarm.training.shard import Shard
-from shoal.swarm.wire.fields import Failure
+from shoal.swarm.wire.fields import Failure, rate, real, share
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -123,8 +123,8 @@ class TrainingMember:
             "name": self._name,
             "round": self._opt.round,
             "step": self._opt.steps,
-            "loss": loss,
-            "steps_per_s": steps_per_s,
+            "loss": real(loss),
+            "steps_per_s": rate(steps_per_s),
             "shard": self._shard.index,
             "shards": self._shard.of,
             "model": self._model,
@@ -147,7 +147,7 @@ class TrainingMember:
             self.reporter.progress(state, opt.round, opt.steps, loss, steps_per_s, tokens_per_s, mfu, lag)
         if self._publisher is not None:
             details = {} if self._sync is None else self.self_report.details()
-            details |= {"tokens_per_s": tokens_per_s, "mfu": mfu, **self.lag_report.details()}
+            details |= {"tokens_per_s": rate(tokens_per_s), "mfu": share(mfu), **self.lag_report.details()}
             self._publisher.announce(**self.fields(state, loss, steps_per_s), details=details)
 
     def start_counting(self) -> None:

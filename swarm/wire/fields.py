@@ -14,6 +14,9 @@ MAX_DIMS = 131_072  # of all tensors together
 MAX_RANK = 8
 MAX_COUNT = 2**53  # steps, rounds: exact in every language's numbers
 MAX_BYTES = 2**40
+MAX_REAL = 1e30  # whose squares can be summed
+MAX_SHARE = 1e6
+MIN_RATE, MAX_RATE = 1e-9, 1e15  # a second; means and inverses of such are finite
 MAX_EXTRA = 8  # tensors for each parameter that a rule may share
 MAX_BLAMED = 4  # (peer, failure) pairs in a record: the most frequent ones
 SKETCH = 4  # numbers in a sketch of the slow weights
@@ -39,6 +42,27 @@ def _sentence(text: object) -> object:
     if not isinstance(text, str):
         return text
     return "".join(char if char.isprintable() else " " for char in text[:512])
+
+
+def _rate(value: float) -> float:
+    if 0 < value < MIN_RATE:
+        raise ValueError(f"must be 0, or {MIN_RATE:g} at least")
+    return value
+
+
+def real(value: float | None) -> float | None:
+    """Return a number of this node's as a message can hold it: None for what is not finite, or beyond `MAX_REAL`."""
+    return value if value is not None and abs(value) <= MAX_REAL else None
+
+
+def rate(value: float) -> float:
+    """Return a speed of this node's as a message can hold it: 0 for what is none."""
+    return value if MIN_RATE <= value <= MAX_RATE else 0.0
+
+
+def share(value: float | None) -> float | None:
+    """Return a utilisation of this node's as a message can hold it: None for what is none."""
+    return value if value is not None and 0 <= value <= MAX_SHARE else None
 
 
 def _shapes(value: object) -> object:
@@ -82,12 +106,18 @@ Reason = Annotated[str, BeforeValidator(_sentence), Field(max_length=512)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Token = Annotated[str, Field(pattern=r"^[a-z0-9_.:,=+-]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-Sketch = tuple[Count, Count, Annotated[tuple[float, ...], Field(min_length=SKETCH, max_length=SKETCH)]]
+Real = Annotated[float, Field(ge=-MAX_REAL, le=MAX_REAL)]
+Sketch = tuple[Count, Count, Annotated[tuple[Real, ...], Field(min_length=SKETCH, max_length=SKETCH)]]
 """A round and fragment, and a sketch of the slow weights of that fragment after it (`shoal.swarm.state.drift`)."""
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Moment = Annotated[float, Field(ge=0, le=MAX_COUNT)]
+"""Unix seconds."""
+Rate = Annotated[float, Field(ge=0, le=MAX_RATE), AfterValidator(_rate)]
+Share = Annotated[float, Field(ge=0, le=MAX_SHARE)]
 Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 # Sums and products of such weights stay finite in float32. 0: takes part but is not counted.
-Weight = Annotated[float, Field(ge=0, le=1e30)]
+MAX_WEIGHT = 1e30
+Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
 Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
 # One byte string on the wire: long msgpack arrays would have to be allocated before their content is seen.

@@ -16,8 +16,12 @@ from shoal.swarm.wire.fields import (
     Digest,
     Failure,
     Label,
+    Moment,
     PeerId,
+    Rate,
+    Real,
     Seconds,
+    Share,
     ShortLabel,
     Sketch,
     SwarmId,
@@ -48,13 +52,13 @@ class Member(Message):
     addresses: Annotated[tuple[Address, ...], Field(max_length=8)]
     round: Count
     step: Count
-    loss: float | None
-    steps_per_s: Annotated[float, Field(ge=0)]
-    shard: Count
+    loss: Real | None
+    steps_per_s: Rate
+    shard: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
     shards: Annotated[int, Field(ge=1, le=MAX_COUNT)]
     model: Digest
     state: Literal["waiting", "training", "leaving", "done"]
-    issued: Annotated[float, Field(ge=0)]
+    issued: Moment
     version: Label
     admission: Annotated[bytes, Field(max_length=KIB)] = b""
     exchange_s: Seconds = 0.0
@@ -69,8 +73,8 @@ class Member(Message):
     missing_of: Count = 0
     missing_within_s: Seconds = 0.0
     missing_names: Annotated[tuple[ShortLabel, ...], Field(max_length=MAX_MISSING)] = ()
-    tokens_per_s: Annotated[float, Field(ge=0)] = 0.0
-    mfu: Annotated[float, Field(ge=0)] | None = None
+    tokens_per_s: Rate = 0.0
+    mfu: Share | None = None
     sketch: Sketch | None = None
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from shoal.swarm.wire.envelope import ENVELOPE, KIB, Message
-from shoal.swarm.wire.fields import Bytes, Count, PeerId, Reason, ShortLabel, SwarmId
+from shoal.swarm.wire.fields import Bytes, Count, Moment, PeerId, Reason, ShortLabel, SwarmId
 from shoal.swarm.wire.member import Member
 
 SWARMS_PROTOCOL = "/shoal/swarms/1"
@@ -32,7 +32,7 @@ class Announcement(Message):
     round_bytes: Bytes
     memory: Bytes
     device: ShortLabel
-    issued: Annotated[float, Field(ge=0)]
+    issued: Moment
 
 
 Sealed = Annotated[bytes, Field(max_length=Announcement.LIMIT + ENVELOPE)]

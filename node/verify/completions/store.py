@@ -24,7 +24,8 @@ from shoal.node.verify.completions.material import Agreed
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import verify
 from shoal.swarm.wire.envelope import KIB, Message, pack, unpack
-from shoal.verification.consensus.records import LIMIT, Claim, Signed, decode
+from shoal.verification.consensus.records import LIMIT as MOST_RECORD
+from shoal.verification.consensus.records import Claim, Signed, decode
 
 CLAIM, WEIGHTS = ".claim", ".safetensors"
 KEEP = 64  # newest claims in a folder
@@ -33,7 +34,7 @@ CONTEXT = "shoal/verification/1"  # context of the signature over a record
 
 class _File(Message):
     KIND, LIMIT = "stored-claim", 4200 * KIB
-    record: Annotated[bytes, Field(max_length=LIMIT)]
+    record: Annotated[bytes, Field(max_length=MOST_RECORD)]
     signature: Annotated[bytes, Field(max_length=64)]
     material: Annotated[bytes, Field(max_length=4096 * KIB)]
     temperature: Annotated[float, Field(ge=0, le=100)]

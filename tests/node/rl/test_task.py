@@ -10,6 +10,7 @@ from shoal.node.config.rl import RLSettings
 from shoal.node.rl.environment import HELD_OUT, EnvError, Question
 from shoal.node.rl.groups import RolloutGroup, completions_of, loss_of, make_update
 from shoal.node.rl.loading import load_env
+from shoal.node.rl.policy import Completion
 from shoal.node.rl.remote_rollouts import RemoteRollouts, fair
 from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
@@ -120,6 +121,17 @@ def test_who_only_shares_does_not_learn_and_who_only_learns_does_not_share(tiny)
     learner.loss(tiny.module, None)
     assert everyone[1].sent == []
     assert sum(learner.foreign.rejected.values()) + learner.foreign.used + len(learner.foreign._kept) == 6
+
+
+def test_a_group_that_no_message_holds_is_learnt_from_and_not_shared(tiny, monkeypatch, caplog):
+    """The fault: a completion of more than 32 KiB of text ended the node."""
+    (task, _), everyone = tasks(policy=tiny, local=1)
+    long = Completion("x" * (32 * 1024 + 1), (1,), (-0.5,), "stop")
+    monkeypatch.setattr(tiny, "generate", lambda prompts, count, **options: [[long] * count for _ in prompts])
+    groups, _ = task._write(0)
+    assert len(groups) == 1
+    assert everyone[0].sent == []
+    assert "a group of completions was not shared" in caplog.text
 
 
 def test_no_question_of_a_round_is_held_out(tiny):

@@ -9,7 +9,7 @@ from shoal.swarm.access.invitation import admission as shown
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht_record import MAX_RECORD, bits_of, make_record, open_record
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unpack, unseal
-from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, MAX_COUNT, SKETCH
+from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, MAX_COUNT, MAX_RATE, MAX_REAL, MAX_SHARE, SKETCH
 from shoal.swarm.wire.member import MAX_MISSING, Member
 from shoal.swarm.wire.seed import MAX_NAMED, SeedReply, SeedRequest
 
@@ -17,13 +17,15 @@ ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 WIDE = "\U0001d538"  # a character of four bytes
 LARGEST = {
     "swarm": "a" * 52, "peer": ME.peer_id, "name": WIDE * 64, "addresses": ("/" + "a" * 255,) * 8, "round": MAX_COUNT,
-    "step": MAX_COUNT, "loss": 1e300, "steps_per_s": 1e300, "tokens_per_s": 1e300, "mfu": 1e300,
+    "step": MAX_COUNT, "loss": -MAX_REAL / 3, "steps_per_s": MAX_RATE / 3, "tokens_per_s": MAX_RATE / 3, "mfu": MAX_SHARE / 3,
     "shard": MAX_COUNT - 1, "shards": MAX_COUNT, "model": "f" * 64,
-    "state": "training", "issued": 1e300, "version": WIDE * 64, "admission": bytes(MAX_SHOWN), "exchange_s": 1e9, "wait_s": 1e9,
+    "state": "training", "issued": MAX_COUNT / 3, "version": WIDE * 64, "admission": bytes(MAX_SHOWN),
+    "exchange_s": 1e9 / 3, "wait_s": 1e9 / 3,
     "lag": MAX_COUNT, "lag_auto": True, "late": MAX_COUNT,
     "exchanges": MAX_COUNT, "failures": tuple((kind, MAX_COUNT) for kind in FAILURES),
     "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * MAX_BLAMED, "missing": MAX_COUNT, "missing_of": MAX_COUNT,
-    "missing_within_s": 1e9, "missing_names": (WIDE * 16,) * MAX_MISSING, "sketch": (MAX_COUNT, MAX_COUNT, (-1e300,) * SKETCH),
+    "missing_within_s": 1e9 / 3, "missing_names": (WIDE * 16,) * MAX_MISSING,
+    "sketch": (MAX_COUNT, MAX_COUNT, (-MAX_REAL / 3,) * SKETCH),
 }  # fmt: skip
 SMALL = {
     "name": "x", "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0, "tokens_per_s": 0.0, "mfu": None,

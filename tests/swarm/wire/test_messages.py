@@ -16,7 +16,7 @@ from shoal.swarm.manifest.manifest import Manifest, swarm_id
 from shoal.swarm.wire import envelope as wire
 from shoal.swarm.wire import group as g
 from shoal.swarm.wire.envelope import ENVELOPE, Message, pack, seal, unpack, unseal
-from shoal.swarm.wire.fields import FAILURES, MAX_TENSORS
+from shoal.swarm.wire.fields import FAILURES, MAX_RATE, MAX_TENSORS, MIN_RATE
 from shoal.swarm.wire.join import AdmissionReply, ManifestReply, ManifestRequest
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.pair import Abort, Answer, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
@@ -29,7 +29,8 @@ nonces = st.binary(min_size=16, max_size=16)
 hashes = st.binary(min_size=32, max_size=32)
 digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
 swarms = st.binary(max_size=8).map(swarm_id)
-reals = st.floats(0, allow_infinity=False, allow_nan=False)
+rates = st.just(0.0) | st.floats(MIN_RATE, MAX_RATE)
+moments = st.floats(0, 2**53)
 reasons = st.text(max_size=600)
 tokens = st.from_regex(r"[a-z0-9_.:,=+-]{1,64}", fullmatch=True)
 names = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=64)
@@ -47,15 +48,15 @@ ALL = st.one_of(
         addresses=st.lists(paths, max_size=8).map(tuple),
         round=counts,
         step=counts,
-        loss=st.none() | st.floats(allow_infinity=False, allow_nan=False),
-        steps_per_s=reals,
-        tokens_per_s=reals,
-        mfu=st.none() | reals,
+        loss=st.none() | st.floats(-1e30, 1e30),
+        steps_per_s=rates,
+        tokens_per_s=rates,
+        mfu=st.none() | st.floats(0, 1e6),
         shard=st.integers(0, 9),
         shards=st.integers(10, 2**53),
         model=digests,
         state=st.sampled_from(["waiting", "training", "leaving", "done"]),
-        issued=reals,
+        issued=moments,
         version=names,
         exchange_s=st.floats(0, 1e9),
         failures=st.lists(st.tuples(failures, counts), max_size=6).map(tuple),

@@ -1,0 +1,205 @@
+"""Whatever state a node gets into, it can say so: none of its own messages fails for a number out of bounds, or for its size."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.optim.codecs.base import FLOAT32
+from shoal.optim.exchange.base import RoundKey
+from shoal.swarm.access.invitation import MAX_USES, admission, entry_of, expiry, issue
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.contribution import encode_contribution
+from shoal.swarm.exchange.group.roster import ready_message
+from shoal.swarm.exchange.newcomers import Newcomers
+from shoal.swarm.exchange.pair.offers import make_offer
+from shoal.swarm.exchange.stats import WINDOW, ExchangeStats
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.seed_announcer import SeedAnnouncer
+from shoal.swarm.p2p.multiaddr import origin
+from shoal.swarm.p2p.reachability import DialSeen
+from shoal.swarm.p2p.throughput import SpeedReply
+from shoal.swarm.state.drift import DriftDetector
+from shoal.swarm.state.snapshot import State, encode, make
+from shoal.swarm.state.sync import LAST_ROUND
+from shoal.swarm.topics.status_reporter import StatusReporter
+from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.self_report import SelfReport
+from shoal.swarm.training.shard import Shard
+from shoal.swarm.wire.envelope import Message, pack, seal, unpack, unseal
+from shoal.swarm.wire.fields import FAILURES, MAX_COUNT
+from shoal.swarm.wire.group import GroupReady, GroupReceipt
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.pair import Abort, Answer, Offer
+from shoal.swarm.wire.swarms import SwarmsReply
+from tests.security.message_kinds import good, kinds, largest
+from tests.swarm.topics.test_status_reporter import membership as watched
+
+ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
+SWARM = "a" * 52
+anything = st.floats() | st.sampled_from([5e-324, 1e-12, 1.7e308, 0.0])
+rounds = st.integers(0, 2 * LAST_ROUND)
+moments = st.floats(0, 1e12)
+"""Of a clock that somebody has set: until the year 33,658."""
+bytes_moved = st.integers(0, 2**64)
+
+
+def recorded(fields, **more):
+    """Pack and open the record that a directory makes of these fields."""
+    made = Member(swarm=SWARM, peer=ME.peer_id, addresses=(), issued=time.time(), **fields, **more)
+    assert unseal(seal(made, ME), Member) == (ME.peer_id, made)
+    return made
+
+
+@given(anything | st.none(), anything, anything, anything | st.none(), rounds, rounds, st.booleans())
+def test_a_record_holds_whatever_training_comes_to(loss, speed, tokens, mfu, round, step, leaving):
+    opt = SimpleNamespace(round=round, steps=step, lag=3, lag_auto=True)
+    said = []
+
+    def announce(*, details, **fields):
+        said.append({**fields, **details})
+
+    publisher = SimpleNamespace(announce=announce, leave=lambda seconds: None)
+    traffic = SimpleNamespace(rate=lambda: None, sent=0, received=0)
+    place = SimpleNamespace(host=SimpleNamespace(traffic=traffic))
+    screen = SimpleNamespace(newcomers=Newcomers())
+    member = TrainingMember(
+        place, opt, SimpleNamespace(waited=0.0), screen, model="0" * 64, name="x", shard=Shard(0, 1, 0), publisher=publisher
+    )
+    status = member.reporter = StatusReporter(watched(), "anna")
+    if leaving:
+        member.leave(loss, speed, tokens, mfu)
+    else:
+        member.announce("training", loss, speed, tokens, mfu)
+    found = recorded(said[0])
+    shown = status.status()
+    assert unpack(pack(shown), type(shown)) == shown
+    for one in (found, shown):
+        assert one.loss in (loss, None)
+        assert one.steps_per_s in (speed, 0.0)
+        assert one.tokens_per_s in (tokens, 0.0)
+        assert one.mfu in (mfu, None)
+
+
+exchanges = st.lists(st.tuples(st.sampled_from(FAILURES), st.integers(0, 5)) | st.floats(0, 1e6), max_size=2 * WINDOW)
+
+
+@given(exchanges, st.floats(0, 1e6))
+def test_a_record_holds_whatever_exchanges_come_to(events, waited):
+    stats, peers = ExchangeStats(), [Identity.ephemeral().peer_id for _ in range(6)]
+    directory = SimpleNamespace(everyone=dict, departed=dict, belongs=lambda peer: True)
+    report = SelfReport(stats, directory, ME.peer_id)
+    report.waited(waited)
+    for number, event in enumerate(events):
+        key = RoundKey(SWARM, number, 0)
+        if isinstance(event, float):
+            stats.done(key, event)
+        else:
+            stats.failed(key, peers[event[1]], event[0])
+    found = recorded({name: value for name, value in good(Member).model_dump().items() if name not in HELD}, **report.details())
+    assert found.exchanges == min(len(events), WINDOW)
+
+
+HELD = {"swarm", "peer", "addresses", "issued", "exchange_s", "exchanges", "failures", "blamed", "wait_s", "sketch"}
+
+
+@given(bytes_moved, bytes_moved, st.floats(0, 1e9), anything, st.lists(anything, max_size=20))
+def test_a_status_holds_whatever_a_round_comes_to(sent, received, wait_s, loss, projection):
+    place = watched()
+    place.host.traffic.sent, place.host.traffic.received = sent, received
+    reporter = StatusReporter(place, "anna")
+    for number in range(9):
+        reporter.round(
+            [ME.peer_id, *(OTHER.peer_id,) * 20], round=number, step=MAX_COUNT, loss=loss, sent=sent, received=received,
+            wait_s=wait_s, suspicious=3, projection=tuple(projection),
+        )  # fmt: skip
+    reporter.event("rl", reward=loss, own=2, foreign=3)
+    reporter.event("verify", banned=[OTHER.peer_id] * 99)
+    reporter.verified({"claimed": 2**40, "checked": 2**40, "invalid": 2**40})
+    status = reporter.status()
+    assert unpack(pack(status), type(status)) == status
+
+
+weights = st.floats(min_value=0, allow_infinity=False)
+
+
+@given(st.integers(0, 3), rounds, weights, anything, st.lists(anything, min_size=4, max_size=4))
+def test_an_offer_and_a_ready_message_hold_whatever_is_contributed(fragment, round, weight, patience, numbers):
+    drift = DriftDetector(ME.peer_id, "0" * 64, 16)
+    drift.finished(round, fragment, tuple(numbers))
+    tensors = [torch.zeros(3), torch.zeros(0), torch.zeros(())]
+    mine = encode_contribution(SWARM, RoundKey(SWARM, round, fragment), tensors, weight, FLOAT32)
+    context = SimpleNamespace(swarm=SWARM, model="0" * 64, identity=ME)
+    assert unseal(make_offer(context, mine, bytes(16)), Offer)[1].round == round
+    mine = type(mine)(**{**vars(mine), "sketch": drift.newest})
+    if patience == patience:  # a time is a number
+        assert unseal(seal(ready_message(mine, SWARM, "0" * 64, patience), ME), GroupReady)[1].sketch == drift.newest
+
+
+@given(st.text(max_size=2000), rounds)
+def test_a_refusal_holds_whatever_went_wrong(text, round):
+    for error in (NetworkError(text), MessageError(text)):
+        for made in (
+            Answer(verdict="refuse", reason=str(error), round=round), Abort(nonce=bytes(16), reason=str(error)),
+            GroupReceipt(verdict="refuse", reason=str(error), round=round),
+        ):  # fmt: skip
+            assert unpack(pack(made), type(made)) == made
+
+
+@given(st.floats(min_value=0, exclude_min=True, allow_infinity=False), moments, st.integers(1, MAX_USES))
+def test_an_invitation_for_however_long_can_be_shown(lives, now, uses):
+    text = issue(OTHER, SWARM, lives=lives, uses=uses, now=now)
+    shown = admission(text, ME, now=now)
+    entry = entry_of(shown, ME.peer_id, SWARM, OTHER.peer_id)
+    assert expiry(entry, now) == ""
+    assert "expired on" in expiry(entry, MAX_COUNT + 120.0)
+
+
+@given(st.integers(0, 2**70), st.integers(0, 2**70), st.integers(0, 2**70))
+def test_a_model_of_whatever_size_is_announced(params, sent, memory):
+    announcer = SeedAnnouncer.__new__(SeedAnnouncer)
+    announcer._swarm, announcer._identity = SWARM, ME
+    announcer.announce(b"x", params=params, round_bytes=sent, memory=memory, device="cpu")
+    assert unseal(seal(announcer._announced, ME), type(announcer._announced))[0] == ME.peer_id
+
+
+@given(st.integers(0, 2 * LAST_ROUND), st.lists(st.integers(-1, 2 * LAST_ROUND), max_size=9))
+def test_a_snapshot_of_whatever_round_is_handed_out(round, applied):
+    state = State(round, [torch.zeros(3)], {}, applied)
+    header = make(state, encode(state)).header
+    assert unpack(pack(header), type(header)) == header
+
+
+@given(st.binary(min_size=16, max_size=16) | st.binary(min_size=4, max_size=4), moments)
+def test_whatever_address_a_caller_has_is_told(host, now):
+    address = (b"\x04" if len(host) == 4 else b"\x29") + host + b"\x06\x12\x34"
+    seen = DialSeen(address=origin(address), now=now)
+    assert unpack(pack(seen), DialSeen) == seen
+
+
+NOT_AT_ONCE = {
+    "rollout": "a group that no message holds is not shared",
+    "claim-material": "a group that no material holds is not claimed",
+    "manifest": "its fields are settings, and a swarm of too many is not made",
+    "group-receipt": "a reason comes without addresses",
+    "speed-reply": "its reasons are two sentences in ASCII",
+    "swarms-reply": "its reasons are single words",
+}
+KINDS = [kind for kind in kinds() if issubclass(kind, Message) and kind.KIND not in NOT_AT_ONCE]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.KIND for kind in KINDS])
+def test_a_message_fits_its_limit_with_all_fields_as_long_as_they_may_be(kind):
+    message = largest(kind)
+    assert unpack(pack(message), kind) == message
+
+
+def test_what_never_comes_together_fits_one_by_one():
+    longest = largest(GroupReceipt)
+    for left_out in ({"reason": ""}, {"addresses": ()}):
+        assert len(pack(longest.model_copy(update=left_out))) <= GroupReceipt.LIMIT
+    assert len(pack(SpeedReply(reason="x" * 512))) <= SpeedReply.LIMIT
+    assert len(pack(largest(SwarmsReply).model_copy(update={"reason": "oversized"}))) <= SwarmsReply.LIMIT
