@@ -57,6 +57,11 @@ class ExchangeBase:
         return {}
 
     @property
+    def partners(self) -> frozenset[str]:
+        """The peers with which this node has exchanged: a record alone costs nothing, and counts for nobody's weights."""
+        return self._evidence.partners
+
+    @property
     def limit(self) -> float:
         """Seconds that the newest round can take at most."""
         return self.limit_of(self.moved, 0)

@@ -40,6 +40,11 @@ class RoundEvidence:
         self._quickest = float("inf")
         """Seconds of this node's shortest round, of all fragments."""
 
+    @property
+    def partners(self) -> frozenset[str]:
+        """The peers with which this node has exchanged. For any thread."""
+        return frozenset(dict(self._met))
+
     def begin(self, now: float, round: int) -> None:
         """Note that this node hands in its contribution to ``round``."""
         if self._began is None:

@@ -17,7 +17,7 @@ lowest peer id among those of the latest round that ask each other (`StateServer
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -78,14 +78,19 @@ class DriftDetector:
         self._last.clear()
         self.newest, self._doubts = None, 0
 
-    def split(self, members: Mapping[str, Member], group: Mapping[str, Sketch | None]) -> SplitDecision | None:
-        """Return the decision to give way, or None, by the records and by what the others of this round's group have shown.
+    def split(
+        self, members: Mapping[str, Member], group: Mapping[str, Sketch | None], partners: Collection[str]
+    ) -> SplitDecision | None:
+        """Return the decision to give way, or None, by the records of ``partners`` and by what this round's group has shown.
 
         Call it once a round. The group's are newer, and signed by who shows them, so nobody but their author can make them up.
+        ``partners``: with which this node has exchanged; keys are free, so others' records would make any majority.
         """
         near, far, unknown, self.apart = {self._me}, set[str](), False, frozenset()
         fragments = set[int]()
-        there = {p: m for p, m in members.items() if m.model == self._model and m.state in ("waiting", "training")}
+        there = {
+            p: m for p, m in members.items() if m.model == self._model and p in partners and m.state in ("waiting", "training")
+        }
         # A record that still says "waiting" counts as one of whom nothing is known: quick rounds are over before the next one.
         others = {p: m.sketch if m.state == "training" else None for p, m in there.items() if p != self._me} | dict(group)
         if len(others) + 1 > self._most:

@@ -16,7 +16,7 @@ import concurrent.futures
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from statistics import median_low
 
 from shoal.optim import OuterOptimizer, RoundInfo
@@ -50,6 +50,7 @@ class Resynchronizer:
         stats: outcomes of this node's exchanges.
         moved: called when the slow weights were replaced by others'.
         clock: seconds; a simulation has its own.
+        partners: peers with which this node has exchanged: they are asked first, for records alone are free.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Resynchronizer:
         stats: ExchangeStats | None = None,
         moved: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        partners: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._membership, self._model, self._server, self._opt = membership, model, server, opt
+        self._partners = partners
         self._stats, self._moved, self._clock = stats or ExchangeStats(), moved, clock
         self._diverged: set[int] = set()
         """Fragments that have diverged."""
@@ -163,8 +166,11 @@ class Resynchronizer:
         there = [m for peer, m in members if peer != me and m.model == self._model]
         preferred = [m for m in there if m.peer in self._preferred and m.state in ("waiting", "training")]  # a record may be late
         there = preferred or [m for m in there if m.state == "training"]
-        usual = median_low(m.round for m in there) if there else 0
-        return [(m.peer, m.addresses) for m in sorted(there, key=lambda m: (-min(m.round, usual), m.peer))[:ASKED]]
+        met = self._partners()
+        usual = median_low([m.round for m in there if m.peer in met] or [m.round for m in there] or [0])
+        return [
+            (m.peer, m.addresses) for m in sorted(there, key=lambda m: (m.peer not in met, -min(m.round, usual), m.peer))[:ASKED]
+        ]
 
     def adopt_fetched(self) -> bool:
         """Take over weights that have arrived; call it between two steps. Return whether the node is with its group again."""

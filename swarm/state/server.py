@@ -6,8 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -27,10 +27,18 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
 
 MAX_WAITING = 64  # callers that wait
+SOON = 64  # rounds: who wants a later one than this node's next ones would keep a place that others need
 
 DIVERGED = Answer(verdict="refuse", reason="its own have drifted too", round=0)
+FAR = Answer(verdict="busy", reason="it is far from that round", round=0)
 
 log = logging.getLogger(__name__)
+
+
+async def _turn_away(callers: Iterable[asyncio.Future[Snapshot | Answer]], answer: Answer) -> None:
+    for future in callers:
+        if not future.done():
+            future.set_result(answer)
 
 
 class StateServer:
@@ -47,9 +55,9 @@ class StateServer:
     ) -> None:
         self._host, self._swarm, self._model = host, swarm, model
         self._shapes = tuple(shapes)
-        self._wanted: dict[asyncio.Future[Snapshot | None], int] = {}
+        self._wanted: dict[asyncio.Future[Snapshot | Answer], int] = {}
         """Callers that wait, and the earliest round that each accepts."""
-        self._diverged_callers: dict[asyncio.Future[Snapshot | None], tuple[int, str]] = {}
+        self._diverged_callers: dict[asyncio.Future[Snapshot | Answer], tuple[int, str]] = {}
         """Waiting callers whose own weights have diverged: the round of these weights, and the caller."""
         self._making = False
         self._resting: Callable[[], State] | None = None
@@ -93,12 +101,16 @@ class StateServer:
         before either had diverged must not wait for each other.
         """
         self._kept.expire()
-        if any(self._keeps_its_own(*asking) for asking in list(self._diverged_callers.values())):
-            self._host.call(self._turn_away(), SMALL_S)
+        if drifted := [future for future, asking in list(self._diverged_callers.items()) if self._keeps_its_own(*asking)]:
+            self._host.call(_turn_away(drifted, DIVERGED), SMALL_S)
         if not self._wanted or self.diverged is not None or self._making:
             return
         state = current()
-        if all(since > state.round for since in list(self._wanted.values())):
+        wanted = list(self._wanted.items())
+        if far := [future for future, since in wanted if since > state.round + SOON]:
+            with suppress(NetworkError):  # the host is closing
+                self._host.submit(_turn_away(far, FAR))
+        if all(since > state.round for _, since in wanted):
             return
         self._making = True
         try:
@@ -136,11 +148,6 @@ class StateServer:
                 self._wanted.pop(future, None)
         self._making = False
 
-    async def _turn_away(self) -> None:
-        for future, asking in list(self._diverged_callers.items()):
-            if self._keeps_its_own(*asking) and not future.done():
-                future.set_result(None)
-
     def _keeps_its_own(self, round: int, peer: str) -> bool:
         """Return whether ``peer``, with diverged weights of ``round``, must not wait for this node, which has diverged too.
 
@@ -164,7 +171,7 @@ class StateServer:
         if len(self._wanted) >= MAX_WAITING:
             await stream.send(pack(Answer(verdict="busy", reason="too many wait for this peer", round=0)), SMALL_S)
             return
-        future: asyncio.Future[Snapshot | None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Snapshot | Answer] = asyncio.get_running_loop().create_future()
         self._wanted[future] = request.since
         if request.astray:
             self._diverged_callers[future] = request.round, stream.peer_id
@@ -174,7 +181,7 @@ class StateServer:
             if self._resting is not None:
                 asyncio.get_running_loop().run_in_executor(None, self._offer_at_rest)
             found = await asyncio.wait_for(future, seconds)
-            header: StateHeader | Answer = DIVERGED if found is None else found.header
+            header: StateHeader | Answer = found if isinstance(found, Answer) else found.header
         except asyncio.TimeoutError:
             header = Answer(verdict="busy", reason=f"no step was finished in {seconds:.0f} s", round=0)
         finally:

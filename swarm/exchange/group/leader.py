@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 LEADER_PROTOCOL = "/shoal/group/1"
 MAX_PENDING = 64  # rounds for which members are collected at once
 MAX_WAITING = 256  # members waiting here, over all rounds
+MAX_ROUNDS = 2  # rounds of a fragment for which one peer waits: the next, while the end of its last stream is not noticed
 LOOK_S = 0.25  # seconds between two looks at the members
 PROBE_S = 1.0  # seconds after which missing members are probed
 
@@ -132,6 +133,10 @@ class GroupLeader:
             return reply("refuse", f"this node is in swarm {self._context.swarm}, the contribution is for {ready.swarm}")
         if ready.model != self._context.model:
             return reply("refuse", "the models differ in the shapes or types of their parameters")
+        if ready.fragment > self._rounds.fragments:  # one beyond the schedule's: the last average
+            return reply(
+                "refuse", f"there are {self._rounds.fragments} fragments here, the contribution is of number {ready.fragment}"
+            )
         self._view.mark_awake(peer)
         instead = self._rounds.instead(ready.round, ready.fragment)
         if instead is not None:
@@ -150,7 +155,8 @@ class GroupLeader:
         reason = None if usual is None else difference(usual, ready)
         if reason is not None:
             return reply("refuse", reason)
-        if pending is not None and peer in pending.members:
+        rounds = sum(peer in other.members for (_, fragment), other in self._pending.items() if fragment == ready.fragment)
+        if (pending is not None and peer in pending.members) or rounds >= MAX_ROUNDS:
             return reply("busy", "this peer is waiting here already")
         waiting = sum(len(other.members) for other in self._pending.values())
         if waiting >= MAX_WAITING or (pending is None and len(self._pending) >= MAX_PENDING):

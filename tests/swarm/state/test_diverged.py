@@ -1,12 +1,14 @@
 """Two whose weights have drifted from each other never wait for each other, whoever asked first."""
 
 import pytest
+import torch
 
 from shoal.swarm.state.selection import STATE_PROTOCOL
-from shoal.swarm.state.server import StateServer
+from shoal.swarm.state.server import SOON, StateServer
+from shoal.swarm.state.snapshot import State
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.pair import Answer
-from shoal.swarm.wire.state import StateRequest
+from shoal.swarm.wire.state import StateHeader, StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 
@@ -18,19 +20,20 @@ def two(network):
     return lower, higher
 
 
-def ask(network, asking, asked, *, astray):
+def ask(network, asking, asked, *, astray, since=0):
     """A question, answered with "wait"; returns what hears the next answer."""
 
     async def begin():
         stream = await asking.open(asked.peer_id, STATE_PROTOCOL, timeout=30)
-        await stream.send(pack(StateRequest(swarm=SWARM, model=MODEL, astray=astray, round=5)), 5)
+        await stream.send(pack(StateRequest(swarm=SWARM, model=MODEL, astray=astray, round=5, since=since)), 5)
         assert unpack(await stream.receive(Answer.LIMIT, 5), Answer).verdict == "wait"
         return stream
 
     stream = asking.call(begin(), 60)
 
     async def hear(seconds):
-        return unpack(await stream.receive(Answer.LIMIT, seconds), Answer).verdict
+        said = unpack(await stream.receive(StateHeader.LIMIT, seconds), Answer, StateHeader)
+        return said.verdict if isinstance(said, Answer) else said.round
 
     return lambda: asking.call(hear(5), 60)
 
@@ -46,6 +49,19 @@ def test_who_drifts_turns_away_those_with_lower_ids_that_drifted_too(network, tw
     server.diverged = 5
     server.offer(never)
     assert answer() == "refuse"
+
+
+def test_who_asks_for_a_round_that_is_far_away_keeps_no_place(network, two):
+    """The fault: a caller may state any round to wait for, and 64 such kept all newcomers out for a minute each."""
+    asking, asked = two
+    server = StateServer(asked, SWARM, MODEL, [(4,)])
+    far = ask(network, asking, asked, astray=False, since=2**53)
+    near = ask(network, asking, asked, astray=False, since=5 + SOON)
+    server.offer(lambda: State(5, [torch.zeros(4)], {}, [4]))
+    assert far() == "busy"
+    assert len(server._wanted) == 1
+    server.offer(lambda: State(5 + SOON, [torch.zeros(4)], {}, [4]))
+    assert near() == 5 + SOON
 
 
 @pytest.mark.parametrize(("first_asks", "astray"), [(True, False), (False, True)], ids=["a newcomer", "a higher id"])

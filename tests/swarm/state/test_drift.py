@@ -43,7 +43,7 @@ def records(drifts, **changes):
 
 def yielding(drifts):
     there = records(drifts)
-    return {peer: found for peer, drift in drifts.items() if (found := drift.split(there, {})) is not None}
+    return {peer: found for peer, drift in drifts.items() if (found := drift.split(there, {}, PEERS)) is not None}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,13 +103,13 @@ def test_of_two_parts_one_gives_way_and_then_all_are_together(places):
 
 def test_a_record_of_a_round_that_this_node_was_not_in_says_nothing():
     drift, other = walk(3, {PEERS[1]: 0.0})[PEERS[1]], walk(9, {PEERS[0]: 3.0})[PEERS[0]]
-    assert drift.split(records({PEERS[0]: other}), {}) is None
+    assert drift.split(records({PEERS[0]: other}), {}, PEERS) is None
 
 
 def test_while_it_cannot_tell_of_everybody_a_node_waits_a_little():
     drifts = walk(3, dict.fromkeys(PEERS[:2], 3.0) | {PEERS[2]: 0.0})
     there = records(drifts) | {PEERS[3]: member(PEERS[3], None)}
-    found = [drifts[PEERS[2]].split(there, {}) for _ in range(DOUBTS)]
+    found = [drifts[PEERS[2]].split(there, {}, PEERS) for _ in range(DOUBTS)]
     assert found[:-1] == [None] * (DOUBTS - 1)
     assert found[-1].sources == frozenset(PEERS[:2])
 
@@ -117,7 +117,7 @@ def test_while_it_cannot_tell_of_everybody_a_node_waits_a_little():
 @pytest.mark.parametrize("changes", [{"model": "1" * 64}, {"state": "waiting"}])
 def test_who_does_not_train_the_same_is_not_compared(changes):
     drifts = walk(3, {PEERS[0]: 3.0, PEERS[1]: 0.0})
-    assert drifts[PEERS[1]].split(records(drifts, **changes), {}) is None
+    assert drifts[PEERS[1]].split(records(drifts, **changes), {}, PEERS) is None
 
 
 def test_where_the_rounds_have_several_groups_weights_differ_by_design():
@@ -142,7 +142,7 @@ def test_what_the_group_shows_counts_where_no_record_has_come():
     drifts = walk(3, {PEERS[0]: 0.0, PEERS[1]: 0.0, PEERS[2]: 3.0})
     late = {peer: member(peer, None, state="waiting") for peer in PEERS[:3]}
     shown = {peer: drift.newest for peer, drift in drifts.items()}
-    found = {peer: drift.split(late, {p: shown[p] for p in shown if p != peer}) for peer, drift in drifts.items()}
+    found = {peer: drift.split(late, {p: shown[p] for p in shown if p != peer}, PEERS) for peer, drift in drifts.items()}
     assert found == {PEERS[0]: None, PEERS[1]: None, PEERS[2]: SplitDecision(frozenset({0}), frozenset(PEERS[:2]))}
     assert [drifts[peer].apart for peer in PEERS[:3]] == [{PEERS[2]}, {PEERS[2]}, set(PEERS[:2])]
 
@@ -150,10 +150,26 @@ def test_what_the_group_shows_counts_where_no_record_has_come():
 def test_what_a_group_member_shows_is_newer_than_its_record():
     drift, other = walk(3, {PEERS[1]: 0.0})[PEERS[1]], walk(3, {PEERS[0]: 3.0})[PEERS[0]]
     there = records({PEERS[0]: other})
-    assert drift.split(there, {PEERS[0]: drift.newest}) is None  # it has taken over this node's weights since
+    assert drift.split(there, {PEERS[0]: drift.newest}, PEERS) is None  # it has taken over this node's weights since
     assert drift.apart == set()
-    assert drift.split(there, {PEERS[0]: None}) is None  # it knows that its own have diverged
+    assert drift.split(there, {PEERS[0]: None}, PEERS) is None  # it knows that its own have diverged
     assert drift.apart == set()
+
+
+def test_records_of_peers_that_it_never_met_are_no_majority():
+    """The fault: keys are free, and as many made-up records as members sent an honest node to whoever made them, for weights."""
+    drifts = walk(3, dict.fromkeys(PEERS[:3], 0.0) | dict.fromkeys(PEERS[3:], 3.0))
+    there = records(drifts)
+    for peer in PEERS[:3]:
+        assert [drifts[peer].split(there, {}, PEERS[:3]) for _ in range(DOUBTS)] == [None] * DOUBTS
+        assert drifts[peer].apart == set()
+    crowd = there | {Identity.ephemeral().peer_id: member(PEERS[0], None) for _ in range(100)}
+    drifts[PEERS[2]].finished(3, 0, at(3.0, 3))
+    for peer in PEERS[:2]:
+        drifts[peer].finished(3, 0, at(0.0, 3))
+    found = drifts[PEERS[2]].split(crowd | records({peer: drifts[peer] for peer in PEERS[:2]}), {}, PEERS[:2])
+    assert found is not None
+    assert found.sources == frozenset(PEERS[:2])
 
 
 def test_a_leader_that_leaves_the_honest_out_of_one_group_moves_nobody():
@@ -161,9 +177,9 @@ def test_a_leader_that_leaves_the_honest_out_of_one_group_moves_nobody():
     drift = walk(3, {PEERS[1]: 0.0})[PEERS[1]]
     there = {peer: member(peer, None, state="waiting") for peer in PEERS}
     lie = {PEERS[0]: (2, 0, at(9.0, 2))}
-    assert [drift.split(there, lie) for _ in range(DOUBTS - 1)] == [None] * (DOUBTS - 1)
+    assert [drift.split(there, lie, PEERS) for _ in range(DOUBTS - 1)] == [None] * (DOUBTS - 1)
     assert drift.apart == set()
     honest = dict.fromkeys(PEERS[2:], drift.newest)
     for _ in range(DOUBTS):  # a liar among honest ones is only named
-        assert drift.split(there, lie | honest) is None
+        assert drift.split(there, lie | honest, PEERS) is None
         assert drift.apart == {PEERS[0]}

@@ -47,8 +47,10 @@ class Swarm:
         directory = SimpleNamespace(members=lambda: self.members)
         membership = SimpleNamespace(identity=SimpleNamespace(peer_id="me"), directory=directory, host=None, swarm="a" * 52)
         self.stats, self.moves, self.behind, self.met, self.split = ExchangeStats(), 0, 0, (), None
-        self.server, self.now = SimpleNamespace(diverged=None), 0.0
-        self.resynchronizer = Resynchronizer(membership, MODEL, self.server, self.opt, self.stats, self.moved, lambda: self.now)
+        self.server, self.now, self.partners = SimpleNamespace(diverged=None), 0.0, ()
+        self.resynchronizer = Resynchronizer(
+            membership, MODEL, self.server, self.opt, self.stats, self.moved, lambda: self.now, lambda: self.partners
+        )
         monkeypatch.setattr(anchoring, "begin_fetch", self.fetch)
         self.theirs = [torch.zeros(1, 4)]
 
@@ -82,6 +84,16 @@ def test_a_lone_peer_that_is_refused_each_round_stays_near(monkeypatch):
     swarm.train(30)
     assert len(swarm.asked) == 30
     assert swarm.away() < 5.0
+
+
+def test_who_was_met_is_asked_before_free_records(monkeypatch):
+    """The fault: as many made-up records as are asked, with the lowest ids or the latest rounds, and only strangers were asked."""
+    swarm = Swarm(monkeypatch, others=("one", "two", *(f"a{number}" for number in range(100))))
+    for peer, there in swarm.members.items():
+        there.round = 9 if peer in ("one", "two") else 10**6
+    swarm.partners = ("one", "two")
+    swarm.train(1)
+    assert swarm.asked[0][:2] == ["one", "two"]
 
 
 @pytest.mark.parametrize(("seconds", "rarely"), [(SLOW_S, True), (SLOW_S - 1, False)])

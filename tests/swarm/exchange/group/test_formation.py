@@ -11,7 +11,8 @@ from shoal.optim.codecs.registry import codec_named
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, PendingGroup
+from shoal.swarm.wire.group import GroupReady
 
 
 def test_four_peers_take_the_mean_of_all(school):
@@ -153,6 +154,25 @@ def test_a_dead_leader_is_passed_over_at_once(school):
     leader.host.die()
     handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
     assert [handle.result(60).weight for handle in handles] == [2.0, 2.0]
+
+
+def test_one_peer_takes_few_places_of_a_leader(school):
+    """The fault: a peer may state any round and fragment, and four peers with sixteen streams each took all places of a leader."""
+    one = school.peers(1)[0]
+    leader, context = one.exchange._leader, one.exchange._context
+    ready = GroupReady(
+        swarm=context.swarm, round=0, fragment=0, model=context.model, codec="float32", shapes=bytes(32), nbytes=4, weight=1.0,
+        sha256=bytes(32), patience=9.0, nonce=bytes(16),
+    )  # fmt: skip
+
+    def judged(round, fragment=0):
+        found = leader._judge("x", ready.model_copy(update={"round": round, "fragment": fragment}))
+        if found.verdict == "noted":
+            leader._pending[round, fragment] = PendingGroup({"x": None})
+        return found.verdict
+
+    assert [judged(round) for round in (5, 2**53, 7, 8)] == ["noted", "noted", "busy", "busy"]
+    assert [judged(5, fragment) for fragment in (1, 2, 2**53)] == ["noted", "refuse", "refuse"]
 
 
 def test_who_died_before_it_was_ready_is_probed_and_not_waited_for(school, monkeypatch):
