@@ -104,7 +104,7 @@ class Daemon:
         self._owner = os.getpid()
         self._run_dir = run_dir
         self.control, self.inbound = run_dir / "daemon.sock", run_dir / "client.sock"
-        self.at_end: list[Callable[[], None]] = []
+        self.at_end: list[Callable[[], object]] = []
         """Called before the process is ended."""
         self._child: GuardedProcess | None = None  # the guard
         self._follower: asyncio.Task[None] | None = None
@@ -309,10 +309,19 @@ class Daemon:
 
     async def peers(self) -> tuple[str, ...]:
         """Return the ids of all connected peers, and note where they are."""
+        return tuple(await self.origins())
+
+    async def origins(self) -> dict[str, str]:
+        """Return the IP address from which each connected peer came, empty for one by a relay; and note it."""
         found = {b58encode(peer.id[:MAX_ID]): peer.addrs for peer in (await self._ask("LIST_PEERS")).peers}
-        for peer, addresses in found.items():
-            self.backoff.meet(peer, next(filter(None, map(origin, addresses)), ""))
-        return tuple(found)
+        hosts = {peer: next(filter(None, map(origin, addresses)), "") for peer, addresses in found.items()}
+        for peer, host in hosts.items():
+            self.backoff.meet(peer, host)
+        return hosts
+
+    async def disconnect(self, peer_id: str) -> None:
+        """End all connections to a peer. Raises ValueError or one of `DAEMON_GONE`."""
+        await self._ask("DISCONNECT", disconnect=messages().DisconnectRequest(peer=peer_bytes(peer_id)))
 
     async def is_local(self, peer_id: str) -> bool:
         """Return whether every connection to a peer stays on this machine. Raises one of `DAEMON_GONE`."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.listen import check_announced, check_free, fixed_ports, obtain_ports
+from shoal.swarm.p2p.multiaddr import range_of
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
@@ -27,10 +28,30 @@ from shoal.swarm.wire.swarms import SWARMS_PROTOCOL, SwarmsRequest
 log = logging.getLogger(__name__)
 
 SMALL_S = 10.0  # seconds for one small message
-MAX_STREAMS = 256
-MAX_STREAMS_PER_PEER = 4
+MAX_STREAMS, MAX_STREAMS_OF_RANGE, MAX_STREAMS_PER_PEER = 256, 64, 4  # answered at once
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
+MAX_OF_RANGE = 128  # connected peers of an address range, once there are three times as many in all; above 512 the daemon cuts down
+LOOK_S = 1.0  # seconds between two looks at who is connected
+AT_ONCE = 32  # connections that are ended at a time
 BACKOFF = (0.1, 1.0, 5.0, 10.0)  # seconds before each further start of a daemon that ended; the last repeats
+
+
+def beyond_share(origins: Mapping[str, str]) -> list[str]:
+    """Return the connected peers that have to go, by whence each came: of crowded address ranges, and there of crowded hosts."""
+    if len(origins) <= 3 * MAX_OF_RANGE:
+        return []
+    of_host, of_range = Counter[str](), Counter[str]()
+    order = []
+    for peer, host in origins.items():
+        order.append((of_host[host], peer))
+        of_host[host] += 1
+    gone = []
+    for _, peer in sorted(order, key=lambda each: each[0]):
+        where = range_of(origins[peer])
+        of_range[where] += 1
+        if of_range[where] > MAX_OF_RANGE:
+            gone.append(peer)
+    return gone
 
 
 class Seed:
@@ -53,6 +74,7 @@ class Seed:
         self._relay = relay
         self._on_ready = on_ready
         self._busy: Counter[str] = Counter()
+        self._of_range: Counter[str] = Counter()
         self._reachability = ReachabilityProbe()
         self._traffic = TrafficMeter()
 
@@ -100,10 +122,26 @@ class Seed:
             if isinstance(error, (*DAEMON_GONE, ValueError, asyncio.TimeoutError)):
                 raise StartupError(f"the network daemon started but cannot be talked to ({error}): try again.") from error
             raise
+        daemon.at_end.append(asyncio.ensure_future(self._share(daemon)).cancel)
         addresses = tuple(address for address in found if "/p2p-circuit" not in address)
         self._listen = fixed_ports(self._listen, addresses)
         self._on_ready(addresses)
         return daemon
+
+    async def _share(self, daemon: Daemon) -> None:
+        """Keep the daemon's connections from being taken by a few address ranges."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                gone = beyond_share(await asyncio.wait_for(daemon.origins(), ANSWER_S))
+                for at in range(0, len(gone), AT_ONCE):  # the end of one can take the daemon a tenth of a second
+                    ends = (daemon.disconnect(peer) for peer in gone[at : at + AT_ONCE])
+                    await asyncio.wait_for(asyncio.gather(*ends), ANSWER_S)
+            except (*DAEMON_GONE, asyncio.TimeoutError) as error:
+                log.debug("connections were not shared out: %r", error)
+                continue
+            if gone:
+                log.info("ended the connections of %d peers of crowded address ranges", len(gone))
 
     def _handler(self, answer: Callable[[Stream], Awaitable[None]]) -> Incoming:
         async def incoming(peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,18 +167,21 @@ class Seed:
         await self._limited(stream, self._reachability.answer(stream))
 
     async def _limited(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
-        peer = stream.peer_id
-        if self._busy.total() >= MAX_STREAMS or self._busy[peer] >= MAX_STREAMS_PER_PEER:
+        peer, where = stream.peer_id, range_of(stream.origin)
+        crowded = self._of_range[where] >= MAX_STREAMS_OF_RANGE or self._busy[peer] >= MAX_STREAMS_PER_PEER
+        if crowded or self._busy.total() >= MAX_STREAMS:
             work.close()
             stream.abort()
             return
         self._busy[peer] += 1
+        self._of_range[where] += 1
         try:
             await work
             await stream.drained(LINGER)
         except (MessageError, NetworkError) as error:
             log.debug("peer %s was not answered: %s", short(peer), error)
         finally:
-            self._busy[peer] -= 1
-            if not self._busy[peer]:
-                del self._busy[peer]
+            for busy, who in ((self._busy, peer), (self._of_range, where)):
+                busy[who] -= 1
+                if not busy[who]:
+                    del busy[who]

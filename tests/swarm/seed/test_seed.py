@@ -21,6 +21,7 @@ from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.seed.registry import MAX_MEMBERS, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry
+from shoal.swarm.seed.server import MAX_OF_RANGE, beyond_share
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.seed import MAX_NAMED, SeedRequest
@@ -310,7 +311,7 @@ def test_the_daemon_is_asked_only_for_what_is_there():
     seed = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"])
 
     class Liar:
-        peer_id = Identity.ephemeral().peer_id
+        peer_id, origin = Identity.ephemeral().peer_id, "10.1.0.1"
         closed = False
 
         async def receive(self, limit, timeout):
@@ -321,3 +322,48 @@ def test_the_daemon_is_asked_only_for_what_is_there():
 
     asyncio.run(seed._answer(Liar()))
     assert not seed._busy
+    assert not seed._of_range
+
+
+def test_a_crowded_range_gives_connections_up_and_a_crowded_address_first():
+    few = {f"e{n}": f"10.{n % 3}.0.1" for n in range(3 * MAX_OF_RANGE)}
+    assert beyond_share(few) == []
+    many = {**few, **{f"f{n}": "10.0.0.1" for n in range(50)}, "ada": "10.0.0.2", "bob": "10.9.0.1", "relayed": ""}
+    gone = beyond_share(many)
+    assert len(gone) == 51
+    assert {many[peer] for peer in gone} == {"10.0.0.1"}
+
+
+def test_silent_streams_of_a_range_leave_room_for_others(monkeypatch):
+    """64 keys of one range held all 256."""
+    from shoal.swarm.seed import server
+
+    monkeypatch.setattr(server, "MAX_STREAMS_OF_RANGE", 4)
+    answered, aborted = [], []
+
+    class Caller:
+        def __init__(self, peer, origin):
+            self.peer_id, self.origin = peer, origin
+
+        async def drained(self, timeout):
+            answered.append(self.peer_id)
+
+        def abort(self):
+            aborted.append(self.peer_id)
+
+    async def main():
+        seed, end = server.Seed(Identity.ephemeral(), listen=[]), asyncio.Event()
+
+        async def silent():
+            await end.wait()
+
+        held = [asyncio.ensure_future(seed._limited(Caller(f"e{n}", "10.0.0.1"), silent())) for n in range(6)]
+        await asyncio.sleep(0)
+        assert aborted == ["e4", "e5"]
+        await seed._limited(Caller("ada", "10.1.0.1"), asyncio.sleep(0))
+        assert answered == ["ada"]
+        end.set()
+        await asyncio.gather(*held)
+        assert not seed._of_range
+
+    asyncio.run(main())
