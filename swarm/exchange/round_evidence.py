@@ -1,10 +1,14 @@
 """How far others' words move a node's round: no further than peers that it has met, and its own clock, make plausible.
 
 A round is a number that any stranger can state, and keys are free. So neither one peer's answer nor the records of many count, but
-the rounds of peers with the same model with which this node has exchanged, whose median it follows: the upper one of `SEVERAL` or
-more, since with the lower one peers of unlike speed are alone more often. While it has met none of those present, all members
-count. A stranger's word alone moves it nowhere. In any case its clock is a limit: what peers `QUICKER` times as quick as itself
-could have done since it began.
+the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. While it has met none of
+those present, all members count. A stranger's word alone moves it nowhere. In any case its clock is a limit: what peers `QUICKER`
+times as quick as itself could have done since it began.
+
+That median is late, for records are seconds old, and with it alone peers of unlike speed seldom meet. So whatever a peer that it has
+met says to this node counts as its round at once, and one word after each exchange moves it up to two rounds further. Had every word
+that effect, a liar would drive two honest nodes before it, one round each time, for each follows the other. A peer that is met in an
+earlier round than it has stated has lied, and its word has this effect no more.
 
 A node that is ahead of all others, because its checkpoint or its snapshot was, meets nobody, and they do not believe it. After
 `ALONE` rounds without an exchange it goes back to where those are that call it.
@@ -31,6 +35,8 @@ class RoundEvidence:
         self._context, self._fragments = context, fragments
         self._met: dict[str, int] = {}
         """Peers with which this node has exchanged -> the furthest round that they stated to it."""
+        self._pushes: set[str] = set()
+        """Those of them whose next word counts for more than the median."""
         self._behind: dict[str, int] = {}
         """Peers that called for an earlier round than this node is in, since its last exchange -> that round."""
         self._alone = 0
@@ -60,9 +66,19 @@ class RoundEvidence:
         self._alone = 0
         self._behind.clear()
         for peer in peers:
-            self._met[peer] = max(round, self._met.pop(peer, 0))
+            stated = self._met.pop(peer, 0)
+            self._met[peer] = max(round, stated)
+            if stated < round + self._fragments:
+                self._pushes.add(peer)
         while len(self._met) > REMEMBERED:
-            del self._met[next(iter(self._met))]
+            oldest = next(iter(self._met))
+            del self._met[oldest]
+            self._pushes.discard(oldest)
+
+    def heard(self, peer: str, round: int) -> None:
+        """Note that ``peer`` itself stated the ``round`` in which it is."""
+        if peer in self._met:
+            self._met[peer] = max(round, self._met[peer])
 
     def missed(self) -> None:
         """Note a round without an exchange."""
@@ -76,17 +92,19 @@ class RoundEvidence:
 
     def furthest(self, peer: str, said: int, now: float) -> int:
         """Return the round to which this node may move at most, now that ``peer`` has ``said`` in which it is."""
-        if peer in self._met:
-            self._met[peer] = max(said, self._met[peer])
         others = {
             other: max(member.round, self._met.get(other, 0))
             for other, member in self._context.members().items()
             if other != self._context.me and member.model == self._context.model
         }
         known = [at for other, at in others.items() if other in self._met]
-        usual = median_high(known) if len(known) >= SEVERAL else median_low(known or (others | {peer: said}).values())
-        if peer in self._met or not known:  # records are seconds old; what it says now is newer
+        usual = median_low(known or (others | {peer: said}).values())
+        if not known:  # records are seconds old; what it says now is newer
             usual += self._fragments
+        elif said > usual and peer in self._pushes:
+            self._pushes.discard(peer)
+            half = median_high(known) if len(known) > SEVERAL else usual
+            usual = min(half, usual + self._fragments) + self._fragments
         began, first = self._began or (now, 0)
         cycles = (now - began) / self._quickest  # 0 in the first round
         possible = first + self._fragments * QUICKER * (1 + int(cycles))
@@ -103,5 +121,6 @@ class RoundEvidence:
             return None
         self._alone, self._began, self._quickest = 0, None, float("inf")
         self._behind.clear()
-        self._met = dict.fromkeys(self._met, 0)  # what they stated is as old as this node's way here
+        # What they stated is as old as this node's way here, but who stated more than that was no guide.
+        self._met = {peer: at if at > round else 0 for peer, at in self._met.items()}
         return round - distance // self._fragments * self._fragments

@@ -138,6 +138,7 @@ class GroupLeader:
                 "refuse", f"there are {self._rounds.fragments} fragments here, the contribution is of number {ready.fragment}"
             )
         self._view.mark_awake(peer)
+        self._view.evidence.heard(peer, ready.round)
         instead = self._rounds.instead(ready.round, ready.fragment)
         if instead is not None:
             if peer != self._context.me:

@@ -216,6 +216,7 @@ class GroupMember:
     def _note(self, pending: _RoundState, leader: str, receipt: GroupReceipt) -> None:
         key = pending.attempt.key
         log.debug("round %d: leader %s answered %s %s", key.round, short(leader), receipt.verdict, receipt.reason)
+        self._view.evidence.heard(leader, receipt.round)
         if receipt.verdict == "passed":
             most = self._view.evidence.furthest(leader, receipt.round, asyncio.get_running_loop().time())
             pending.moved_to = max(pending.moved_to, self._rounds.within(receipt.round, key.round, most))

@@ -89,7 +89,9 @@ class CallAnswerer:
         if offer.swarm != self._context.swarm:
             return reply("refuse", f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}")
         pairing = state.under_way.get(offer.fragment)
-        if offer.model != self._context.model and pairing is None:
+        if offer.model == self._context.model:
+            state.evidence.heard(peer, offer.round)
+        elif pairing is None:
             return reply("refuse", "the models differ in the shapes or types of their parameters")
         if offer.fragment > state.rounds.fragments:  # one beyond the schedule's: the last average
             return reply("refuse", f"there are {state.rounds.fragments} fragments here, the offer is for number {offer.fragment}")

@@ -72,6 +72,7 @@ class Caller:
 
     def _note(self, pairing: PairingAttempt, peer: str, answer: Answer) -> None:
         log.debug("round %d: %s answered %s %s", pairing.key.round, short(peer), answer.verdict, answer.reason)
+        self._state.evidence.heard(peer, answer.round)
         if answer.verdict == "passed":
             rounds, key = self._state.rounds, pairing.key
             most = self._state.evidence.furthest(peer, answer.round, asyncio.get_running_loop().time())
