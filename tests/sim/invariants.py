@@ -36,6 +36,8 @@ REMEMBERED = {
     "_unreached": 64,
     "_misses": 64,
     "_met": 64,
+    "_pushes": 64,
+    "_pushes": 64,
     "holds": 16,
     "_behind": 64,
     "_been": 8,
