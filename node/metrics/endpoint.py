@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import socket
 import socketserver
 import threading
+from collections import Counter
 from http.server import ThreadingHTTPServer
 from typing import Any
 
@@ -17,13 +20,29 @@ from shoal.node.metrics.catalogue import Fields
 from shoal.node.metrics.gauges import Gauges
 from shoal.node.metrics.sink import About, MetricsError
 
-MOST_CALLERS = 8  # connections at a time; further ones are closed
-SILENCE_S = 10.0  # seconds for which a caller may be idle
+MOST_CALLERS, MOST_OF_ADDRESS = 32, 8  # connections at a time; further ones are closed
+CALL_S = 10.0  # seconds for which a caller may stay, whatever it sends or reads meanwhile
+NAMES = ("", "localhost")  # of this machine, besides its addresses; a caller without a name is no browser
 POLL_S = 0.05  # seconds between two checks for the end
 
 
 class _Handler(MetricsHandler):
-    timeout = SILENCE_S
+    timeout = CALL_S
+
+    def do_GET(self) -> None:
+        """Answer, but on loopback for no other host's name: a web site elsewhere may let its own point to this machine."""
+        name = self.headers.get("Host", "").rpartition("]")[0].strip("[") or self.headers.get("Host", "").partition(":")[0]
+        own = str(self.server.server_address[0])  # type: ignore[index]
+        if _is_loopback(own) and name.lower() not in NAMES and not _is_loopback(name):
+            self.send_error(403, "Open this page under http://127.0.0.1 or http://localhost.")
+        else:
+            super().do_GET()
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 class _Server(ThreadingHTTPServer):
@@ -34,7 +53,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, family: socket.AddressFamily, place: tuple[Any, ...], handler: type[MetricsHandler]) -> None:
         self.address_family = family
-        self._free = threading.BoundedSemaphore(MOST_CALLERS)
+        self._callers, self._lock = Counter[str](), threading.Lock()
         super().__init__(place, handler)
 
     def server_bind(self) -> None:
@@ -42,16 +61,29 @@ class _Server(ThreadingHTTPServer):
         self.server_port = int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
+        with self._lock:
+            free = self._callers.total() < MOST_CALLERS and self._callers[client_address[0]] < MOST_OF_ADDRESS
+            self._callers[client_address[0]] += free
+        if free:
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        late = threading.Timer(CALL_S, self._hang_up, [request])
+        late.daemon = True
+        late.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            late.cancel()
+            with self._lock:
+                self._callers[client_address[0]] -= 1
+                self._callers += Counter()  # without those that have none
+
+    def _hang_up(self, request: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it has ended just now
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore the error: a caller that hangs up is no fault of this node."""

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from shoal.node.config.endpoint import Address, parse_address
 from shoal.node.metrics.catalogue import WAITS
-from shoal.node.metrics.endpoint import MOST_CALLERS, Endpoint
+from shoal.node.metrics.endpoint import MOST_OF_ADDRESS, Endpoint
 from shoal.node.metrics.gauges import Gauges
 from shoal.node.metrics.sink import About, MetricsError
 
@@ -143,10 +143,66 @@ def test_an_address_of_another_machine(host, monkeypatch):
         Endpoint(Address(host, 0))
 
 
+def answered(endpoint, request, source="127.0.0.1"):
+    """The first line of the answer to the bytes of a request; nothing where the caller is hung up on."""
+    with socket.create_connection((endpoint.address.host, endpoint.address.port), 10, (source, 0)) as caller:
+        caller.sendall(request)
+        return caller.makefile("rb").readline()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:9464", "localhost", "LOCALHOST:1", "[::1]:9464", "127.0.0.2"])
+def test_names_of_this_machine_are_answered(endpoint, host):
+    assert answered(endpoint, f"GET /metrics HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()).split()[1] == b"200"
+
+
+@pytest.mark.parametrize("host", ["evil.example:9464", "[evil", "203.0.113.9", "localhost.evil.example", "[::2]:1", "]"])
+def test_the_name_of_a_web_site_that_points_here_is_refused(endpoint, host):
+    """Any name was answered, so that a page elsewhere could read the metrics by pointing its own name to this machine."""
+    assert answered(endpoint, f"GET /metrics HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()).split()[1] == b"403"
+
+
+def test_an_endpoint_for_other_machines_is_answered_under_any_name():
+    shared = Endpoint(Address("0.0.0.0", 0))
+    try:
+        assert answered(shared, b"GET /metrics HTTP/1.0\r\nHost: box.example\r\n\r\n").split()[1] == b"200"
+    finally:
+        shared.close()
+
+
+def test_a_caller_that_sends_a_byte_at_a_time_is_hung_up_on(monkeypatch):
+    """Each byte began the wait anew, without end."""
+    monkeypatch.setattr("shoal.node.metrics.endpoint.CALL_S", 0.5)
+    endpoint = Endpoint(Address("127.0.0.1", 0))
+    try:
+        with socket.create_connection((endpoint.address.host, endpoint.address.port), 0.05) as caller:
+            for _ in range(600):
+                try:
+                    caller.sendall(b"x")
+                    assert caller.recv(1) == b""
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    pass
+                break
+            else:
+                pytest.fail("it was not hung up on")
+    finally:
+        endpoint.close()
+
+
+def test_callers_of_one_address_leave_room_for_others(endpoint):
+    silent = [socket.create_connection((endpoint.address.host, endpoint.address.port), 10, ("127.0.0.2", 0)) for _ in range(60)]
+    try:
+        assert answered(endpoint, b"GET /metrics HTTP/1.0\r\n\r\n", "127.0.0.3").split()[1] == b"200"
+    finally:
+        for caller in silent:
+            caller.close()
+
+
 def test_callers_who_say_nothing_are_bounded(endpoint):
     endpoint.begin(ABOUT)
     place = (endpoint.address.host, endpoint.address.port)
-    silent = [socket.create_connection(place, timeout=10) for _ in range(MOST_CALLERS)]
+    silent = [socket.create_connection(place, timeout=10) for _ in range(MOST_OF_ADDRESS)]
     try:
         with socket.create_connection(place, timeout=10) as more:
             assert more.recv(1) == b""  # hung up on
