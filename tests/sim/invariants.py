@@ -37,7 +37,6 @@ REMEMBERED = {
     "_misses": 64,
     "_met": 64,
     "_pushes": 64,
-    "_pushes": 64,
     "holds": 16,
     "_behind": 64,
     "_been": 8,
