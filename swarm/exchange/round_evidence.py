@@ -5,10 +5,10 @@ the rounds of peers with the same model with which this node has exchanged, whos
 those present, all members count. A stranger's word alone moves it nowhere. In any case its clock is a limit: what peers `QUICKER`
 times as quick as itself could have done since it began.
 
-That median is late, for records are seconds old, and with it alone peers of unlike speed seldom meet. So whatever a peer that it has
-met says to this node counts as its round at once, and one word after each exchange moves it up to two rounds further. Had every word
-that effect, a liar would drive two honest nodes before it, one round each time, for each follows the other. A peer that is met in an
-earlier round than it has stated has lied, and its word has this effect no more.
+That median is late, for records are seconds old, and with it alone peers of unlike speed seldom meet. So whatever a peer that it
+has met says to this node counts as its round at once, and one word after each exchange moves it up to two rounds further. Had every
+word that effect, a liar would drive two honest nodes before it, one round each time, for each follows the other. A peer that is met
+in an earlier round than it has stated has lied, and its word has this effect no more.
 
 A node that is ahead of all others, because its checkpoint or its snapshot was, meets nobody, and they do not believe it. After
 `ALONE` rounds without an exchange it goes back to where those are that call it.

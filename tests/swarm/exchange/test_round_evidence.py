@@ -61,7 +61,8 @@ def test_a_met_liar_moves_two_nodes_that_follow_each_other_by_one_round_each_and
     """With one round for each of its words it drove both before it, as far as it liked."""
     names, at = ("one", "two"), {"one": 10, "two": 10}
     records = {name: Record(10) for name in names} | {"liar": Record(FAR)}
-    nodes = {name: trained({p: r for p, r in records.items() if p != name}, met=[p for p in records if p != name]) for name in names}
+    others = {name: {peer: record for peer, record in records.items() if peer != name} for name in names}
+    nodes = {name: trained(others[name], met=list(others[name])) for name in names}
     for _ in range(50):
         for name, other in (names, names[::-1]):
             nodes[name].heard("liar", FAR)
