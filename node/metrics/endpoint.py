@@ -19,8 +19,9 @@ from shoal.node.config.endpoint import Address
 from shoal.node.metrics.catalogue import Fields
 from shoal.node.metrics.gauges import Gauges
 from shoal.node.metrics.sink import About, MetricsError
+from shoal.swarm.p2p.multiaddr import range_of
 
-MOST_CALLERS, MOST_OF_ADDRESS = 32, 8  # connections at a time; further ones are closed
+MOST_CALLERS, MOST_OF_RANGE = 32, 8  # connections at a time, of all and of one address range; further ones are closed
 CALL_S = 10.0  # seconds for which a caller may stay, whatever it sends or reads meanwhile
 NAMES = ("", "localhost")  # of this machine, besides its addresses; a caller without a name is no browser
 POLL_S = 0.05  # seconds between two checks for the end
@@ -49,7 +50,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_port = False  # newer Pythons set it, and a taken port would go unnoticed
-    request_queue_size = MOST_CALLERS
+    request_queue_size = 128
 
     def __init__(self, family: socket.AddressFamily, place: tuple[Any, ...], handler: type[MetricsHandler]) -> None:
         self.address_family = family
@@ -61,9 +62,10 @@ class _Server(ThreadingHTTPServer):
         self.server_port = int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        where = range_of(client_address[0])
         with self._lock:
-            free = self._callers.total() < MOST_CALLERS and self._callers[client_address[0]] < MOST_OF_ADDRESS
-            self._callers[client_address[0]] += free
+            free = self._callers.total() < MOST_CALLERS and self._callers[where] < MOST_OF_RANGE
+            self._callers[where] += free
         if free:
             super().process_request(request, client_address)
         else:
@@ -78,7 +80,7 @@ class _Server(ThreadingHTTPServer):
         finally:
             late.cancel()
             with self._lock:
-                self._callers[client_address[0]] -= 1
+                self._callers[range_of(client_address[0])] -= 1
                 self._callers += Counter()  # without those that have none
 
     def _hang_up(self, request: socket.socket) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import queue
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -26,6 +27,7 @@ from shoal.node.watch.source import EventSource, WatchError
 from shoal.node.watch.swarm_view import SwarmView
 from shoal.node.watch.timeline import Timeline
 from shoal.swarm.access.link import Link
+from shoal.swarm.p2p.multiaddr import range_of
 
 HERE = "127.0.0.1"
 NAMES = (HERE, "localhost")
@@ -35,9 +37,11 @@ FRAME_S = 0.5
 SHARED_FRAME_S = 2.0  # between two looks for strangers, who may be many
 MOST_AT_ONCE = 5000  # events taken between two pictures
 MAX_PAGES, MAX_SHARED = 32, 256  # served at once
-MAX_CONNECTIONS, MAX_OF_ADDRESS = 400, 64  # below the usual 1,024 descriptors of a process; this machine, as a proxy, may have all
+MAX_CONNECTIONS = 400  # below the usual 1,024 descriptors of a process; this machine, as a proxy, may have all
+MAX_OF_RANGE, MAX_OF_ADDRESS = 128, 64  # of one address range (/16 of IPv4), and of one address
 HEADERS_S = 10.0  # seconds in which the header of a request must be there
-READ_S = 60.0  # seconds without a byte taken after which a viewer is gone
+READ_S = 20.0  # seconds in which a viewer must take a picture; SENT: bytes that may wait for it in the system
+SENT = 64 * 1024
 LONGEST_HEADER = 64 * 1024
 MAX_ASKED = 16  # questions for a time of a recording that wait
 INDEX = "index.html"
@@ -85,11 +89,14 @@ class _Gate(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         host = str((transport.get_extra_info("peername") or ("",))[0])
-        few = self._open[host] < MAX_OF_ADDRESS or ipaddress.ip_address(host).is_loopback
-        if self._open.total() >= MAX_CONNECTIONS or not few:
+        of_range = sum(count for other, count in self._open.items() if range_of(other) == range_of(host))
+        few = self._open[host] < MAX_OF_ADDRESS and of_range < MAX_OF_RANGE
+        if self._open.total() >= MAX_CONNECTIONS or not (few or ipaddress.ip_address(host).is_loopback):
             transport.close()
             return
         self._host, self._transport = host, transport
+        if (link := transport.get_extra_info("socket")) is not None:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SENT)  # so that it is seen when a viewer takes nothing
         self._open[host] += 1
         self._inner.connection_made(transport)
         self._waits()
@@ -150,7 +157,7 @@ class Page:
         self._fresh = asyncio.Condition()
         self._number = 0
         self._text = ""
-        self._pages = 0
+        self._pages: dict[asyncio.Task[object], str] = {}  # stream -> the address of its viewer, the oldest first
 
     def app(self) -> web.Application:
         """Return the application: the page's files, the stream of pictures, and the picture at a time of a recording."""
@@ -232,13 +239,18 @@ class Page:
         return True
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        most = MAX_SHARED if self._shared else MAX_PAGES
-        if self._pages >= most:
-            return web.Response(status=503, text=f"{most} pages look at this swarm already: close one.")
-        self._pages += 1
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._pages) >= (MAX_SHARED if self._shared else MAX_PAGES):
+            gone = self._most_crowded()
+            del self._pages[gone]
+            gone.cancel()
+        self._pages[task] = request.remote or ""
         try:
             response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
             await response.prepare(request)
+            assert request.transport is not None
+            request.transport.set_write_buffer_limits(0)  # written: the system has it all
             seen = 0
             while True:
                 async with self._fresh:
@@ -249,7 +261,16 @@ class Page:
         except (ConnectionError, asyncio.TimeoutError):
             return response
         finally:
-            self._pages -= 1
+            self._pages.pop(task, None)
+            if request.transport is not None:
+                request.transport.abort()  # what waits to be taken would keep it open
+
+    def _most_crowded(self) -> asyncio.Task[object]:
+        """Return the stream that gives way to a new one: the oldest of the address range, and there of the address, with most."""
+        hosts = self._pages.values()
+        crowded = Counter(map(range_of, hosts)).most_common(1)[0][0]
+        host = Counter(host for host in hosts if range_of(host) == crowded).most_common(1)[0][0]
+        return next(task for task, other in self._pages.items() if other == host)
 
 
 def serve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import os
 from collections import Counter
@@ -148,6 +149,7 @@ def is_loopback(address: str) -> bool:
     return False
 
 
+@functools.lru_cache(maxsize=4096)
 def range_of(host: str) -> str:
     """Return the address range of an IP address; of anything else, as a name, its last two labels."""
     try:

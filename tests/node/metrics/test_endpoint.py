@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from shoal.node.config.endpoint import Address, parse_address
 from shoal.node.metrics.catalogue import WAITS
-from shoal.node.metrics.endpoint import MOST_OF_ADDRESS, Endpoint
+from shoal.node.metrics.endpoint import MOST_OF_RANGE, Endpoint
 from shoal.node.metrics.gauges import Gauges
 from shoal.node.metrics.sink import About, MetricsError
 
@@ -190,8 +190,8 @@ def test_a_caller_that_sends_a_byte_at_a_time_is_hung_up_on(monkeypatch):
         endpoint.close()
 
 
-def test_callers_of_one_address_leave_room_for_others(endpoint):
-    silent = [socket.create_connection((endpoint.address.host, endpoint.address.port), 10, ("127.0.0.2", 0)) for _ in range(60)]
+def test_callers_of_one_range_leave_room_for_others(endpoint):
+    silent = [socket.create_connection((endpoint.address.host, endpoint.address.port), 10, ("127.1.0.2", 0)) for _ in range(60)]
     try:
         assert answered(endpoint, b"GET /metrics HTTP/1.0\r\n\r\n", "127.0.0.3").split()[1] == b"200"
     finally:
@@ -202,7 +202,7 @@ def test_callers_of_one_address_leave_room_for_others(endpoint):
 def test_callers_who_say_nothing_are_bounded(endpoint):
     endpoint.begin(ABOUT)
     place = (endpoint.address.host, endpoint.address.port)
-    silent = [socket.create_connection(place, timeout=10) for _ in range(MOST_OF_ADDRESS)]
+    silent = [socket.create_connection(place, timeout=10) for _ in range(MOST_OF_RANGE)]
     try:
         with socket.create_connection(place, timeout=10) as more:
             assert more.recv(1) == b""  # hung up on

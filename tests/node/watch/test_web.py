@@ -5,6 +5,7 @@ import json
 import queue
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,10 +18,13 @@ from tests.node.watch.conftest import NOW, SWARM
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
+from aiohttp import ClientPayloadError
 from aiohttp.test_utils import TestClient, TestServer
 
 from shoal.node.watch import timeline, web
 from shoal.node.watch.picture import LINES, POINTS, ROWS, picture
+
+PAGES = []  # the one that `gated` serves
 
 
 class Source:
@@ -121,17 +125,54 @@ def test_pictures_are_streamed_when_something_changed(authors):
     with_page(work, events)
 
 
-def test_more_pages_than_allowed_are_refused(monkeypatch):
-    monkeypatch.setattr(web, "MAX_PAGES", 1)
+def test_a_further_viewer_takes_the_place_of_the_oldest(monkeypatch):
+    """It was refused, so that streams that nobody reads shut everybody else out."""
+    monkeypatch.setattr(web, "MAX_PAGES", 2)
 
     async def work(client, page, inbox, source):
         await page.step()
-        first = await client.get("/events")
-        await pictured(first)
-        assert (await client.get("/events")).status == 503
-        first.close()
+        streams = [await client.get("/events") for _ in range(3)]
+        for stream in streams:
+            assert stream.status == 200
+            await pictured(stream)
+        with pytest.raises(ClientPayloadError):
+            await streams[0].content.read()
+        assert len(page._pages) == 2
+        for stream in streams:
+            stream.close()
 
     with_page(work)
+
+
+def test_the_most_crowded_address_of_the_most_crowded_range_gives_way():
+    page = web.Page(queue.Queue(), Source(), live=False)
+    hosts = ["10.1.0.1", "10.2.0.1", "10.2.0.2", "10.2.0.1", "10.1.0.1", "10.2.0.3", "10.3.0.1"]
+    page._pages = dict(enumerate(hosts))
+    assert page._most_crowded() == 1
+    page._pages = {0: "10.3.0.1", 1: "10.3.0.1", 2: "10.1.0.1", 3: "10.1.0.2", 4: "10.1.0.3"}
+    assert page._most_crowded() == 2
+
+
+def test_a_viewer_that_takes_nothing_is_cut_off(monkeypatch):
+    monkeypatch.setattr(web, "SENT", 4096)
+
+    async def work(port, open):
+        _, writer = await asyncio.open_connection(web.HERE, port, limit=1024)
+        writer.transport.pause_reading()
+        writer.write(b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        while not PAGES[0]._pages:
+            await asyncio.sleep(0)
+        while PAGES[0]._pages:
+            async with PAGES[0]._fresh:
+                PAGES[0]._text = "x" * 1_000_000
+                PAGES[0]._number += 1
+                PAGES[0]._fresh.notify_all()
+            await asyncio.sleep(0)
+        while open.total():
+            await asyncio.sleep(0)
+        writer.close()
+
+    gated(work, monkeypatch, READ_S=0.2)
 
 
 def test_it_ends_when_a_live_source_does():
@@ -219,6 +260,7 @@ def gated(work, monkeypatch, **limits):
 
     async def main():
         page = web.Page(queue.Queue(), Source(), live=False)
+        PAGES[:] = [page]
         runner, open = web.web.AppRunner(page.app(), access_log=None), web.Counter()
         await runner.setup()
         site = await asyncio.get_running_loop().create_server(lambda: web._Gate(runner.server(), open), web.HERE, 0)
@@ -275,6 +317,19 @@ def test_a_connection_that_goes_on_asking_stays(monkeypatch):
         writer.close()
 
     gated(work, monkeypatch)
+
+
+def test_a_crowded_range_leaves_connections_to_others(monkeypatch):
+    monkeypatch.setattr(web.ipaddress, "ip_address", lambda host: SimpleNamespace(is_loopback=False))
+
+    async def work(port, open):
+        held = [await asyncio.open_connection(web.HERE, port, local_addr=(f"127.5.0.{n}", 0)) for n in range(1, 9)]
+        assert await fetched(port) == b"HTTP/1.1 200 OK\r\n"
+        assert open.total() <= 5
+        for _, writer in held:
+            writer.close()
+
+    gated(work, monkeypatch, MAX_CONNECTIONS=6, MAX_OF_RANGE=4, range_of=lambda host: host.rpartition(".")[0])
 
 
 def test_a_header_without_an_end_is_cut_off(monkeypatch):
