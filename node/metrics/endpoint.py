@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import socket
 import socketserver
 import threading
@@ -19,11 +18,10 @@ from shoal.node.config.endpoint import Address
 from shoal.node.metrics.catalogue import Fields
 from shoal.node.metrics.gauges import Gauges
 from shoal.node.metrics.sink import About, MetricsError
-from shoal.swarm.p2p.multiaddr import range_of
+from shoal.swarm.p2p.multiaddr import is_loopback_host, range_of
 
 MOST_CALLERS, MOST_OF_RANGE = 32, 8  # connections at a time, of all and of one address range; further ones are closed
 CALL_S = 10.0  # seconds for which a caller may stay, whatever it sends or reads meanwhile
-NAMES = ("", "localhost")  # of this machine, besides its addresses; a caller without a name is no browser
 POLL_S = 0.05  # seconds between two checks for the end
 
 
@@ -32,18 +30,13 @@ class _Handler(MetricsHandler):
 
     def do_GET(self) -> None:
         """Answer, but on loopback for no other host's name: a web site elsewhere may let its own point to this machine."""
-        name = self.headers.get("Host", "").rpartition("]")[0].strip("[") or self.headers.get("Host", "").partition(":")[0]
+        host = self.headers.get("Host", "").lower()
+        name = host.rpartition("]")[0].strip("[") or host.partition(":")[0]  # none: that caller is no browser
         own = str(self.server.server_address[0])  # type: ignore[index]
-        if _is_loopback(own) and name.lower() not in NAMES and not _is_loopback(name):
+        if name and is_loopback_host(own) and not is_loopback_host(name):
             self.send_error(403, "Open this page under http://127.0.0.1 or http://localhost.")
         else:
             super().do_GET()
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
 
 
 class _Server(ThreadingHTTPServer):

@@ -144,8 +144,13 @@ def origin(address: bytes) -> str:
 def is_loopback(address: str) -> bool:
     """Return whether a multiaddr reaches no further than this machine."""
     parts = address.split("/")
-    with contextlib.suppress(IndexError, ValueError):
-        return parts[2] == "localhost" or ipaddress.ip_address(parts[2]).is_loopback
+    return len(parts) > 2 and is_loopback_host(parts[2])
+
+
+def is_loopback_host(host: str) -> bool:
+    """Return whether an IP address or a name reaches no further than this machine."""
+    with contextlib.suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     return False
 
 

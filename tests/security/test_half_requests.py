@@ -19,7 +19,7 @@ from shoal.node.config.endpoint import Address
 from shoal.node.metrics.endpoint import Endpoint
 made = Endpoint(Address("127.0.0.1", 0))
 print(made.address.port, flush=True)
-time.sleep(300)
+time.sleep(300)  # the server's time limit; its test ends it before
 """
 PAGE = """
 import ipaddress, queue, threading, types
