@@ -108,7 +108,7 @@ def pull(
         built, why = build_model(manifest, hooks, data)
         if built is None and evaluate:
             raise PullError(f"{why} Without the task there is no held-out loss: pull without --evaluate.")
-        sources = sources_in(members, manifest.model, manifest.creator)
+        sources = sources_in(host, members, manifest.model, manifest.creator)
         if not sources:
             raise PullError("No peer of this swarm has finished a round yet, so there is nothing to pull: try again later.")
         query = _WeightsQuery(

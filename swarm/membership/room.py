@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping
 
 from shoal.swarm.membership.dht_record import bits_of
-from shoal.swarm.p2p.multiaddr import by_turns, host_of
+from shoal.swarm.p2p.multiaddr import host_of, known_first
 from shoal.swarm.wire.member import Member
 
 ROOM = 1024  # members in view: 5 MB for as many of the largest records, which are read every few seconds
@@ -43,9 +43,7 @@ class Room:
         return {peer: members[peer] for peer in order}
 
     def _best(self, order: list[str], members: Mapping[str, Member], draw: int) -> list[str]:
-        met = {peer: at for peer in order if (at := self._met.get(peer))}
-        claimed = {peer: host_of(next(iter(members[peer].addresses), "")) for peer in order if peer not in met}
-        ranked = [*by_turns(met.items()), *by_turns(claimed.items())]
+        ranked = known_first(((peer, host_of(next(iter(members[peer].addresses), ""))) for peer in order), self._met)
         kept = ranked[: self._most - self._most // NEWCOMERS]
         rest = sorted(ranked[len(kept) :], key=lambda peer: hashlib.sha256(self._salt + f"{draw} {peer}".encode()).digest())
         chosen = {*kept, *rest[: self._most - len(kept)]}

@@ -304,7 +304,8 @@ class Daemon:
     async def open(self, peer_id: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Open a stream. Raises ValueError or one of `DAEMON_GONE`."""
         ask = messages().StreamOpenRequest(peer=peer_bytes(peer_id), proto=[protocol])
-        reader, writer, _ = await self.request("STREAM_OPEN", streamOpen=ask)
+        reader, writer, answer = await self.request("STREAM_OPEN", streamOpen=ask)
+        self.backoff.meet(peer_id, origin(answer.streamInfo.addr))
         return reader, writer
 
     async def peers(self) -> tuple[str, ...]:

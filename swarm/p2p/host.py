@@ -337,6 +337,24 @@ class Host:
         except (*DAEMON_GONE, ValueError) as error:
             raise NetworkError(f"{address} {dial.why(error, address)}.") from None
 
+    async def locate(self, peers: Iterable[tuple[str, Sequence[str]]], timeout: float) -> None:
+        """Connect to the peers, each with its addresses, that answer within ``timeout`` seconds, and note where they are (`met`).
+
+        Raises NetworkError.
+        """
+        daemon = self._supervisor.running()
+        dials = [asyncio.ensure_future(daemon.connect(peer, addresses)) for peer, addresses in peers if addresses]
+        try:
+            if dials:
+                await self._supervisor.unless_down(asyncio.wait(dials, timeout=timeout), timeout + 1.0)
+            await self._supervisor.unless_down(daemon.peers(), timeout)
+        except (*DAEMON_GONE, asyncio.TimeoutError) as error:
+            raise NetworkError(f"the daemon was not asked for its peers ({error}).") from None
+        finally:
+            for dial_ in dials:
+                dial_.cancel()
+            await asyncio.gather(*dials, return_exceptions=True)
+
     async def find_seeds(self) -> None:
         """Try those bootstrap peers again that did not answer so far: they may be bootstrap nodes. Raises NetworkError."""
         await self._supervisor.bootstrapper.find_seeds()

@@ -6,9 +6,10 @@ import contextlib
 import functools
 import ipaddress
 import os
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median_low
 
 from shoal.swarm.identity import b58decode, b58encode
 
@@ -178,3 +179,18 @@ def by_turns(hosts: Iterable[tuple[str, str]]) -> list[str]:
         placed.append((turns[where], peer))
         turns[where] += 1
     return [peer for _, peer in sorted(placed, key=lambda each: each[0])]
+
+
+def known_first(claimed: Iterable[tuple[str, str]], met: Mapping[str, str]) -> list[str]:
+    """Return the peers of (peer, host that it claims) by turns: first those that were ``met``, by where, then the others."""
+    hosts = list(claimed)
+    there = [(peer, met[peer]) for peer, _ in hosts if met.get(peer)]
+    return [*by_turns(there), *by_turns((peer, host) for peer, host in hosts if not met.get(peer))]
+
+
+def one_each(values: Iterable[tuple[str, int]]) -> list[int]:
+    """Return of (host, value) one value for each address range, the lower median of its values: keys cost nothing."""
+    ranges = defaultdict[str, list[int]](list)
+    for host, value in values:
+        ranges[range_of(host)].append(value)
+    return [median_low(each) for each in ranges.values()]

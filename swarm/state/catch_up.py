@@ -8,8 +8,9 @@ first round then has weight 0 (`shoal.swarm.training.outer_sync`).
 from __future__ import annotations
 
 import logging
+import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median_low
 
 import torch
@@ -20,6 +21,8 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import parameters_digest
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.membership.view import MemberView
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.multiaddr import host_of, known_first, one_each
 from shoal.swarm.state.download import Peer
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import ModelDiffersError, StateQuery, fetch_state
@@ -27,6 +30,7 @@ from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.state import StateRequest
 
 ASKED = 8  # members that are asked for what they hold
+DIALLED = 128  # members that are dialled to learn where they are, if there are more than are asked
 BEHIND = 2  # rounds
 FRESH_S = 10.0
 TRIES = 3
@@ -63,8 +67,7 @@ def catch_up(
         if clock() - began <= FRESH_S:
             return state
         membership.directory.refresh(LOOK_S)
-        rounds = [member.round for member in _sources_for(membership, model, begun)]
-        behind = median_low(rounds) - state.round if rounds else 0
+        behind = usual_round(_able_in(membership, model, begun), membership.host.met) - state.round
         if behind <= BEHIND * opt.fragments:
             return state
         log.warning("the weights that were fetched are %d rounds old (%d of %d tries)", behind, attempt + 1, TRIES)
@@ -82,7 +85,7 @@ def check_model(membership: Membership, model: str, shapes: Sequence[Shape]) -> 
                 f"This node's parameters are not of the dtype of the swarm's, {dtype}: make them so, by model.to({dtype})."
             )
     # Any member's header will do: the shapes in it name the difference, which raises.
-    sources = _addressed(_furthest_first(_others(membership), membership.manifest.creator))
+    sources = _addressed(in_order(list(_others(membership).values()), membership.host.met, membership.manifest.creator))
     query = StateQuery(StateRequest(swarm=membership.swarm, model=model), shapes)
     try:
         if sources:
@@ -92,14 +95,17 @@ def check_model(membership: Membership, model: str, shapes: Sequence[Shape]) -> 
     raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
 
 
-def sources_in(members: Mapping[str, Member], model: str, creator: str, early: Sequence[str] = ()) -> list[Peer]:
-    """Return the members to ask for weights, at most `ASKED`; none if nobody has finished a round."""
-    return _addressed(_sources(members, model, creator, early))
+def sources_in(host: Host, members: Mapping[str, Member], model: str, creator: str) -> list[Peer]:
+    """Return the members to ask for weights, at most `ASKED`; none if nobody has finished a round.
+
+    If there are more they are dialled first: where a record says that its peer is costs nothing, and so does a key.
+    """
+    return _located(host, _able(members, model), creator)
 
 
-def sources_for(membership: MemberView, model: str, begun: bool = True) -> list[Peer]:
-    """Return the other members to ask for weights; none if nobody else has finished a round."""
-    return _addressed(_sources_for(membership, model, begun))
+def sources_for(membership: MemberView, model: str) -> list[Peer]:
+    """Return the other members to ask for weights, dialled or not; none if nobody else has finished a round."""
+    return _addressed(in_order(_able_in(membership, model, True), membership.host.met, membership.manifest.creator))
 
 
 def query_for(membership: MemberView, model: str, opt: OuterOptimizer) -> StateQuery:
@@ -112,26 +118,49 @@ def _others(membership: MemberView) -> dict[str, Member]:
     return {peer: member for peer, member in membership.directory.members().items() if peer != membership.identity.peer_id}
 
 
-def _furthest_first(members: Mapping[str, Member], creator: str) -> list[Member]:
-    """Sort by round, the latest first, then the creator first. All from the median on count alike, so that lies gain nothing."""
-    usual = median_low(member.round for member in members.values()) if members else 0
-    return sorted(members.values(), key=lambda member: (-min(member.round, usual), member.peer != creator))
+def usual_round(members: Iterable[Member], met: Mapping[str, str], partners: Collection[str] = ()) -> int:
+    """Return the median of the members' rounds: of those among ``partners``, or else one of each address range at which some were
+    ``met``, or else of all; 0 if there are none.
+    """
+    rounds = [(met.get(member.peer, ""), member.round, member.peer in partners) for member in members]
+    own = [round for _, round, partner in rounds if partner]
+    return median_low(own or one_each((at, round) for at, round, _ in rounds if at) or [round for _, round, _ in rounds] or [0])
 
 
-def _sources(members: Mapping[str, Member], model: str, creator: str, early: Sequence[str]) -> list[Member]:
+def in_order(members: Sequence[Member], met: Mapping[str, str], creator: str, partners: Collection[str] = ()) -> list[Member]:
+    """Sort members by whom to ask first: ``partners``, and of the others the latest by their rounds, the creator, those that were
+    ``met``, and one of each address range in turn. All from the usual round on count alike, so that lies gain nothing.
+    """
+    claimed = [(member.peer, host_of(next(iter(member.addresses), ""))) for member in members]
+    turn = {peer: place for place, peer in enumerate(known_first(claimed, met))}
+    usual = usual_round(members, met, partners)
+    return sorted(members, key=lambda m: (m.peer not in partners, -min(m.round, usual), m.peer != creator, turn[m.peer]))
+
+
+def _able(members: Mapping[str, Member], model: str, early: Sequence[str] = ()) -> list[Member]:
     """Return the members that can hand out weights. ``early``: states in which they can before they have finished a round.
 
     A member that waits in a later round than 0 has resumed, and is about to train.
     """
-    fitting = {peer: member for peer, member in members.items() if member.model == model}
-    able = {p: m for p, m in fitting.items() if m.state in (("waiting", "training") if m.round > 0 else early)}
-    return _furthest_first(able, creator)
+    fitting = [member for member in members.values() if member.model == model]
+    return [m for m in fitting if m.state in (("waiting", "training") if m.round > 0 else early)]
 
 
-def _sources_for(membership: MemberView, model: str, begun: bool) -> list[Member]:
+def _able_in(membership: MemberView, model: str, begun: bool) -> list[Member]:
     # In a swarm of own loops a member that waits in round 0 has the first weights; others have none before they train.
     early = () if begun else ("waiting", "training") if membership.manifest.task == OWN_LOOP else ("training",)
-    return _sources(_others(membership), model, membership.manifest.creator, early)
+    return _able(_others(membership), model, early)
+
+
+def _located(host: Host, able: Sequence[Member], creator: str) -> list[Peer]:
+    if len(able) > ASKED:
+        drawn = random.sample(able, min(DIALLED, len(able)))
+        own = ((m.peer, [address for address in m.addresses if address.endswith(f"/p2p/{m.peer}")]) for m in drawn)
+        try:
+            host.call(host.locate(own, LOOK_S), 3 * LOOK_S)
+        except NetworkError as error:
+            log.info("the members were not dialled before they are asked: %s", error)
+    return _addressed(in_order(able, host.met, creator))
 
 
 def _addressed(members: Sequence[Member]) -> list[Peer]:
@@ -139,7 +168,7 @@ def _addressed(members: Sequence[Member]) -> list[Peer]:
 
 
 def _fetch(membership: Membership, model: str, opt: OuterOptimizer, begun: bool) -> State | None:
-    sources = sources_for(membership, model, begun)
+    sources = _located(membership.host, _able_in(membership, model, begun), membership.manifest.creator)
     if not sources:
         return None
     try:

@@ -17,13 +17,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from statistics import median_low
 
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.membership.view import MemberView
 from shoal.swarm.state.adoption import in_step
+from shoal.swarm.state.catch_up import in_order
 from shoal.swarm.state.drift import SplitDecision
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
@@ -165,12 +165,9 @@ class Resynchronizer:
         members = self._membership.directory.members().items()
         there = [m for peer, m in members if peer != me and m.model == self._model]
         preferred = [m for m in there if m.peer in self._preferred and m.state in ("waiting", "training")]  # a record may be late
-        there = preferred or [m for m in there if m.state == "training"]
-        met = self._partners()
-        usual = median_low([m.round for m in there if m.peer in met] or [m.round for m in there] or [0])
-        return [
-            (m.peer, m.addresses) for m in sorted(there, key=lambda m: (m.peer not in met, -min(m.round, usual), m.peer))[:ASKED]
-        ]
+        there = sorted(preferred or [m for m in there if m.state == "training"], key=lambda m: m.peer)
+        first = in_order(there, self._membership.host.met, "", self._partners())
+        return [(m.peer, m.addresses) for m in first[:ASKED]]
 
     def adopt_fetched(self) -> bool:
         """Take over weights that have arrived; call it between two steps. Return whether the node is with its group again."""

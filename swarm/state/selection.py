@@ -12,9 +12,12 @@ second peer has to confirm them. What a second peer can honestly say depends on 
   protects a member of a gossip swarm either.
 * **Only one peer answers**, as in a swarm of one member: its offer is taken unconfirmed.
 
+Keys are free, so peers of one address range count as one wherever peers of several have answered: theirs is taken that is offered,
+or confirmed, from the most ranges, and one range alone ends no wait for others.
+
 The later of two confirmed snapshots is taken, but a round is believed only if it is at most `AHEAD` beyond the lower median of
-those that the peers state: a node that begins in a round where nobody is finds no partner. One that begins too early is told by the
-others which round they are in.
+those that the ranges state: a node that begins in a round where nobody is finds no partner. One that begins too early is told by
+the others which round they are in.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ import torch
 from shoal.optim.codecs.base import FLOAT32
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.context import LEAST_RATE
+from shoal.swarm.p2p.multiaddr import one_each, range_of
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.download import Peer, download, fetch_digests
 from shoal.swarm.state.snapshot import chunks_in, snapshot_id
@@ -73,6 +77,8 @@ class SnapshotOffer:
     peer: str
     addresses: Sequence[str]
     header: StateHeader
+    host: str = ""
+    """Where the peer was met."""
 
     @property
     def id(self) -> bytes:
@@ -87,7 +93,7 @@ class SnapshotOffer:
 
 @dataclass(frozen=True)
 class Collected:
-    """Offers of several peers, and the errors of the others."""
+    """Offers of several peers, in the order in which these were to be asked, and the errors of the others."""
 
     offers: list[SnapshotOffer]
     errors: dict[str, Exception]
@@ -98,9 +104,22 @@ def believed(rounds: Iterable[int]) -> int:
     return median_low(rounds) + AHEAD
 
 
+def _limit(offers: Iterable[SnapshotOffer]) -> int:
+    return believed(one_each((offer.host, offer.header.round) for offer in offers))
+
+
+def _ranges(offers: Iterable[SnapshotOffer]) -> int:
+    return len({range_of(offer.host) for offer in offers})
+
+
+def _spread(some: Sequence[SnapshotOffer], offers: Sequence[SnapshotOffer]) -> bool:
+    """Return whether ``some`` are of two address ranges, or all ``offers`` of one."""
+    return _ranges(some) >= min(_ranges(offers), ENOUGH)
+
+
 def plausible(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
     """Return the offers of rounds that are believed."""
-    limit = believed(offer.header.round for offer in offers)
+    limit = _limit(offers)
     return [offer for offer in offers if offer.header.round <= limit]
 
 
@@ -149,6 +168,7 @@ async def collect(
 ) -> Collected:
     """Ask all ``sources`` for a snapshot of about ``nbytes``, until two offer the same one or all (or ``most``) have answered.
 
+    Where they are in several address ranges, as many ranges are waited for, not peers: one range can have any number of those.
     It ends ``patience`` seconds after the first offer at the latest. ``check`` raises ShoalError at a header that does not fit.
     """
     offers: list[SnapshotOffer] = []
@@ -158,16 +178,20 @@ async def collect(
         try:
             header = await ask(host, to, request, nbytes)
             check(to[0], header)
-            offers.append(SnapshotOffer(*to, header))
+            offers.append(SnapshotOffer(*to, header, host.met.get(to[0], "")))
         except ShoalError as error:
             errors[to[0]] = error
+
+    def count(some: Sequence[SnapshotOffer]) -> int:
+        ranges = {range_of(host.met.get(peer, "")) for peer, _ in sources if peer not in errors}
+        return _ranges(some) if len(ranges) > 1 else len(some)
 
     loop = asyncio.get_running_loop()
     asked = [asyncio.ensure_future(one(to)) for to in sources]
     pending: set[asyncio.Future[None]] = set(asked)
     until = math.inf
     try:
-        while pending and not agreed(offers) and len(offers) < most and loop.time() < until:
+        while pending and count(agreed(offers)) < ENOUGH and count(offers) < most and loop.time() < until:
             left = None if until == math.inf else max(until - loop.time(), 0.0)
             _, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if offers:
@@ -176,19 +200,22 @@ async def collect(
         for task in asked:  # in this order: that of a set is another in every run, and a simulation repeats itself
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-    return Collected(offers, errors)
+    order = {peer: place for place, (peer, _) in enumerate(sources)}
+    return Collected(sorted(offers, key=lambda offer: order[offer.peer]), errors)
 
 
 def agreed(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
-    """Return the offers of the snapshot that most peers offer, the latest believed one of equals; none if no two offer the same."""
+    """Return the offers of the snapshot that most address ranges offer, and most peers of equals, and then the latest believed one;
+    none if no two peers offer the same.
+    """
     same: defaultdict[bytes, list[SnapshotOffer]] = defaultdict(list)
     for offer in offers:
         same[offer.id].append(offer)
-    limit = believed(offer.header.round for offer in offers) if offers else 0
+    limit = _limit(offers) if offers else 0
 
-    def rank(group: Sequence[SnapshotOffer]) -> tuple[int, bool, int]:
+    def rank(group: Sequence[SnapshotOffer]) -> tuple[int, int, bool, int]:
         round = group[0].header.round
-        return len(group), round <= limit, round
+        return _ranges(group), len(group), round <= limit, round
 
     most = max(same.values(), key=rank, default=[])
     return most if len(most) >= ENOUGH else []
@@ -203,30 +230,33 @@ async def choose(
     *,
     equal: bool,
     patience: float,
+    strict: bool = False,
 ) -> list[SnapshotOffer]:
-    """Return the offers of the snapshot to take. ``equal``: peers of this method hold the same weights.
+    """Return the offers of the snapshot to take. ``equal``: peers of this method hold the same weights. ``strict``: where offers
+    are of several address ranges, one of another range must confirm weights that are near others'.
 
     Raises:
         UnconfirmedError: several peers answered, and no two of them hold weights near each other.
         NetworkError: the peers whose weights were to be compared are gone.
     """
     found = agreed(offers)
-    if found or len(offers) < ENOUGH:
+    if len(offers) < ENOUGH or (found and _spread(found, offers)):
         return found or list(offers)
     later = max(offer.header.round for offer in plausible(offers))
     behind = [offer.source for offer in offers if offer.header.round < later]
-    if equal and behind:
+    if equal and behind and not found:
         nbytes = offers[0].header.nbytes
         again = await collect(host, request.model_copy(update={"since": later}), behind, check, patience, nbytes)
         # A peer that has reached the later round may have gone beyond it, and offers that now.
         latest = {offer.peer: offer for offer in (*offers, *again.offers)}
-        found = agreed([*offers, *again.offers]) or agreed(list(latest.values()))
-        if found:
-            return found
-    return [await _confirmed(host, request.swarm, offers, draw)]
+        for every in ([*offers, *again.offers], list(latest.values())):
+            if (found := agreed(every)) and _spread(found, every):
+                return found
+    best = await _confirmed(host, request.swarm, offers, draw, strict)
+    return [offer for offer in offers if offer.id == best.id]
 
 
-async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], draw: random.Random) -> SnapshotOffer:
+async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], draw: random.Random, strict: bool) -> SnapshotOffer:
     """Return the offer of the latest believed round to whose weights another peer's are near."""
     samples: dict[str, torch.Tensor] = {}
     in_slow = FLOAT32.nbytes(offers[0].header.shapes)  # all have the same: ``check`` saw to it
@@ -241,16 +271,22 @@ async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], dr
         raise NetworkError("the peers that offered weights are gone.")
     if len(compared) == 1:
         return compared[0]
-    near = {one.peer: 0 for one in compared}
+    near = {one.peer: [one] for one in compared}
     for one, other in itertools.combinations(compared, 2):
         apart = distance(samples[one.peer], samples[other.peer])
         log.info("the weights of peers %s and %s are %.3g apart", short(one.peer), short(other.peer), apart)
         if apart <= NEAR:
-            near[one.peer] += 1
-            near[other.peer] += 1
-    limit = believed(one.header.round for one in compared)
-    best = max(compared, key=lambda one: (near[one.peer] > 0, one.header.round <= limit, one.header.round, near[one.peer]))
-    if not near[best.peer]:
+            near[one.peer].append(other)
+            near[other.peer].append(one)
+    limit = _limit(compared)
+    place = {one.peer: number for number, one in enumerate(offers)}
+
+    def rank(one: SnapshotOffer) -> tuple[int, int, bool, int, int]:
+        there, round = near[one.peer], one.header.round
+        return _ranges(there), len(there), round <= limit, -min(place[other.peer] for other in there), round
+
+    best = max(compared, key=rank)
+    if len(near[best.peer]) < ENOUGH or (strict and not _spread(near[best.peer], compared)):
         names = " and ".join(short(one.peer) for one in compared[:2])
         raise UnconfirmedError(f"peers {names} serve weights that lie far from each other, and no other peer confirms either.")
     return best

@@ -167,7 +167,8 @@ async def choose_source(
         if not query.confirmed:
             return agreed(answers.offers) or [max(plausible(answers.offers), key=lambda one: one.header.round)]
         draw = draw or random.Random(fresh_nonce())
-        return await choose(host, query.request, answers.offers, query.check, draw, equal=query.equal, patience=query.patience)
+        options = {"equal": query.equal, "strict": not attempt}  # later all have been waited for
+        return await choose(host, query.request, answers.offers, query.check, draw, patience=query.patience, **options)
     errors = list(answers.errors.values())
     mendable = next((error for error in errors if not isinstance(error, NetworkError | MessageError)), None)
     if mendable is not None:
@@ -214,7 +215,7 @@ async def fetch_into(host: Host, query: StateQuery, sources: Sequence[Peer], sin
             left_out |= await download(host, swarm, header, digests, holders, opened[id], range(chunks_in(query.wanted(header))))
         except NetworkError as error:
             log.warning("the weights of round %d could not be fetched whole: %s", header.round, error)
-            problem = error
+            problem, left_out = error, left_out | (named if len(named) == 1 < len(asked) else set())
             continue
         result = await sinks.finish(header, digests, opened[id])
         if result is not None:

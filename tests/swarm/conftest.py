@@ -29,7 +29,7 @@ class FakeHost:
     def __init__(self, network, identity):
         self.network, self.identity, self.peer_id = network, identity, identity.peer_id
         self.traffic, self.resource_manager = TrafficMeter(), ResourceManager()
-        self.handlers = {}
+        self.handlers, self.met = {}, {}
         self.dead = False
         self.streams = []
 

@@ -69,7 +69,7 @@ class World:
         self.manifest, self.peer_id, self.traffic = manifest, ME.peer_id, TrafficMeter()
         state = State(4, tensors, {"momentum": tensors}, [3])
         self.snapshot = self.offered = snapshot_of(state, encode(state))
-        self.held, self.most, self.given = True, 10**9, []
+        self.held, self.most, self.given, self.met = True, 10**9, [], {}
         monkeypatch.setattr(module, "visited", self.visited)
         for name in ("choose_source", "fetch_digests", "download"):
             monkeypatch.setattr(sync, name, getattr(self, name))

@@ -158,6 +158,15 @@ def test_one_peer_cannot_take_all_handlers(two):
     assert b.call(ask(b, a.peer_id), 60) == b"hello"
 
 
+def test_where_a_peer_is_is_known_once_it_was_dialled_or_a_stream_to_it_opened(two):
+    a, b = two
+    gone = Identity.ephemeral().peer_id
+    for work in (b.locate([(gone, ["/ip4/127.0.0.1/tcp/1"]), (a.peer_id, a.addresses()), ("none", ())], 20), ask(b, a.peer_id)):
+        b._supervisor.backoff.met.clear()
+        b.call(work, 60)
+        assert b.met == {a.peer_id: "127.0.0.1"}
+
+
 def test_records(two):
     a, b = two
     assert a.call(a.store("key", "one", b"1", 20), 60)

@@ -10,7 +10,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import OWN_LOOP
 from shoal.swarm.state import catch_up as module
-from shoal.swarm.state.catch_up import BEHIND, FRESH_S, TRIES, catch_up
+from shoal.swarm.state.catch_up import BEHIND, FRESH_S, TRIES, catch_up, usual_round
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import ModelDiffersError
 from shoal.swarm.wire.member import Member
@@ -32,7 +32,9 @@ class Swarm:
     def __init__(self, monkeypatch, members, given=(), seconds=100.0, pace=0, task="text"):
         self.now, self.seconds, self.pace, self.given, self.queries = 0.0, seconds, pace, list(given), []
         self.listed = {m.peer: m for m in members}
-        self.identity, self.swarm, self.directory, self.host = ME, "a" * 52, self, None
+        self.identity, self.swarm, self.directory = ME, "a" * 52, self
+        self.host = types.SimpleNamespace(met={}, locate=self.locate, call=lambda done, seconds: None)
+        self.at, self.dialled = {}, 0  # where each peer is found
         self.manifest = types.SimpleNamespace(model=MODEL, task=task, creator=members[-1].peer if members else "")
         monkeypatch.setattr(module, "fetch_state", self.fetch)
 
@@ -41,6 +43,12 @@ class Swarm:
 
     def refresh(self, seconds):
         self.listed = {p: m.model_copy(update={"round": m.round + self.pace}) for p, m in self.listed.items()}
+
+    def locate(self, peers, seconds):
+        for peer, _ in peers:
+            self.dialled += 1
+            if peer in self.at:
+                self.host.met[peer] = self.at[peer]
 
     def fetch(self, host, query, sources, held=None):
         self.queries.append((query, sources))
@@ -79,6 +87,45 @@ def test_of_those_in_the_same_round_the_creator_is_asked_first(monkeypatch):
     swarm = Swarm(monkeypatch, members, given=[3], seconds=1.0)
     swarm.join()
     assert swarm.queries[0][1][0][0] == members[-1].peer
+
+
+@pytest.mark.parametrize("claims", ["one range", "a range each", "of the honest"])
+@pytest.mark.parametrize("lie", [10, 10**6])
+def test_a_hundred_free_records_of_one_range_leave_places_for_the_others(monkeypatch, claims, lie):
+    """The fault: the latest by what all records say were asked, then the first of the directory: eight strangers of one host."""
+
+    def named(made, number):
+        where = {"one range": "10.9.0.1", "a range each": f"10.{number}.0.9", "of the honest": f"10.{number % 3}.0.9"}[claims]
+        return made.model_copy(update={"addresses": (f"/ip4/{where}/tcp/1/p2p/{made.peer}",)})
+
+    hostile = [named(member(lie), number) for number in range(100)]
+    honest = [member(10) for _ in range(3)]
+    honest = [m.model_copy(update={"addresses": (f"/ip4/10.{n}.0.1/tcp/1/p2p/{m.peer}",)}) for n, m in enumerate(honest)]
+    swarm = Swarm(monkeypatch, [*hostile, *honest], given=[10], seconds=1.0)
+    swarm.manifest.creator = ""
+    swarm.at = {m.peer: "10.9.0.1" for m in hostile} | {m.peer: f"10.{n}.0.1" for n, m in enumerate(honest)}
+    swarm.join()
+    asked = [peer for peer, _ in swarm.queries[0][1]]
+    assert {m.peer for m in honest} <= set(asked[:4])
+    assert swarm.dialled == 103
+
+
+def test_records_of_addresses_where_nobody_is_come_after_those_who_answer(monkeypatch):
+    hostile, honest = [member(10) for _ in range(100)], [member(10) for _ in range(3)]
+    swarm = Swarm(monkeypatch, [*hostile, *honest], given=[10], seconds=1.0)
+    swarm.manifest.creator = ""
+    swarm.at = {m.peer: "10.1.0.1" for m in honest}
+    swarm.join()
+    assert [peer for peer, _ in swarm.queries[0][1]][:3] == [m.peer for m in honest]
+
+
+def test_rounds_are_those_of_peers_that_were_met_one_vote_a_range():
+    members = [member(10**6) for _ in range(100)] + [member(7), member(8)]
+    met = {m.peer: "10.9.0.1" for m in members[:100]}
+    assert usual_round(members, {}) == 10**6
+    assert usual_round(members, met | {members[100].peer: "10.1.0.1", members[101].peer: "10.2.0.1"}) == 8
+    assert usual_round(members, met, partners={members[100].peer}) == 7
+    assert usual_round([], {}) == 0
 
 
 def test_weights_within_the_bound_will_do_and_older_ones_are_fetched_once_more(monkeypatch):

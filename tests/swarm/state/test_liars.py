@@ -136,16 +136,39 @@ def test_members_that_state_rounds_far_ahead_do_not_fill_the_list_of_those_who_a
     """Of 20 honest and 19 liars, the liars are not all that is asked."""
     members = {f"honest{n}": member(f"honest{n}", 100 + AHEAD) for n in range(20)}
     members |= {f"liar{n}": member(f"liar{n}", 2**50 + n) for n in range(19)}
-    asked = [peer for peer, _ in sources_in(members, MODEL, creator="honest7")]
+    host = types.SimpleNamespace(met={}, locate=lambda *_: None, call=lambda *_: None)
+    asked = [peer for peer, _ in sources_in(host, members, MODEL, creator="honest7")]
     assert asked[0] == "honest7"
     assert sum(peer.startswith("honest") for peer in asked) == len(asked)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_many_of_one_address_range_do_not_outvote_two_of_others(network, give, equal):
+    """The fault: a snapshot that most keys offer was taken, or two that were quick to confirm each other."""
+    lies = [State(8, slow(near=False), applied=[7]) for _ in range(6)]
+    truths = [State(7, slow(seed=0 if equal else place), applied=[6]) for place in range(2)]
+    hosts, newcomer = [give(state) for state in (*lies, *truths)], network.host()
+    newcomer.met = {host.peer_id: f"10.{max(place - 5, 0)}.0.1" for place, host in enumerate(hosts)}
+    found = fetch_state(newcomer, query(equal=equal), [(host.peer_id, ()) for host in hosts])
+    assert found.round == 7
+    assert any(torch.equal(found.slow[0], state.slow[0]) for state in truths)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_of_as_many_peers_in_two_ranges_those_are_believed_with_whom_the_creator_is(network, give, equal):
+    truths = [State(7, slow(seed=0 if equal else place), applied=[6]) for place in range(2)]
+    hosts = [give(state) for state in (*truths, *[State(8, slow(near=False), applied=[7])] * 2)]
+    newcomer = network.host()
+    newcomer.met = {host.peer_id: f"10.{place // 2}.0.1" for place, host in enumerate(hosts)}
+    asked = [(host.peer_id, ()) for host in (hosts[0], hosts[2], hosts[3], hosts[1])]  # as `in_order` has it
+    assert fetch_state(newcomer, query(equal=equal), asked).round == 7
 
 
 # -- one honest source, two that collude ----------------------------------------------------------------------------------
 
 
 def test_colluding_liars_who_are_most_of_the_sources_decide(network, give):
-    """What is not guaranteed: of three sources two agree on other weights, and theirs are taken."""
+    """What is not guaranteed: of three sources in one address range two agree on other weights, and theirs are taken."""
     lie = State(7, slow(near=False), applied=[6])
     hosts = [give(state) for state in (lie, lie, State(7, slow(), applied=[6]))]
     found = fetch_state(network.host(), query(equal=True), [(host.peer_id, ()) for host in hosts])

@@ -42,10 +42,10 @@ class Swarm:
         torch.nn.init.zeros_(self.model.weight)
         self.opt = METHODS[method](torch.optim.SGD(self.model.parameters(), lr=0.1), Nobody(), every=EVERY)
         self.opt.on_round = self.on_round
-        self.asked = []
+        self.asked, self.host = [], SimpleNamespace(met={})
         self.members = {peer: SimpleNamespace(peer=peer, model=MODEL, state="training", round=9, addresses=()) for peer in others}
         directory = SimpleNamespace(members=lambda: self.members)
-        membership = SimpleNamespace(identity=SimpleNamespace(peer_id="me"), directory=directory, host=None, swarm="a" * 52)
+        membership = SimpleNamespace(identity=SimpleNamespace(peer_id="me"), directory=directory, host=self.host, swarm="a" * 52)
         self.stats, self.moves, self.behind, self.met, self.split = ExchangeStats(), 0, 0, (), None
         self.server, self.now, self.partners = SimpleNamespace(diverged=None), 0.0, ()
         self.resynchronizer = Resynchronizer(
@@ -94,6 +94,13 @@ def test_who_was_met_is_asked_before_free_records(monkeypatch):
     swarm.partners = ("one", "two")
     swarm.train(1)
     assert swarm.asked[0][:2] == ["one", "two"]
+
+
+def test_of_strangers_one_of_each_address_range_is_asked(monkeypatch):
+    swarm = Swarm(monkeypatch, others=("z", *(f"a{number}" for number in range(100))))
+    swarm.host.met = {peer: "10.1.0.1" if peer == "z" else "10.2.0.1" for peer in swarm.members}
+    swarm.train(1)
+    assert swarm.asked[0][:2] == ["a0", "z"]
 
 
 @pytest.mark.parametrize(("seconds", "rarely"), [(SLOW_S, True), (SLOW_S - 1, False)])
