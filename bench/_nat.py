@@ -35,6 +35,7 @@ KINDS = ("none", "full", "address", "port", "symmetric")
 NAME = "rch-"
 CLONE_NEWNET = 0x40000000
 _WORKS = "table ip works { chain leave { type nat hook postrouting priority srcnat; oifname none masquerade; }; }"
+_CUT = "table inet cut { chain whole { type filter hook forward priority -5; policy drop; }; }"
 _serial = itertools.count()
 LAN = "192.168.{}"  # the network of a home
 
@@ -167,6 +168,19 @@ class Internet:
     def at(self, place: str, make: Callable[[], T]) -> T:
         """Call ``make`` in a thread that is in that namespace: a socket stays in the one in which it was made. NatError."""
         return inside(self.full(place), make)
+
+    def cut(self, router: str, cut: bool) -> None:
+        """Have ``router`` lose every packet that it should pass on, or no more. OSError."""
+        self.nft(router, "-f", "-", rules=_CUT) if cut else self.nft(router, "delete", "table", "inet", "cut")
+
+    def move(self, router: str) -> str:
+        """Give ``router`` another public address, and have it forget who spoke with whom; return the address. OSError."""
+        net, old = self._ips[router].rpartition(".")[0], self._ips[router]
+        self._ips[router] = f"{net}.3"
+        for change in (("addr", "del", f"{old}/24"), ("addr", "add", f"{net}.3/24")):
+            _call("ip", "-n", self.full(router), *change, "dev", "out")
+        _call("ip", "-n", self.full(router), "route", "replace", "default", "via", f"{net}.1")
+        return self._ips[router]
 
     def close(self) -> None:
         """Remove the namespaces, and with them the rules."""

@@ -20,6 +20,7 @@ from shoal.swarm.p2p.dial import answering
 from shoal.swarm.p2p.listen import as_before, check_free, fixed_ports
 from shoal.swarm.p2p.multiaddr import is_loopback
 from shoal.swarm.p2p.peerstore import DialBackoff, Peerstore
+from shoal.swarm.p2p.relay_slots import RelaySlots
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SLOTS_S = 5.0  # seconds between two looks at the slots at relays
 BACKOFF = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before each further attempt to restart the daemon; the last repeats
 
 
@@ -54,7 +56,7 @@ class DaemonSupervisor:
     ) -> None:
         self.daemon: Daemon | None = None
         self.dht: DHTNode | None = None
-        self.addresses: tuple[str, ...] = ()
+        self._addresses: tuple[str, ...] = ()
         self.restarts = 0
         self.known = Peerstore(identity.peer_id) if known is None else known
         self.backoff = DialBackoff(bootstrap)
@@ -75,6 +77,7 @@ class DaemonSupervisor:
         self._announce = tuple(announce)
         self._light = light
         self._relay = relay
+        self._slots = RelaySlots(identity.peer_id, bootstrap, relay == "only")
         self._down: asyncio.Future[None] | None = None  # done as soon as the present daemon is gone
         self._handlers: dict[str, Incoming] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -92,6 +95,15 @@ class DaemonSupervisor:
             except DAEMON_GONE as error:
                 log.debug("the daemon did not take %s: %r", protocol, error)
                 await asyncio.sleep(BACKOFF[0])
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Full multiaddrs under which others reach this node, those by relays last."""
+        return tuple(dict.fromkeys((*self._addresses, *self._slots.addresses())))
+
+    @addresses.setter
+    def addresses(self, found: tuple[str, ...]) -> None:
+        self._addresses = found
 
     def running(self) -> Daemon:
         """Return the daemon. Raises NetworkError during a restart."""
@@ -139,10 +151,13 @@ class DaemonSupervisor:
                 raise StartupError(f"the network daemon stopped while the node was joining ({error}): try again.") from error
             raise
         self._tasks = [loop.create_task(self._keep_up()), loop.create_task(self.bootstrapper.look_around())]
+        if self._relay != "off" and not all(map(is_loopback, self._listen)):
+            self._tasks.append(loop.create_task(self._keep_slots()))
 
     async def _launch(self, timeout: float) -> Daemon:
         beyond = not all(map(is_loopback, self._listen))
         relays = await answering(self.bootstrapper.bootstrap) if beyond and self._relay != "off" else []
+        self._slots.needed |= not relays and self._relay == "auto" and not self._announce  # what libp2p finds is not seen then
         if self._relay == "only" and not relays:
             log.warning("no bootstrap node or peer can forward to this node now, so nobody behind a NAT reaches it")
         daemon = await Daemon.launch(
@@ -174,6 +189,7 @@ class DaemonSupervisor:
             status = await daemon.ended()
             log.warning("the network daemon stopped (status %s); restarting it", status)
             self.daemon = None
+            self._slots.ended()
             dht, self.dht = self.dht, None
             if dht is not None:
                 dht.is_alive = False
@@ -190,6 +206,21 @@ class DaemonSupervisor:
                     expected = isinstance(error, (ShoalError, *DAEMON_GONE, asyncio.TimeoutError))
                     why = str(error) or type(error).__name__
                     log.warning("the network daemon is not back yet, trying again: %s", why, exc_info=not expected)
+
+    async def _keep_slots(self) -> None:
+        """Keep the slots at relays of a node that nobody can dial."""
+        while True:
+            await asyncio.sleep(SLOTS_S)
+            if (daemon := self.daemon) is None:
+                continue
+            try:
+                if await self._slots.look(daemon, self._addresses):
+                    log.warning("the network daemon puts off relays that answer; restarting it")
+                    daemon.end_by_force()
+            except DAEMON_GONE as error:
+                log.debug("no relay was asked: %r", error)
+            except Exception:  # a bug must not leave the node without its slots
+                log.warning("asking the relays failed; trying again", exc_info=True)
 
     async def _again(self) -> None:
         try:

@@ -1,7 +1,9 @@
-"""Two nodes behind two NATs, which nobody can dial, meet through a seed that forwards, and average."""
+"""Two nodes behind two NATs, which nobody can dial, meet through a seed that forwards, and average; also after a break."""
 
 import json
+import signal
 import subprocess
+import time
 
 import pytest
 
@@ -62,3 +64,41 @@ def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, 
         return {m["name"]: m["reach"] for m in report["members"]} == {"anna": "relayed", "bert": "relayed"}
 
     eventually(relayed, 60, "both said to be relayed")
+
+
+def restart(internet, seed, again):
+    seed.signal(signal.SIGTERM)
+    seed.wait()
+    again()
+
+
+def renumber(internet, seed, again):
+    internet.move("router-0")
+
+
+@pytest.mark.slow(reason="two nodes meet, part and meet again, which takes a minute")
+@pytest.mark.parametrize("breaks", [restart, renumber])
+def test_a_node_that_lost_its_relay_is_met_again_whatever_broke(internet, shoal, eventually, breaks):
+    def begin():
+        return shoal.start(
+            "seed", "--relay", "--json", "--listen", f"/ip4/{SEED}/tcp/4001", "--identity", shoal.home / "seed.key",
+            before=internet.enter("seed"),
+        )  # fmt: skip
+
+    seed = begin()
+    (address,) = [a for a in json.loads(seed.line())["addresses"] if SEED in a]
+    settings = shoal.toml(
+        swarm={"name": "nat", "start_when": 1}, outer={"every": 5, "wait_s": 5.0}, options={"layers": 1, "width": 64, "context": 32}
+    )
+    common = ("--listen", "/ip4/0.0.0.0/tcp/4001", "--relay", "only")
+    link = shoal.node("up", settings, "anna", *common, "--bootstrap", address, before=internet.enter("home-0")).line()
+    shoal.node("join", link, "bert", *common, before=internet.enter("home-1"))
+
+    def met(since):
+        return [e for e in shoal.metrics("anna") if e["event"] == "round" and e["members"] == 2 and e["time"] > since]
+
+    eventually(lambda: met(0), 150, "an exchange")
+    breaks(internet, seed, begin)
+    # Longer than the connections that broke can have gone on: what comes then comes over new ones.
+    after = time.time() + 45
+    eventually(lambda: met(after), 150, "an exchange after the break")

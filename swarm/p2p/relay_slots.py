@@ -1,0 +1,138 @@
+"""The slots that this node holds at relays, asked for again and again, for a slot ends with the connection on which it was given.
+
+The daemon asks each relay once, when libp2p finds that nobody can dial this node, and not again after the connection was lost. So
+from then on this module asks: every `RENEW_S` seconds each of the first `MAX_RELAYS` relays that answer, by libp2p's own protocol
+(circuit v2, RESERVE), which costs a relay nothing when it has the slot. A connection on which two requests in a row got no answer
+is ended, and made anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.p2p import dial
+from shoal.swarm.p2p.daemon import Daemon, read_message
+from shoal.swarm.p2p.stream import short
+
+log = logging.getLogger(__name__)
+
+HOP = "/libp2p/circuit/relay/0.2.0/hop"
+RESERVE = b"\x02\x08\x00"  # a HopMessage, its length before it; type: RESERVE
+STATUS, OK = 5, 100  # the field of the answer with the status, and the good one
+RENEW_S = 15.0  # seconds between two requests to a relay
+ASK_S, CONNECT_S = 8.0, 5.0  # seconds for the answer, and for a connection to it
+LATER_S = 60.0  # seconds until a peer that is no relay is asked again
+STUCK_S, RESTART_S = 30.0, 300.0  # seconds without a slot until the daemon is restarted, and between two such restarts
+
+
+class RelaySlots:
+    """The slots of a node with the peer id ``own`` at relays among ``bootstrap``, full multiaddrs; use it on one loop.
+
+    ``needed``: whether nobody can dial this node; `look` sets it when libp2p has found that. ``clock``: seconds.
+    """
+
+    def __init__(
+        self, own: str, bootstrap: Sequence[str], needed: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.needed = needed
+        self._own, self._clock = own, clock
+        self._candidates = dial.candidates(bootstrap)
+        self._held: dict[str, float] = {}
+        """Address of a relay -> when it gave a slot last."""
+        self._put_off: dict[str, float] = {}
+        """Address of a relay -> until when it is not asked."""
+        self._stuck: float | None = None
+        """Since when the daemon has refused to dial a relay that takes connections, while no slot is held."""
+        self._restarted = float("-inf")
+
+    def addresses(self) -> list[str]:
+        """Return the full multiaddrs at which relays forward to this node."""
+        return [f"{relay}/p2p-circuit/p2p/{self._own}" for relay in self._held]
+
+    def ended(self) -> None:
+        """Note that the daemon has ended, and with it every slot and every delay."""
+        self._held.clear()
+        self._put_off.clear()
+        self._stuck = None
+
+    async def look(self, daemon: Daemon, known: Sequence[str]) -> bool:
+        """Ask the relays that are due; ``known``: the addresses that the daemon gives. Return whether it has to be restarted.
+
+        That is so when it has refused for `STUCK_S` seconds to dial a relay that answers: it puts a peer off for up to five
+        minutes after dials that failed. Raises one of `daemon.DAEMON_GONE`.
+        """
+        self.needed = self.needed or any("/p2p-circuit/" in address for address in known)
+        if not self.needed:
+            return False
+        refused = False
+        for relay in self._candidates:
+            others = len(self._held.keys() - {relay})
+            if others < dial.MAX_RELAYS and self._clock() >= self._put_off.get(relay, float("-inf")):
+                refused |= not await self._renew(daemon, relay)
+        if self._held or not refused:
+            self._stuck = None
+            return False
+        now = self._clock()
+        self._stuck = now if self._stuck is None else self._stuck
+        if now - self._stuck < STUCK_S or now - self._restarted < RESTART_S:
+            return False
+        self._restarted = now
+        return True
+
+    async def _renew(self, daemon: Daemon, relay: str) -> bool:
+        """Ask ``relay`` for a slot, or for the one that this node has; False: it answers, but the daemon does not dial it."""
+        peer, granted, reason = relay.rpartition("/p2p/")[2], False, ""
+        try:
+            granted = await self._ask(daemon, relay, peer)
+        except NetworkError as error:
+            reason = str(error)
+            log.debug("no slot at relay %s: %s", short(peer), reason)
+        finally:
+            if granted and relay not in self._held:
+                log.info("relay %s forwards to this node", short(peer))
+            if granted:
+                self._held[relay] = self._clock()
+                self._put_off[relay] = self._held[relay] + RENEW_S
+            else:
+                self._held.pop(relay, None)
+        if "protocols not supported" in reason:
+            self._put_off[relay] = self._clock() + LATER_S
+        return "dial backoff" not in reason
+
+    async def _ask(self, daemon: Daemon, relay: str, peer: str) -> bool:
+        for attempt in range(2):
+            try:
+                if peer not in await daemon.peers():
+                    if not await dial.answering([relay]):
+                        return False
+                    await asyncio.wait_for(daemon.connect(peer, [relay]), CONNECT_S)
+                await asyncio.wait_for(reserve(daemon, peer), ASK_S)
+                return True
+            except asyncio.TimeoutError:
+                if attempt:
+                    log.info("relay %s does not answer; connecting to it anew", short(peer))
+                    await daemon.disconnect(peer)
+        return False
+
+
+async def reserve(daemon: Daemon, relay: str) -> None:
+    """Have the connected peer ``relay`` forward connections to this node. Raises NetworkError or OSError."""
+    reader, writer = await daemon.open(relay, HOP)
+    try:
+        writer.write(RESERVE)
+        fields = UnknownFieldSet(await read_message(reader, Empty()))
+        status = {field.field_number: field.data for field in map(fields.__getitem__, range(len(fields)))}.get(STATUS)
+    except (EOFError, DecodeError) as error:
+        raise NetworkError(f"relay {short(relay)} gave no answer ({error!r}).") from None
+    finally:
+        writer.close()
+    if status != OK:
+        raise NetworkError(f"relay {short(relay)} gave no slot (status {status}).")

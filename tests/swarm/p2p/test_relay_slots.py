@@ -1,0 +1,165 @@
+"""The slots at relays of a node that nobody can dial: kept, lost, asked for again; with daemons that only pretend."""
+
+import asyncio
+
+import pytest
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p import dial, relay_slots
+from shoal.swarm.p2p.daemon import DaemonError
+from shoal.swarm.p2p.relay_slots import RENEW_S, RESTART_S, STUCK_S, RelaySlots, reserve
+
+ME, SEED, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(4))
+AT = {peer: f"/ip4/203.0.113.{n}/tcp/4001/p2p/{peer}" for n, peer in enumerate((SEED, OTHER, THIRD))}
+GRANTED, FULL = bytes([4, 8, 2, 40, 100]), bytes([5, 8, 2, 40, 201, 1])
+CIRCUIT = [f"{AT[SEED]}/p2p-circuit/p2p/{ME}"]
+
+
+class Writer:
+    def write(self, data):
+        assert data == relay_slots.RESERVE
+
+    def close(self):
+        pass
+
+
+class FakeDaemon:
+    """Connected to ``here``; ``answers``: what each relay says to a request, None: nothing; ``refusal``: of a dial."""
+
+    def __init__(self):
+        self.here, self.asked, self.ended = {SEED, OTHER, THIRD}, [], []
+        self.answers = dict.fromkeys(AT, GRANTED)
+        self.refusal = ""
+        self.announced, self.told = list, []
+
+    async def peers(self):
+        return tuple(self.here)
+
+    async def connect(self, peer, addresses):
+        if self.refusal:
+            raise DaemonError(self.refusal)
+        self.here.add(peer)
+
+    async def disconnect(self, peer):
+        self.here.discard(peer)
+        self.ended.append(peer)
+        self.answers[peer] = GRANTED  # a new connection works
+
+    async def open(self, peer, protocol):
+        assert protocol == "/libp2p/circuit/relay/0.2.0/hop"
+        self.asked.append(peer)
+        self.told.append(self.announced())  # during the request
+        reader = asyncio.StreamReader()
+        if self.answers[peer] is not None:
+            reader.feed_data(self.answers[peer])
+            reader.feed_eof()
+        return reader, Writer()
+
+
+class World:
+    def __init__(self, monkeypatch, bootstrap=(SEED,), needed=False):
+        self.now, self.up, self.daemon = 1000.0, set(AT.values()), FakeDaemon()
+        self.slots = RelaySlots(ME, [AT[peer] for peer in bootstrap], needed, lambda: self.now)
+
+        self.daemon.announced = self.slots.addresses
+
+        async def answering(addresses):
+            return [address for address in addresses if address in self.up]
+
+        monkeypatch.setattr(dial, "answering", answering)
+        monkeypatch.setattr(relay_slots, "ASK_S", 0.01)
+
+    def look(self, after=5.0, known=()):
+        self.now += after
+        return asyncio.run(self.slots.look(self.daemon, known))
+
+    def at(self):
+        return [address.split("/")[6] for address in self.slots.addresses()]
+
+    def goes(self, *peers):
+        self.up -= {AT[peer] for peer in peers}
+        self.daemon.here -= set(peers)
+
+
+def test_no_relay_is_asked_until_libp2p_has_found_that_nobody_can_dial_this_node(monkeypatch):
+    world = World(monkeypatch)
+    world.look(known=["/ip4/198.51.100.4/tcp/1/p2p/" + ME])
+    assert not world.daemon.asked
+    world.look(known=CIRCUIT)
+    assert world.slots.addresses() == CIRCUIT
+
+
+def test_a_slot_is_asked_for_again_before_anybody_misses_it_and_not_at_each_look(monkeypatch):
+    world = World(monkeypatch, needed=True)
+    for _ in range(7):
+        world.look()
+    assert len(world.daemon.asked) == 3  # in 30 seconds
+    assert world.daemon.told == [[], CIRCUIT, CIRCUIT]  # it is not given up while it is renewed
+    assert RENEW_S == 15
+
+
+def test_a_slot_that_ended_with_its_connection_is_announced_no_more_and_asked_for_as_soon_as_the_relay_is_back(monkeypatch):
+    world = World(monkeypatch, needed=True)
+    world.look()
+    world.goes(SEED)
+    world.look(after=RENEW_S)
+    assert world.at() == []
+    world.up.add(AT[SEED])
+    world.look()
+    assert world.at() == [SEED]
+
+
+def test_a_connection_on_which_nothing_comes_is_made_anew(monkeypatch):
+    world = World(monkeypatch, needed=True)
+    world.look()
+    world.daemon.answers[SEED] = None
+    world.look(after=RENEW_S)
+    assert world.daemon.ended == [SEED]
+    world.look()
+    assert world.at() == [SEED]
+
+
+def test_where_one_relay_stays_away_the_next_one_takes_its_place(monkeypatch):
+    world = World(monkeypatch, (SEED, OTHER, THIRD), needed=True)
+    world.look()
+    assert world.at() == [SEED, OTHER]
+    world.goes(SEED)
+    world.look(after=RENEW_S)
+    assert sorted(world.at()) == sorted([OTHER, THIRD])
+
+
+def test_a_daemon_that_puts_off_a_relay_that_answers_is_restarted_but_not_again_and_again(monkeypatch):
+    world = World(monkeypatch, needed=True)
+    world.goes(SEED)
+    world.daemon.refusal = "failed to dial: dial backoff"
+    assert not any(world.look() for _ in range(20))  # it does not answer, so a restart would not help
+    world.up.add(AT[SEED])
+    looks = [world.look() for _ in range(100)]
+    assert [at * 5 for at, restart in enumerate(looks) if restart] == [STUCK_S, STUCK_S + RESTART_S]
+
+
+def test_a_relay_that_has_no_slot_left_is_no_reason_for_a_restart(monkeypatch):
+    world = World(monkeypatch, needed=True)
+    world.daemon.answers[SEED] = FULL
+    assert not any(world.look() for _ in range(100))
+    assert world.at() == []
+
+
+def test_after_a_restart_of_the_daemon_a_slot_is_asked_for_at_once(monkeypatch):
+    world = World(monkeypatch, needed=True)
+    world.look()
+    world.slots.ended()
+    assert world.at() == []
+    world.look(after=0.0)
+    assert world.at() == [SEED]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"\x04", b"\xff\xff\xff\x7f", b"\x02\x08\x02", b"\x03\xff\xff\xff", b"\x04\x2a\x02\x00\x01", FULL]
+)
+def test_whatever_a_relay_answers_there_is_a_slot_or_an_error_that_is_expected(answer):
+    daemon = FakeDaemon()
+    daemon.answers[SEED] = answer
+    with pytest.raises((NetworkError, OSError)):
+        asyncio.run(reserve(daemon, SEED))
