@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +59,17 @@ def setting_of(seed: int) -> Setting:
     )
 
 
-def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] | None = None, keep: bool = False) -> Report:
-    """Run a simulation to its end, or to the first violated invariant. ``keep``: keep the trace's lines too."""
+def simulate(
+    seed: int,
+    *,
+    setting: Setting | None = None,
+    faults: list[Fault] | None = None,
+    keep: bool = False,
+    prepare: Callable[[SimSwarm], None] = lambda swarm: None,
+) -> Report:
+    """Run a simulation to its end, or to the first violated invariant. ``keep``: keep the trace's lines too. ``prepare``: called
+    with the swarm before it begins.
+    """
     setting = setting or setting_of(seed)
     faults = plan(seed, setting.peers, 350 if setting.kind == "pair" else 700) if faults is None else faults
     chance = random.Random(f"links {seed}")
@@ -71,6 +81,7 @@ def simulate(seed: int, *, setting: Setting | None = None, faults: list[Fault] |
         swarm = SimSwarm(network, setting, seed)
         mischief = FaultInjector(swarm, faults)
         checks = Checks(swarm, mischief, errors)
+        prepare(swarm)
         broken: list[BaseException] = []
 
         def watch(name: str) -> None:

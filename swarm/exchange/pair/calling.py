@@ -30,7 +30,8 @@ class Caller:
     async def call(self, pairing: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
         """Open a stream, offer, and exchange if the offer is accepted within ``seconds``. Raises NetworkError or MessageError."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
+        began = loop.time()
+        until = began + seconds
         member = self._context.members().get(peer) or self._context.known().get(peer)
         addresses = member.addresses if member is not None else ()
         try:
@@ -42,6 +43,7 @@ class Caller:
             raise
         if stream is None:
             return None
+        opened = loop.time() - began
         try:
             pairing.offering = True
             nonce = fresh_nonce()
@@ -65,7 +67,8 @@ class Caller:
                 what = difference or "the nonce, swarm, model or round"
                 raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
             pairing.dialing = None  # a call from this peer no longer crosses this node's
-            return await self._state.transfer(stream, pairing, theirs, caller=True)
+            # The rest of the time before the answer is the wait for its training.
+            return await self._state.transfer(stream, pairing, theirs, caller=True, called=opened)
         finally:
             pairing.accepted = False
             stream.close()

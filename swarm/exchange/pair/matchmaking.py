@@ -51,6 +51,7 @@ from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.wire.member import Member
 
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
@@ -77,7 +78,10 @@ class PairMatchmaker:
     ) -> None:
         self._timeouts, self._patience, self.rounds = timeouts, patience or Patience(), PairRounds(fragments, overlap)
         self._selector, self.evidence = PairSelector(context, departed, fragments), RoundEvidence(context, fragments)
-        self.state = PairState(context, timeouts, transfers, self._selector, self._patience, self.rounds, self.evidence, overlap)
+        time = TrainingTime(timeouts, self._patience, fragments)
+        self.state = PairState(
+            context, timeouts, transfers, self._selector, self._patience, self.rounds, self.evidence, overlap, time
+        )
         self.held = HeldCalls(self.state)
         self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
         context.host.serve(EXCHANGE_PROTOCOL, self.answerer.serve)
@@ -133,11 +137,11 @@ class PairMatchmaker:
         linger = min(wait * LINGER, LINGER_S, period * WORTH)
         while True:
             partner, order = self._selector.of(pairing.key.round)
-            pairing.partner = partner
+            pairing.partner = partner if order else None
             self.held.release(pairing)
             if partner is None and order:
                 pairing.attempt.stats.odd += 1  # the odd one out
-                wary = self._selector.wary(pairing.key.round)
+                wary = self._selector.passed.lately(pairing.key.round)
                 return await self._listen(pairing, linger if wary else 0.0) if wary or self.state.overlap else None
             if not order:  # the last one here, or a peer whose partner is dead while nobody is free
                 return await self._listen(pairing, 0.0) if self.state.overlap and partner is not None else None

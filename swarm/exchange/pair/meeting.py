@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.pair import Offer
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HELD = 64
-SEVERAL = 4  # times what an exchange usually holds training, after which it is given up
-COSTLY, COSTLY_S = 0.15, 1.0  # of the time from one round to the next, and seconds at least: a partner that holds it longer costs
-REMEMBERED = 16  # exchanges by which the usual is known
 
 
 @dataclass
@@ -112,29 +109,31 @@ class PairState:
     evidence: RoundEvidence
     overlap: bool
     """Training goes on while this node waits for a partner."""
+    time: TrainingTime
     under_way: dict[int, PairingAttempt] = field(default_factory=dict)
     """By fragment."""
-    holds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    """Seconds for which the newest exchanges held training."""
 
-    async def transfer(self, stream: Stream, pairing: PairingAttempt, theirs: Offer, *, caller: bool) -> PartnerContribution | None:
-        """Exchange payloads and commit; give up what holds training for several times as long as is usual here.
+    async def transfer(
+        self, stream: Stream, pairing: PairingAttempt, theirs: Offer, *, caller: bool, called: float = 0.0
+    ) -> PartnerContribution | None:
+        """Exchange payloads and commit; give up what holds training for longer than its budget (`TrainingTime`). Raises Withdrawn.
 
-        The usual is what a quarter of the recent exchanges kept to, so that one slow peer does not set it. Without a measure the
-        transfer's own deadlines hold. Raises Withdrawn.
+        ``called``: seconds that the call took before this.
         """
-        loop, attempt, began = asyncio.get_running_loop(), pairing.attempt, asyncio.get_running_loop().time()
+        loop, attempt, key = asyncio.get_running_loop(), pairing.attempt, pairing.key
+        began = loop.time()
         work = asyncio.ensure_future(self.transfers.run(stream, attempt, theirs, caller=caller))
         needed = asyncio.ensure_future(pairing.needed.wait())
-        usual = sorted(self.holds)[(len(self.holds) - 1) // 4] if self.holds else math.inf
+        held = called if pairing.needed.is_set() else 0.0
+        given_up = False
         try:
             await asyncio.wait({work, needed}, return_when=asyncio.FIRST_COMPLETED)
-            since = loop.time()
-            longest = max(SEVERAL * usual, self.patience.of(self.timeouts, pairing.key.fragment))
-            await asyncio.wait({work}, timeout=None if math.isinf(longest) else longest)
-            if not work.done() and attempt.commit.close() is None:
+            since, longest = loop.time(), self.time.budget(theirs.nbytes, key.fragment)
+            await asyncio.wait({work}, timeout=longest)
+            given_up = not work.done() and attempt.commit.close() is None
+            if given_up:
                 attempt.failed(stream.peer_id, "timeout")
-                log.info("round %d: %s was too slow: given up after %.1f s", pairing.key.round, short(stream.peer_id), longest)
+                log.info("round %d: %s was too slow: given up after %.1f s", key.round, short(stream.peer_id), longest)
             received = work.result() if work.done() else attempt.commit.received
         finally:
             for task in (work, needed):
@@ -142,18 +141,20 @@ class PairState:
             await asyncio.wait({work, needed})
             if not work.cancelled():
                 work.exception()  # retrieved
-        held = loop.time() - since if pairing.needed.is_set() else 0.0
-        if received is not None:
-            self.holds.append(held)
-        log.debug("round %d: the transfer took %.2f s, of which training waited %.2f", pairing.key.round, loop.time() - began, held)
-        period = self.patience.period(pairing.key.fragment)
-        self.ended(pairing, stream.peer_id, received, costly=held > max(COSTLY_S, SEVERAL * usual, COSTLY * period))
+        held += loop.time() - since if pairing.needed.is_set() else 0.0
+        log.debug("round %d: the transfer took %.2f s, of which training waited %.2f", key.round, loop.time() - began, held)
+        over: dict[str, int] = {}
+        if received is not None or given_up:  # one that broke off is counted as such
+            over = self.time.spent(stream.peer_id, key.round, key.fragment, held, theirs.nbytes, whole=not given_up)
+        self.ended(pairing, stream.peer_id, received, over.pop(stream.peer_id, 0))
+        for peer, rounds in over.items():
+            self.selector.passed.missed(peer, key.round, rounds)
         return received
 
-    def ended(self, pairing: PairingAttempt, peer: str, received: PartnerContribution | None, *, costly: bool = False) -> None:
-        """Note the end of a transfer. ``costly``: it held training for so long that its partner is passed over for a while."""
+    def ended(self, pairing: PairingAttempt, peer: str, received: PartnerContribution | None, over: int = 0) -> None:
+        """Note the end of a transfer. ``over``: rounds for which its partner is passed over, because it held training for long."""
         pairing.broken = received is None
-        self.selector.ended(peer, pairing.key.round, met=received is not None and not costly)
+        self.selector.ended(peer, pairing.key.round, met=received is not None, over=over)
         if received is not None:
             self.evidence.met([peer], pairing.key.round)
 

@@ -5,27 +5,19 @@ all others are taken. So a node that cannot reach its partner also knows which p
 and need not search among the others. It considers a peer dead from when it could not be reached until it calls, or issues another
 record.
 
-A peer that spends this node's rounds, by breaking off again and again or by never being free for its partner, is passed over as if
-it were dead: up to the next multiple of 8 rounds, and of 32 after each further failure in a row (`PASSED_OVER`). An honest peer on
-a bad link comes back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. Those terms end in the same
-rounds at all nodes. Else two that pass each other over would come back by turns, each turned away by the other and so passing it
-over anew: four peers stayed two pairs for good. The pairs of all others stay as they are. Those whose partners are passed over,
-and the odd one out, meet each other: nodes that have seen the same failures agree about that, and an odd one out that has seen any
-listens for a moment, for others may have seen more.
+A peer that spends this node's rounds is passed over as if it were dead (`shoal.swarm.exchange.passed_over`). The pairs of all
+others stay as they are. Those whose partners are passed over, and the odd one out, meet each other: nodes that have seen the same
+failures agree about that, and an odd one out that has seen any listens for a moment, for others may have seen more.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from shoal.optim.exchange.pairing import candidates, groups, partner_of
 from shoal.swarm.exchange.context import PeerContext
+from shoal.swarm.exchange.passed_over import PassedOver
 from shoal.swarm.wire.member import Member
-
-PASSED_OVER = (8, 32)  # up to the next multiple of so many rounds of each fragment, after so many failures in a row
-FORGOTTEN = 64  # rounds after these
-REMEMBERED = 1024  # peers
 
 
 class PairSelector:
@@ -37,11 +29,10 @@ class PairSelector:
         departed: Callable[[], Mapping[str, Member]] = dict,
         fragments: int = 1,
     ) -> None:
-        self._context, self._departed, self._fragments = context, departed, fragments
+        self._context, self._departed = context, departed
+        self.passed = PassedOver(fragments)
         self._unreached: dict[str, float] = {}
         """Peer -> the time of issue of the record that it had when it could not be reached."""
-        self._misses: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """Peer -> its failures in a row, and the round of the last one. Rounds of all fragments count."""
 
     def of(self, round: int) -> tuple[str | None, list[str]]:
         """Return the partner in ``round`` (None for the odd one out) and the others to call: the partner first, unless it is
@@ -53,8 +44,10 @@ class PairSelector:
         order = [p for p in candidates(self._context.seed, round, self._context.me, peers) if p in here]
         if others is None:
             return partner, order
-        if partner is None or (self._passes_over(partner, round) and partner not in self._unreached):
+        if partner is None or (self.passed.at(partner, round) and partner not in self._unreached):
             if not others:
+                if partner is not None and self.passed.costly(partner):
+                    return partner, []  # to train on without a partner is better
                 return partner, order if partner is None else [partner]  # there is nobody better
             partner = partner_of(self._context.seed, round, self._context.me, others)
         return partner, sorted((p for p in order if p in others), key=lambda peer: peer != partner)
@@ -67,7 +60,7 @@ class PairSelector:
         """Return the other peers without a partner if this node has none that is alive; None if it has, as far as is known."""
         here = self._context.members()
         self._unreached = {p: issued for p, issued in self._unreached.items() if p in here and here[p].issued == issued}
-        dead = {peer for peer in (*self._unreached, *self._misses) if peer in self._unreached or self._passes_over(peer, round)}
+        dead = {peer for peer in (*self._unreached, *self.passed.misses) if peer in self._unreached or self.passed.at(peer, round)}
         if not dead:  # the usual case: no pairs need be computed
             return None
         pairs = groups(self._context.seed, round, self._in(round) | {self._context.me})
@@ -79,48 +72,19 @@ class PairSelector:
 
     def takes(self, peer: str, round: int) -> bool:
         """Return whether this node is free for ``peer`` if that calls unasked."""
-        return not self._passes_over(peer, round)
-
-    def wary(self, round: int) -> bool:
-        """Return whether any peer has spent this node's rounds lately."""
-        return any(round < self._until(peer) + FORGOTTEN * self._fragments for peer in self._misses)
-
-    def missed(self, peer: str, round: int) -> None:
-        """Note that ``peer`` spent this node's round without an exchange."""
-        count, last = self._misses.get(peer, (0, 0))
-        # Several meetings with one peer that fail at once, with a fragment each, count as one failure.
-        if not count or round >= last + self._fragments:
-            again = round < self._until(peer) + FORGOTTEN * self._fragments
-            count, last = min(count + 1 if again else 1, len(PASSED_OVER)), round
-        self._misses[peer] = count, last
-        self._misses.move_to_end(peer)
-        while len(self._misses) > REMEMBERED:
-            self._misses.popitem(last=False)
-
-    def _until(self, peer: str) -> int:
-        """Return the first round in which ``peer`` is no longer passed over."""
-        count, last = self._misses.get(peer, (0, 0))
-        term = PASSED_OVER[count - 1] * self._fragments if count else 0
-        return (last // term + 1) * term if term else 0
+        return not self.passed.at(peer, round)
 
     def tried(self, peer: str, round: int) -> None:
         """Note that ``peer`` was called in vain: a failure if it is the partner; others may well be busy."""
         if peer == self.partner(round):
-            self.missed(peer, round)
+            self.passed.missed(peer, round)
 
-    def ended(self, peer: str, round: int, *, met: bool) -> None:
-        """Note the end of a transfer."""
-        if met:
-            self.met(peer)
+    def ended(self, peer: str, round: int, *, met: bool, over: int = 0) -> None:
+        """Note the end of a transfer; ``over``: rounds for which the peer is passed over although they met."""
+        if met and not over:
+            self.passed.met(peer)
         else:
-            self.missed(peer, round)
-
-    def met(self, peer: str) -> None:
-        """Note an exchange with ``peer``."""
-        self._misses.pop(peer, None)
-
-    def _passes_over(self, peer: str, round: int) -> bool:
-        return round < self._until(peer)
+            self.passed.missed(peer, round, over)
 
     def failed(self, peer: str) -> None:
         """Note that no stream to ``peer`` could be opened."""

@@ -16,6 +16,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.held import HeldCalls
 from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p import stream
 from shoal.swarm.wire.envelope import seal, unseal
 from shoal.swarm.wire.group import GroupDecision, GroupReply
@@ -86,13 +87,14 @@ def round_forgotten(patch):
 
 
 def no_deadline(patch):
-    """A transfer waits for as long as it takes."""
+    """A transfer waits for as long as it takes, whatever that costs."""
 
     async def watch(self, bulk, sender, nbytes, chunk_timeout, progress):
         await asyncio.wait({sender, bulk.arrived})
         sender.result(), bulk.arrived.result()
 
     patch.setattr(stream.Stream, "_watch", watch)
+    patch.setattr(TrainingTime, "budget", lambda *args: 1e6)
 
 
 def held_for_ever(patch):

@@ -19,9 +19,10 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
 from shoal.swarm.exchange.pair.meeting import PairingAttempt
 from shoal.swarm.exchange.pair.offers import make_offer, receive_offer
-from shoal.swarm.exchange.pair.pairing import FORGOTTEN, PASSED_OVER, PairSelector
+from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import PairTransfer
+from shoal.swarm.exchange.passed_over import FORGOTTEN, TERMS
 from shoal.swarm.sim.clock import VirtualLoop
 from shoal.swarm.state.adoption import in_step
 from shoal.swarm.wire.envelope import unpack
@@ -192,7 +193,7 @@ def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twi
         stream.close()
         return answer.verdict
 
-    missed = a.exchange._matchmaker._selector._misses
+    missed = a.exchange._matchmaker._selector.passed.misses
     assert partner.submit(call_and_go()).result(LONG) == "accept"
     until(lambda: a.exchange._matchmaker.state.under_way[round % 4].withdrawn)
     assert not missed
@@ -319,19 +320,19 @@ def test_failures_are_forgotten_no_faster_with_fragments():
     """Rounds are sent four times as often, so four times as many of them are the same time."""
     plain, cut = selector("peer-0", directory(2)), PairSelector(selector("peer-0", directory(2))._context, fragments=4)
     for node, step in ((plain, 1), (cut, 4)):
-        node.missed("peer-1", 0)
-        assert [node.takes("peer-1", step * PASSED_OVER[0] - less) for less in (1, 0)] == [False, True]
-        assert [node.wary(step * (PASSED_OVER[0] + FORGOTTEN) - less) for less in (1, 0)] == [True, False]
-        node.missed("peer-1", step)
-        assert [node.takes("peer-1", step * PASSED_OVER[1] - less) for less in (1, 0)] == [False, True]
+        node.passed.missed("peer-1", 0)
+        assert [node.takes("peer-1", step * TERMS[0] - less) for less in (1, 0)] == [False, True]
+        assert [node.passed.lately(step * (TERMS[0] + FORGOTTEN) - less) for less in (1, 0)] == [True, False]
+        node.passed.missed("peer-1", step)
+        assert [node.takes("peer-1", step * TERMS[1] - less) for less in (1, 0)] == [False, True]
 
 
 def test_meetings_that_a_dead_peer_ends_at_once_are_one_failure():
     node = PairSelector(selector("peer-0", directory(2))._context, fragments=4)
     for round in (6, 7, 5, 9):
-        node.missed("peer-1", round)
-    assert not node.takes("peer-1", 4 * PASSED_OVER[0] - 1)
-    assert node.takes("peer-1", 4 * PASSED_OVER[0])
+        node.passed.missed("peer-1", round)
+    assert not node.takes("peer-1", 4 * TERMS[0] - 1)
+    assert node.takes("peer-1", 4 * TERMS[0])
 
 
 def test_patience_is_of_the_time_between_two_rounds_of_one_fragment():

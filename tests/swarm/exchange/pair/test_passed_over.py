@@ -14,8 +14,9 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair import matchmaking, offers
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.offers import make_offer
-from shoal.swarm.exchange.pair.pairing import FORGOTTEN, PASSED_OVER, REMEMBERED, PairSelector
+from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
+from shoal.swarm.exchange.passed_over import BROKEN, FORGOTTEN, REMEMBERED, TERMS, PassedOver
 from tests.swarm.exchange.pair.test_pairing import MODEL, SEED, Directory, directory, selector
 
 SWARM = "a" * 52
@@ -103,7 +104,7 @@ def test_who_spends_the_others_rounds_is_found_and_never_averaged_with(network, 
     assert all(len(mine) in (0, 2) and (mine == theirs or not (mine and theirs)) for mine, theirs, _ in met)
     assert not any(hostile for *_, hostile in met)
     hostile = exchanges[2]._context.me
-    assert all(hostile in exchange._matchmaker._selector._misses for exchange in exchanges[:2])
+    assert all(hostile in exchange._matchmaker._selector.passed.misses for exchange in exchanges[:2])
     assert sum(bool(mine) for mine, _, _ in met) >= ROUNDS / 3
 
 
@@ -116,12 +117,12 @@ def test_three_honest_peers_are_all_met_in_turn(network):
 def test_it_is_passed_over_ever_longer_and_comes_back_with_one_exchange():
     node = selector("peer-0", directory(2))
     for round, back in ((0, 8), (8, 32), (32, 64), (70, 96)):
-        node.missed("peer-1", round)
+        node.passed.missed("peer-1", round)
         assert [node.takes("peer-1", at) for at in (round, round + 1, back - 1, back)] == [False, False, False, True]
-    node.met("peer-1")
+    node.passed.met("peer-1")
     assert node.takes("peer-1", 96)
-    node.missed("peer-1", 96)
-    assert node.takes("peer-1", 96 + PASSED_OVER[0])
+    node.passed.missed("peer-1", 96)
+    assert node.takes("peer-1", 96 + TERMS[0])
 
 
 @given(st.lists(st.integers(0, 60), max_size=6), st.lists(st.integers(0, 60), max_size=6), st.sampled_from([1, 4]))
@@ -130,36 +131,53 @@ def test_two_that_pass_each_other_over_come_back_in_the_same_round(mine, theirs,
     nodes = [PairSelector(selector(f"peer-{number}", directory(2))._context, fragments=fragments) for number in (0, 1)]
     for node, other, failures in zip(nodes, ("peer-1", "peer-0"), (mine, theirs), strict=True):
         for round in sorted(failures):
-            node.missed(other, round)
-    for round in range(61, 61 + 2 * PASSED_OVER[-1] * fragments):
+            node.passed.missed(other, round)
+    for round in range(61, 61 + 2 * TERMS[BROKEN - 1] * fragments):
         takes = [node.takes(other, round) for node, other in zip(nodes, ("peer-1", "peer-0"), strict=True)]
         if all(takes):
             return
         for number in (0, 1):
             if takes[number]:  # it calls in vain
-                nodes[number].missed(f"peer-{1 - number}", round)
+                nodes[number].passed.missed(f"peer-{1 - number}", round)
     pytest.fail("they never meet again")
+
+
+def test_who_costs_time_is_passed_over_for_as_long_as_it_takes_and_longer_each_time():
+    for over, terms in ((1, (8, 32, 128, 512, 1024)), (20, (32, 128, 512, 1024)), (100, (128, 512, 1024))):
+        passed, round = PassedOver(1), 0
+        for back in terms:
+            passed.missed("peer", round, over)
+            assert [passed.at("peer", back - 1), passed.at("peer", back)] == [True, False]
+            round = back
+
+
+def test_without_anybody_else_a_node_trains_on_alone_rather_than_with_one_that_costs_time():
+    node = selector("peer-0", directory(2))
+    node.passed.missed("peer-1", 0, 1)
+    node.passed.missed("peer-1", 1)
+    assert node.of(1) == ("peer-1", [])
+    assert node.of(TERMS[1]) == ("peer-1", ["peer-1"])
 
 
 def test_failures_of_long_ago_are_forgotten():
     node = selector("peer-0", directory(2))
     for round in (0, 10, 20):
-        node.missed("peer-1", round)
-    later = PASSED_OVER[-1] + FORGOTTEN
-    node.missed("peer-1", later)
-    assert node.takes("peer-1", later + PASSED_OVER[0])
+        node.passed.missed("peer-1", round)
+    later = TERMS[BROKEN - 1] + FORGOTTEN
+    node.passed.missed("peer-1", later)
+    assert node.takes("peer-1", later + TERMS[0])
 
 
 def test_no_more_peers_are_remembered_than_there_is_room_for():
     node = selector("peer-0", directory(2))
     for number in range(3 * REMEMBERED):
-        node.missed(f"peer-{number}", 0)
-    assert len(node._misses) == REMEMBERED
+        node.passed.missed(f"peer-{number}", 0)
+    assert len(node.passed.misses) == REMEMBERED
 
 
 def test_a_peer_with_nobody_else_is_tried_all_the_same():
     node = selector("peer-0", directory(2))
-    node.missed("peer-1", 0)
+    node.passed.missed("peer-1", 0)
     assert node.of(1) == ("peer-1", ["peer-1"])
 
 
@@ -171,7 +189,7 @@ def test_who_has_seen_the_same_failures_agrees_and_the_other_pairs_stay(count, r
     for me in sorted(here.keys() - hostile):
         node = selector(me, here)
         for peer in hostile:
-            node.missed(peer, round)
+            node.passed.missed(peer, round)
         partner, order = node.of(round)
         partners[me] = partner if partner not in hostile else None
         usual = partner_of(SEED, round, me, here)
@@ -186,7 +204,7 @@ def test_pairs_are_computed_by_all_members():
     here = directory(8)
     pairs = groups(SEED, 0, here)
     node = PairSelector(selector(pairs[0][0], here)._context)
-    node.missed(pairs[1][0], 0)
+    node.passed.missed(pairs[1][0], 0)
     assert node.of(0)[0] == pairs[0][1]
 
 
@@ -203,10 +221,10 @@ def test_over_many_swarms_the_honest_two_meet_in_nine_of_ten_rounds_after_the_fi
         met = []
         for round in range(ROUNDS):
             chosen = {peer: node.of(round)[0] for peer, node in nodes.items()}
-            listens = {peer for peer, node in nodes.items() if chosen[peer] is None and node.wary(round)}
+            listens = {peer for peer, node in nodes.items() if chosen[peer] is None and node.passed.lately(round)}
             met.append(all(chosen[peer] == other or peer in listens for peer, other in ((a, b), (b, a))) and len(listens) < 2)
             for peer, node in nodes.items():
                 if chosen[peer] == bad and hostile:
-                    node.missed(bad, round)
+                    node.passed.missed(bad, round)
         share.append(sum(met[8:]) / len(met[8:]))
     assert (sum(share) / len(share) >= 0.85) == hostile

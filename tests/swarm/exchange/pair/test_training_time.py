@@ -1,54 +1,65 @@
-"""How long an exchange may hold training: several times what is usual here; and who takes more is passed over."""
+"""How long an exchange may hold training: several times what is usual here; and who costs more than it gives is passed over."""
 
 import asyncio
+import math
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
-from shoal.swarm.exchange.pair import meeting
 from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.training_time import FIRST_RATE, FIRST_S, GIVES, LEAST_S, PARTNERS, PEERS, SEVERAL, TrainingTime
 from shoal.swarm.identity import Identity
 
 SWARM, WAIT = "a" * 52, 0.05
 THEIRS = PartnerContribution("peer", 1.0, [torch.zeros(2)])
 
 
+OTHERS = ("one", "two", "three")
+
+
 class Selector:
     def __init__(self):
         self.ends = []
 
-    def ended(self, peer, round, *, met):
-        self.ends.append((peer, met))
+    def ended(self, peer, round, *, met, over):
+        self.ends.append((peer, met and not over))
 
 
-def run(transfer, holds=(), *, awaited=True):
-    """Let one transfer run; return its outcome, the selector's ends, the failures that were counted, and the node's holds."""
+def timed(periods=None, wait=10.0, fragments=1, trial=0.0):
+    """A node's training time. ``periods``: seconds of a round of each fragment."""
+    patience = Patience()
+    patience._periods = {fragment: (seconds, seconds) for fragment, seconds in (periods or {}).items()}
+    return TrainingTime(ExchangeTimeouts(wait, trial=trial), patience, fragments)
+
+
+def run(transfer, holds=(), *, awaited=True, budget=WAIT):
+    """Let one transfer run; return its outcome, the selector's ends, the failures that were counted, and what it held."""
     context = PeerContext(None, Identity.ephemeral(), SWARM, "0" * 64, 0, dict)
     attempt = ExchangeAttempt(encode_contribution(SWARM, RoundKey(SWARM, 0), [torch.zeros(2)], 1.0, FLOAT32))
-    selector, timeouts = Selector(), ExchangeTimeouts(WAIT, WAIT, WAIT)
+    selector, timeouts, time = Selector(), ExchangeTimeouts(WAIT, WAIT, WAIT), timed()
+    time.budget = lambda nbytes, fragment: budget
+    time.holds.update(zip(OTHERS, holds, strict=False))
 
     async def go():
         transfers = SimpleNamespace(run=lambda stream, attempt, theirs, caller: transfer(pairing))
         state = PairState(
-            context, timeouts, transfers, selector, Patience(), PairRounds(1), RoundEvidence(context, 1), overlap=True
+            context, timeouts, transfers, selector, Patience(), PairRounds(1), RoundEvidence(context, 1), overlap=True, time=time
         )
-        state.holds.extend(holds)
         pairing = PairingAttempt(attempt, 0)
         if awaited:
             pairing.needed.set()
-        received = await asyncio.wait_for(state.transfer(SimpleNamespace(peer_id="peer"), pairing, None, caller=True), 30)
-        return received, [*state.holds]
+        offer = SimpleNamespace(nbytes=8)
+        return await asyncio.wait_for(state.transfer(SimpleNamespace(peer_id="peer"), pairing, offer, caller=True), 30)
 
-    received, held = asyncio.run(go())
-    return received, selector.ends, [kind for _, _, kind in attempt.stats._events], held
+    received = asyncio.run(go())
+    return received, selector.ends, [kind for _, _, kind in attempt.stats._events], time.holds["peer"]
 
 
 async def never(pairing):
@@ -76,38 +87,93 @@ async def slow_until_training_needs_it(pairing):
     return await quick(pairing)
 
 
-def test_what_takes_several_times_the_usual_is_given_up_and_counted_against_the_peer():
-    received, ends, failures, held = run(never, [0.001] * 4)
-    assert (received, ends, failures, held) == (None, [("peer", False)], ["timeout"], [0.001] * 4)
+def test_what_takes_longer_than_its_budget_is_given_up_and_counted_against_the_peer():
+    received, _, failures, held = run(never)
+    assert (received, failures) == (None, ["timeout"])
+    assert held >= WAIT
 
 
 def test_what_was_committed_counts_though_the_rest_is_given_up():
-    received, ends, failures, _ = run(committed_and_then_silent, [0.001] * 4)
+    received, ends, failures, _ = run(committed_and_then_silent)
     assert (received, ends, failures) == (THEIRS, [("peer", True)], [])
 
 
-def test_without_a_measure_the_transfers_own_deadlines_hold():
-    assert run(slow)[:3] == (THEIRS, [("peer", True)], [])
+def test_within_its_budget_it_goes_on():
+    assert run(slow, budget=30.0)[:3] == (THEIRS, [("peer", True)], [])
 
 
 def test_time_in_which_training_goes_on_costs_nothing():
-    received, ends, _, held = run(slow_until_training_needs_it, [0.001] * 4, awaited=False)
+    received, ends, _, held = run(slow_until_training_needs_it, awaited=False)
     assert (received, ends) == (THEIRS, [("peer", True)])
-    assert held[-1] < WAIT
+    assert held < WAIT
 
 
-def test_slow_links_are_usual_where_all_have_them_and_one_slow_peer_does_not_make_the_usual():
-    assert run(slow, [3 * WAIT] * 4)[0] is THEIRS
-    assert run(slow, [*[3 * WAIT] * 8, *[0.001] * 4])[0] is None  # a quarter of the exchanges kept to less
+def test_the_budget_is_several_times_the_median_of_the_partners_and_half_a_round():
+    time = timed({0: 3.0})
+    time.holds.update(one=0.5, two=90.0, three=2.0)
+    assert time.budget(10**9, 0) == SEVERAL * 2.0
+    time.holds.update(three=0.01, one=0.02)
+    assert time.budget(10**9, 0) == 1.5
+    assert timed({0: 3.0}, fragments=3).budget(0, 0) == FIRST_S
+    quick = timed({0: 0.1})
+    quick.holds.update(one=0.01)
+    assert quick.budget(10**9, 0) == LEAST_S
 
 
-def test_an_exchange_that_ends_well_but_holds_training_for_long_passes_its_partner_over(monkeypatch):
-    monkeypatch.setattr(meeting, "COSTLY_S", WAIT)
-    monkeypatch.setattr(meeting.Patience, "of", lambda *args: 60.0)
-    received, ends, failures, _ = run(slow, [0.001] * 4)
-    assert (received, ends, failures) == (THEIRS, [("peer", False)], [])
+def test_before_there_is_a_measure_the_budget_is_for_the_bytes_also_of_the_last_average():
+    assert timed().budget(0, 0) == FIRST_S
+    assert timed().budget(3 * 10**6, 0) == 3 * 10**6 / FIRST_RATE > 3 * 8 / 1.0  # 3 MB at 1 Mbit/s
+    time = timed({0: 3.0})
+    time.holds.update(one=0.5)
+    assert time.budget(3 * 10**6, 1) == 3 * 10**6 / FIRST_RATE  # beyond the fragments of the schedule
 
 
-@pytest.mark.parametrize("usual", [0.0, 1.0])
-def test_nobody_is_passed_over_for_what_is_usual(usual):
-    assert run(quick, [usual] * 4)[1] == [("peer", True)]
+def test_no_round_waits_longer_than_its_patience_for_half_a_round():
+    time = timed({0: 30.0}, wait=10.0)
+    time.holds.update(one=0.5)
+    assert time.budget(0, 0) == 10.0
+    assert timed({0: 30.0}, trial=20.0).budget(0, 0) == 30.0
+
+
+def test_who_holds_training_for_longer_than_it_gives_is_passed_over_until_it_has_given_that():
+    time = timed({0: 10.0})
+    time.holds.update(one=0.5)
+    assert time.spent("peer", 0, 0, 1.4, 0, whole=True) == {}  # often enough it takes so long
+    assert time.spent("peer", 1, 0, 3.5, 0, whole=True) == {"peer": math.ceil(2.0 / (GIVES * 10.0))}
+    assert time.spent("peer", 2, 0, 0.5, 0, whole=True) == {}  # nobody is passed over for what is usual
+
+
+def test_what_it_costs_little_by_little_adds_up_and_what_rounds_give_is_taken_from_it():
+    time = timed({0: 10.0})
+    time.holds.update(one=0.5, two=0.5)
+    little = [bool(time.spent("peer", 0, 0, 2.0, 0, whole=True)) for _ in range(4)]
+    assert little == [False, False, False, True]
+    later = math.ceil(2.0 / (GIVES * 10.0)) + 1
+    assert not time.spent("peer", later, 0, 2.0, 0, whole=True)
+
+
+def test_what_was_given_up_is_a_cost_from_its_first_second():
+    time = timed({0: 10.0})
+    time.holds.update(one=1.0)
+    assert time.spent("peer", 0, 0, 2.0, 0, whole=False)
+    assert time.budget(0, 0) == 5.0  # and it is the measure of a node that meets nobody else
+
+
+def test_a_link_that_has_become_slower_is_usual_from_then_on():
+    time = timed({0: 10.0})
+    time.holds.update(peer=1.0)
+    time.spent("peer", 0, 0, 5.0, 0, whole=False)
+    assert time.budget(0, 0) == SEVERAL * 5.0
+
+
+def test_a_slow_first_partner_is_found_out_once_there_is_another():
+    time = timed({0: 10.0})
+    assert time.spent("peer", 0, 0, 24.0, 3 * 10**6, whole=True) == {}
+    assert time.spent("one", 1, 0, 0.1, 3 * 10**6, whole=True).keys() == {"peer"}
+
+
+def test_tables_are_bounded():
+    time = timed({0: 10.0})
+    for number in range(PEERS + 10):
+        time.spent(str(number), 0, 0, 9.0, 0, whole=True)
+    assert (len(time.holds), len(time._owed)) == (PARTNERS, PEERS)

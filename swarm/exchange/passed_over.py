@@ -1,0 +1,64 @@
+"""The peers that spent this node's rounds, and are passed over for a while as if they were dead.
+
+A peer that breaks off again and again, or is never free, is passed over up to the next multiple of 8 rounds, and of 32 after each
+further failure in a row; one that costs training time (`training_time`) for ever longer terms (`TERMS`). An honest peer on a bad
+link comes back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. Those terms end in the same rounds at
+all nodes. Else two that pass each other over would come back by turns, each turned away by the other and so passing it over anew:
+four peers stayed two pairs for good.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+TERMS = (8, 32, 128, 512)  # up to the next multiple of so many rounds of each fragment
+BROKEN = 2  # of these terms for failures; the others are for peers that cost time
+FORGOTTEN = 64  # rounds after these
+REMEMBERED = 1024  # peers
+
+
+class PassedOver:
+    """The peers that one node passes over. ``fragments``: sent in turn."""
+
+    def __init__(self, fragments: int) -> None:
+        self._fragments = fragments
+        self.misses: OrderedDict[str, tuple[int, int, bool]] = OrderedDict()
+        """Peer -> its failures in a row, the round of the last one, and whether it cost time. Rounds of all fragments count."""
+
+    def missed(self, peer: str, round: int, over: int = 0) -> None:
+        """Note that ``peer`` spent this node's round without an exchange, or so much time that it is passed over for ``over``
+        rounds.
+        """
+        count, last, cost = self.misses.get(peer, (0, 0, False))
+        # Several meetings with one peer that fail at once, with a fragment each, count as one failure.
+        if not count or round >= last + self._fragments:
+            most = len(TERMS) if over else max(count, BROKEN)
+            count, last = min(count + 1 if round < self._until(peer) + FORGOTTEN * self._fragments else 1, most), round
+        while over > TERMS[count - 1] * self._fragments and count < len(TERMS):
+            count += 1
+        self.misses[peer] = count, last, cost or over > 0
+        self.misses.move_to_end(peer)
+        while len(self.misses) > REMEMBERED:
+            self.misses.popitem(last=False)
+
+    def met(self, peer: str) -> None:
+        """Note an exchange with ``peer``."""
+        self.misses.pop(peer, None)
+
+    def at(self, peer: str, round: int) -> bool:
+        """Return whether ``peer`` is passed over in ``round``."""
+        return round < self._until(peer)
+
+    def costly(self, peer: str) -> bool:
+        """Return whether it was time that ``peer`` spent of late."""
+        return self.misses.get(peer, (0, 0, False))[2]
+
+    def lately(self, round: int) -> bool:
+        """Return whether any peer has spent this node's rounds lately."""
+        return any(round < self._until(peer) + FORGOTTEN * self._fragments for peer in self.misses)
+
+    def _until(self, peer: str) -> int:
+        """Return the first round in which ``peer`` is no longer passed over."""
+        count, last, _ = self.misses.get(peer, (0, 0, False))
+        term = TERMS[count - 1] * self._fragments if count else 0
+        return (last // term + 1) * term if term else 0

@@ -1,0 +1,69 @@
+"""What an exchange may hold of a node's training, by what exchanges usually hold there, and who has cost more of it than it gave.
+
+The usual is the median of the newest exchanges, one of each partner, also if it was given up: slow links are usual where all have
+them, and one slow peer does not make the usual. An exchange that holds training for longer than `SEVERAL` times that, and than half
+a round, is given up. Before there is a measure it has the time of its bytes over a link of half 1 Mbit/s.
+
+What an exchange holds beyond `OFTEN` times the usual is its peer's cost, however well it ends, and each round gives `GIVES` of its
+time back. Who has cost `COSTLY` of a round more than that is passed over for as many rounds as it takes to give it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from statistics import median_low
+
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience
+
+SEVERAL, OFTEN = 4, 3  # times the usual: given up, and of no cost
+LEAST_S = 1.0  # seconds that every exchange may hold training, and of the shortest round that counts
+FIRST_S, FIRST_RATE = 2.0, 62.5e3  # seconds, and bytes a second each way, of an exchange before there is a measure
+GIVES, COSTLY, COSTLY_S = 0.03, 0.15, 1.0  # parts of a round; seconds at least
+PARTNERS, PEERS = 16, 1024  # remembered
+
+
+class TrainingTime:
+    """The training time of one node that its exchanges hold. ``fragments``: sent in turn."""
+
+    def __init__(self, timeouts: ExchangeTimeouts, patience: Patience, fragments: int) -> None:
+        self._timeouts, self._patience, self._fragments = timeouts, patience, fragments
+        self.holds: OrderedDict[str, float] = OrderedDict()
+        """Peer -> seconds for which the newest exchange with it held training."""
+        self._owed: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """Peer -> seconds that it had cost more than it gave, and the round of that."""
+
+    def budget(self, nbytes: int, fragment: int) -> float:
+        """Return the seconds for which an exchange of ``nbytes`` bytes each way may hold training."""
+        half = min(self._round_s(fragment) / 2, self._patience.of(self._timeouts, fragment))
+        if self.holds and fragment < self._fragments:
+            return max(LEAST_S, SEVERAL * median_low(self.holds.values()), half) + self._timeouts.trial
+        # The last average is of all weights, and so larger than what was measured.
+        return max(FIRST_S, nbytes / FIRST_RATE, half) + self._timeouts.trial
+
+    def spent(self, peer: str, round: int, fragment: int, held: float, nbytes: int, *, whole: bool) -> dict[str, int]:
+        """Note that an exchange with ``peer`` held training for ``held`` seconds; ``whole``: it was not given up. Return the peers
+        to be passed over, and for how many rounds: this one, or the first one, now that there is a measure.
+        """
+        period, before = max(self._round_s(fragment), LEAST_S), dict(self.holds)
+        self.holds[peer] = held
+        self.holds.move_to_end(peer)
+        free = OFTEN * median_low(before.values()) if before else LEAST_S + nbytes / FIRST_RATE
+        costs = {peer: held if not whole else max(held - free, 0.0)}
+        if len(before) == 1 and peer not in before:
+            costs |= {first: max(seconds - OFTEN * held, 0.0) for first, seconds in before.items()}
+        over = {}
+        for one, cost in costs.items():
+            owed, since = self._owed.pop(one, (0.0, round))
+            owed = max(owed - max(round - since, 0) * GIVES * period, 0.0) + cost
+            self._owed[one] = owed, round
+            if cost and owed > max(COSTLY_S, COSTLY * period):
+                over[one] = math.ceil(owed / (GIVES * period))
+        for table, most in ((self.holds, PARTNERS), (self._owed, PEERS)):
+            while len(table) > most:
+                table.popitem(last=False)
+        return over
+
+    def _round_s(self, fragment: int) -> float:
+        """Return the seconds of a round; 0 while they are not known."""
+        return self._patience.period(fragment) / self._fragments
