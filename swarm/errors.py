@@ -1,8 +1,16 @@
 """The errors that a user may see: each message is one sentence that says what happened and what to do."""
 
 
+def printable(text: str, kept: str = "", other: str = "?") -> str:
+    """Return ``text`` with ``other`` for control characters but those ``kept``: a stranger's could drive the terminal."""
+    return "".join(c if c.isprintable() or c in kept else other for c in text)
+
+
 class ShoalError(Exception):
     """An error that the user can understand and mend. The command line prints it as it is and exits with code 2."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), "\n")  # what it quotes may be a stranger's
 
 
 class IdentityError(ShoalError):

@@ -52,8 +52,7 @@ def merge(
         slow: take the slow weights, float32, in place of the parameters.
         force: replace ``out`` if it exists.
 
-    Raises:
-        MergeError, CheckpointError: the sentence names the first difference; ``out`` is as it was.
+    Raises MergeError or CheckpointError, whose sentence names the first difference; ``out`` is as it was.
     """
     shares = _shares(weights, len(paths))
     if out.exists() and not force:
@@ -64,7 +63,7 @@ def merge(
             files = [stack.enter_context(safe_open(source.file, framework="pt")) for source in sources]
             kinds = [_kinds(source, file) for source, file in zip(sources, files, strict=True)]
         except (OSError, SafetensorError) as error:
-            raise MergeError(f"A checkpoint cannot be read ({error}): name safetensors files or checkpoints of shoal.") from error
+            raise MergeError(f"A checkpoint cannot be read ({error!s:.200}): name safetensors files, or shoal's own.") from error
         for source, theirs in zip(sources[1:], kinds[1:], strict=True):
             _check_same(sources[0].path, kinds[0], source.path, theirs)
 
@@ -116,12 +115,12 @@ def _source(path: Path, slow: bool) -> _Source:
     try:
         trainer = state["trainer"]
         # Beside tensors a module may keep anything (get_extra_state), of which there is no mean.
-        names = {name: _text(tensor) for name, tensor in trainer["model"].items() if isinstance(tensor, TensorName)}
+        names = {str(name): _text(tensor) for name, tensor in trainer["model"].items() if isinstance(tensor, TensorName)}
         if slow:
             if "parameters" not in trainer:
                 raise CheckpointError(f"The checkpoint in {str(path)!r} is of an older shoal, without names: merge without --slow.")
             for own, tensor in zip(trainer["parameters"], trainer["optimizer"]["slow"], strict=True):
-                names |= dict.fromkeys(own, _text(tensor))
+                names |= dict.fromkeys(map(str, own), _text(tensor))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"The checkpoint in {str(path)!r} is not that of a node: name one that `shoal up` saved.") from error
     return _Source(path, file, names)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shoal.swarm.errors import printable
+
 LICENCE = "# license: apache-2.0        # choose one before you publish these weights"
 DATASET = re.compile(r"hf:([A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95})(?:/[\w.-]+)?(?::.*)?")
 
@@ -101,5 +103,5 @@ def _date(seconds: float) -> str:
 
 def _code(text: object) -> str:
     """Return ``text`` as a code span in one line, in which nothing is markup."""
-    plain = "".join(c if c.isprintable() else "?" for c in str(text)).replace("`", "'").strip()
+    plain = printable(str(text)).replace("`", "'").strip()
     return f"`{plain or '?'}`"

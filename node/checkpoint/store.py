@@ -160,7 +160,7 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     if kind == "deque":
         length, items = inner
         return deque((_unpack(v, tensors) for v in items), length)
-    if kind == "dtype" and isinstance(found := getattr(torch, str(inner), None), torch.dtype):
+    if kind == "dtype" and isinstance(found := vars(torch).get(str(inner)), torch.dtype):
         return found
     if kind == "device":
         return torch.device(str(inner))
@@ -284,13 +284,15 @@ class _Damage(Exception):
     """A file is damaged; the message names it and the damage."""
 
 
-_WRONG = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
+WRONG = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError)
 """What a file of another form leads to: RuntimeError is torch's, and Python's where it is nested too deep."""
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Check both files and return what `save` wrote beside the tensors. Raises _Damage or OSError."""
     file = path / STATE
+    if odd := [name for name in (STATE, TENSORS) if (path / name).exists() and not (path / name).is_file()]:
+        raise _Damage(f"{str(path / odd[0])!r} is no file of bytes")  # a pipe, or a device, has no end
     if file.stat().st_size > MAX_STATE_BYTES:
         raise _Damage(f"{str(file)!r} is too large")
     digest, _, text = file.read_bytes().partition(b"\n")
@@ -300,11 +302,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         body: dict[str, Any] = json.loads(text)
         if body["format"] not in (1, FORMAT):
-            raise _Damage(f"{str(file)!r} has format {body['format']}, where this version of shoal knows {FORMAT}")
+            raise _Damage(f"{str(file)!r} has format {body['format']!r:.40}, where this version of shoal knows {FORMAT}")
         if _sha256(path / TENSORS) != body["tensors_sha256"]:
             raise _Damage(f"{str(path / TENSORS)!r} is not as it was written")
         return body
-    except _WRONG as error:
+    except WRONG as error:
         raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
 
 
@@ -314,7 +316,7 @@ def _load_one(path: Path) -> tuple[int, Any]:
     try:
         tensors = load_file(path / TENSORS)
         return int(body["step"]), _unpack(body["state"], tensors)
-    except (*_WRONG, SafetensorError) as error:
+    except (*WRONG, SafetensorError) as error:
         raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
 
 
@@ -332,8 +334,7 @@ class _Names(dict[str, Any]):
 def outline(path: Path) -> tuple[Path, Any]:
     """Return the tensor file and the state, with a `TensorName` for each tensor, of the checkpoint ``path`` or the newest in it.
 
-    Raises:
-        CheckpointError: there is none, or it is damaged.
+    Raises CheckpointError if there is none, or it is damaged.
     """
     try:
         found = [(0, path)] if (path / STATE).exists() else listed(path)
@@ -343,7 +344,7 @@ def outline(path: Path) -> tuple[Path, Any]:
         return newest / TENSORS, _unpack(_read(newest)["state"], _Names())
     except _Damage as damage:
         raise CheckpointError(f"The checkpoint is damaged: {damage}: take another one.") from damage
-    except _WRONG as error:
+    except WRONG as error:
         raise CheckpointError(f"The checkpoint in {str(path)!r} is damaged ({type(error).__name__}): take another one.") from error
     except OSError as error:
         raise CheckpointError(f"Cannot read {error.filename!r} ({error.strerror}): check the path and its permissions.") from error
@@ -352,8 +353,7 @@ def outline(path: Path) -> tuple[Path, Any]:
 def load(folder: Path) -> tuple[int, Any]:
     """Return (step, state) of the newest checkpoint in ``folder``, or of ``folder`` if it is a checkpoint itself.
 
-    Raises:
-        CheckpointError: there is none, or it is damaged; the sentence says how to fall back to an older one.
+    Raises CheckpointError if there is none, or it is damaged; the sentence says how to fall back to an older one.
     """
     try:
         found = [(0, folder)] if (folder / STATE).exists() else listed(folder)

@@ -12,6 +12,7 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.help import TaskOption
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
+from shoal.swarm.errors import printable
 
 
 @click.command(short_help="Download a swarm's weights without joining it.")
@@ -92,8 +93,7 @@ def sample(folder: Path, as_json: bool, **options: Any) -> int:
       shoal sample weights --prompt "def main" --tokens 100
     """
     from shoal.node.commands.sample import sample as draw
-    from shoal.node.commands.sample import shown
 
     report = draw(folder, **options)
-    click.echo(dumps(report) if as_json else "\n---\n".join(shown(text) for text in report["texts"]))
+    click.echo(dumps(report) if as_json else "\n---\n".join(printable(text, "\n\t", "\ufffd") for text in report["texts"]))
     return int(ExitCode.OK)

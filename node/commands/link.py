@@ -44,7 +44,7 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
         raise LinkError(f"There is no link in {str(path.parent)!r}: name the folder of a node, such as runs/NAME.") from None
     except OSError as error:
         raise LinkError(f"Cannot read {str(path)!r} ({error.strerror}): check its permissions.") from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise LinkError(f"The file {str(path)!r} is damaged: start its node again, which writes it anew.") from error
     notes = []
     if age > STALE_S:

@@ -136,11 +136,6 @@ def continuation(
     return tokens[len(begun) :]
 
 
-def shown(text: str) -> str:
-    """Return ``text`` for a terminal: a model may write control characters, which could drive it."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
-
-
 def _about(folder: Path) -> dict[str, Any]:
     path = folder / ABOUT
     try:
@@ -187,5 +182,5 @@ def _model(folder: Path, size: Mapping[str, int]) -> GPT:
                 model.load_state_dict({name: file.get_tensor(name).float() for name in wanted}, assign=True)
                 return model
     except (OSError, SafetensorError) as error:
-        raise SampleError(f"The weights {str(path)!r} cannot be read ({error}): {AGAIN}.") from error
+        raise SampleError(f"The weights {str(path)!r} cannot be read ({error!s:.200}): {AGAIN}.") from error
     raise SampleError(f"The weights {str(path)!r} are not of the model that {ABOUT} names: {AGAIN}.")

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.node.runtime.display import clean
 from shoal.swarm.access.link import Link
+from shoal.swarm.errors import printable
 from shoal.swarm.membership.clock_check import ASK_S, clock_problem, compare_clocks
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.overview import overview, totals_said
@@ -72,7 +72,7 @@ def table(report: dict[str, Any]) -> str:
     left = len(report["members"]) - MOST
     more = [f"{left} more members are in view; --json lists all of them."] if left > 0 else []
     inner = muon if report["optimizer"] == "muon" else []
-    said = [*more, totals_said(report["totals"]), *inner, *(clean(sentence) for sentence in report["findings"])]
+    said = [*more, totals_said(report["totals"]), *inner, *(printable(sentence) for sentence in report["findings"])]
     return "\n".join([capture.get().rstrip(), *said, link_line(report["link"], invite_only=report["invite_only"])])
 
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from shoal.node.metrics.log import RoundRecord
+from shoal.swarm.errors import printable
 
 LINE_EVERY_S = 10.0
 
@@ -39,11 +40,6 @@ class Display(Protocol):
         """End and leave the terminal as it was; a second call does nothing."""
 
 
-def clean(text: str) -> str:
-    """Return ``text`` without control characters: names come from strangers and could drive the terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 def _number(value: float | None, form: str) -> str:
     return format(value, form) if value is not None and math.isfinite(value) else "-"
 
@@ -61,8 +57,8 @@ def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
 def describe(info: RoundRecord) -> str:
     """Describe one exchange in one line."""
     lag = f", lag {lag_words(info.lag, late=info.late)}" if info.lag else ""
-    alone = f"without a partner ({clean(info.why)})" if info.why else "without a partner"
-    partner = alone if info.partner is None else f"with {clean(info.partner)}"
+    alone = f"without a partner ({printable(info.why)})" if info.why else "without a partner"
+    partner = alone if info.partner is None else f"with {printable(info.partner)}"
     part = f", fragment {info.fragment + 1} of {info.fragments}," if info.fragment < info.fragments > 1 else ""
     return (
         f"round {info.round // info.fragments}{part} {partner}: loss {_number(info.loss, '.4f')}, "
@@ -101,7 +97,7 @@ class LineDisplay:
 
     def message(self, text: str) -> None:
         """Print ``text``."""
-        print(clean(text), file=self._stream, flush=True)
+        print(printable(text), file=self._stream, flush=True)
 
     def close(self) -> None:
         """Do nothing."""
@@ -153,11 +149,11 @@ class LiveDisplay:
 
     def activity(self, text: str) -> None:
         """Show ``text`` below the bar, in the place of the newest round."""
-        self._progress.newest = clean(text)
+        self._progress.newest = printable(text)
 
     def message(self, text: str) -> None:
         """Print ``text`` above the bar, in one line whatever the terminal's width, so that a link can be copied."""
-        self._progress.console.print(Text(clean(text)), soft_wrap=True)  # Text: a stranger's name is no rich markup
+        self._progress.console.print(Text(printable(text)), soft_wrap=True)  # Text: a stranger's name is no rich markup
 
     def close(self) -> None:
         """Stop the bar."""

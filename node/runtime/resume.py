@@ -96,8 +96,7 @@ def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
 def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun | None:
     """Return ``saved`` if it is of this very swarm; None if the node begins anew, or from another one as the user asked.
 
-    Raises:
-        CheckpointError: it is of another swarm, and the user did not allow that.
+    Raises CheckpointError if it is of another swarm, and the user did not allow that.
     """
     if saved is None or saved.swarm == swarm:
         return saved
@@ -112,11 +111,18 @@ def own_run(saved: SavedRun | None, swarm: str, node: NodeSettings) -> SavedRun 
 def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
     """Load ``saved`` into ``trainer``, and return sentences for the user.
 
-    In another swarm the weights come over too: the caller replaces them if that swarm has weights of its own.
-
-    Raises:
-        TrainingError, CheckpointError: the checkpoint does not fit; nothing is changed then.
+    In another swarm the weights come over too: the caller replaces them if that swarm has weights of its own. Raises TrainingError
+    or CheckpointError if the checkpoint does not fit; the trainer is of no use then.
     """
+    try:
+        return _restored(trainer, saved, swarm)
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"The checkpoint in {str(saved.path)!r} does not hold what a node saves ({type(error).__name__}): take another one."
+        ) from error
+
+
+def _restored(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
     if saved.swarm == swarm:
         if trainer.resume(saved.trainer):
             return []
@@ -140,8 +146,7 @@ def migrate_state(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings
     Model, slow weights, the inner optimizer's state, steps and random numbers always come over; the learning-rate schedule, the
     place in the data, the outer momentum and the codec's memory where they mean the same.
 
-    Raises:
-        TrainingError: it is of another model; nothing is changed then.
+    Raises TrainingError if it is of another model; nothing is changed then.
     """
     state = dict(state)
     trainer.check_model(state)

@@ -13,7 +13,6 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip import envelope
 from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
 from shoal.swarm.topics.status import Status
-from shoal.swarm.wire.envelope import MAX_MESSAGE
 
 QUOTA = RateLimit(messages=300, nbytes=4 << 20, senders=4096)  # a minute for each publisher; nodes send 120 at most
 MAX_PEERS = 4096  # peers whose last status is known
@@ -42,8 +41,6 @@ class RecordFilter:
         return status
 
     def _open(self, publisher: str, data: bytes) -> Status:
-        if len(data) > MAX_MESSAGE:
-            raise MessageError(f"A message of {len(data)} bytes was refused.", "oversized")
         if not self._quotas.take(publisher, 1, len(data)):
             raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
         sent = envelope.open_envelope(data, self._swarm, self._room)

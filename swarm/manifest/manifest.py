@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from shoal.swarm.errors import MessageError
+from shoal.swarm.errors import MessageError, printable
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.manifest.verify import StretchTerms, Terms, VerifySettings
 from shoal.swarm.wire.envelope import KIB, Message, peek, unseal
@@ -133,7 +133,7 @@ def title_of(sealed: bytes) -> Title:
     if not all(isinstance(text, str) for text in found):
         raise MessageError("A malformed manifest was refused: it names no task and method.")
     parts = outer.get("fragments") if isinstance(outer, dict) else None
-    name, task, method = ("".join(c if c.isprintable() else "?" for c in str(text)[:64]) for text in found)
+    name, task, method = (printable(str(text)[:64]) for text in found)
     return Title(name, task, method, parts if type(parts) is int and 1 <= parts <= 1024 else 1)
 
 

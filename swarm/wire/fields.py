@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
+from shoal.swarm.errors import printable
 from shoal.swarm.identity import is_peer_id
 
 MAX_TENSORS = 65_536
@@ -41,7 +42,7 @@ def _sentence(text: object) -> object:
     """Cut and clean a reason, at either end: it is for people and should cause no further errors."""
     if not isinstance(text, str):
         return text
-    return "".join(char if char.isprintable() else " " for char in text[:512])
+    return printable(text[:512], other=" ")
 
 
 def _rate(value: float) -> float:

@@ -76,8 +76,8 @@ def load_calibration(path: Path) -> Calibration:
         raise
     except OSError as error:
         raise CalibrationError(f"'{path}' cannot be read: {error.strerror or error}") from None
-    # RecursionError: json of many brackets. The other kinds: parts that are missing or of another type.
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
+    # RecursionError: json of many brackets; OverflowError: of many digits. The others: parts that are missing or of another type.
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise CalibrationError(f"'{path}' {_DAMAGED}") from None
 
 

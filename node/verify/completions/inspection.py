@@ -70,7 +70,7 @@ def inspect(stored: Stored, model: str, env: str | None, calibration: Path | Non
 def _environment(material: Material, spec: str | None) -> Env:
     try:
         options = cast("dict[str, Option]", json.loads(material.env_config))
-    except ValueError:
+    except (ValueError, RecursionError):
         options = {}
     if spec is None and not re.fullmatch(r"[a-z0-9_]{1,64}", material.env):  # only a user decides what is imported
         raise NotCheckable(f"The claim is about {material.env!r}, which is not built in: name its file with --env.")

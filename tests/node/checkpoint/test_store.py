@@ -347,6 +347,28 @@ def test_a_file_from_elsewhere_makes_no_other_values(tmp_path, tree):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", [STATE, TENSORS])
+def test_what_has_no_end_is_not_read(tmp_path, name):
+    """Such as a pipe; and /dev/zero, of which stat says that it has 0 bytes."""
+    path = save(tmp_path, 1, {"a": torch.zeros(1)})
+    (path / name).unlink()
+    (path / name).symlink_to("/dev/null")
+    with pytest.raises(CheckpointError, match="is no file of bytes"):
+        load(path)
+
+
+def test_a_dtype_of_a_checkpoint_imports_nothing(tmp_path, monkeypatch):
+    """torch imports some of its parts when they are first asked for by name."""
+    path = save(tmp_path, 1, torch.float32)
+    found = (path / STATE).read_text(encoding="utf-8").partition("\n")[2].replace('"float32"', '"a_lazy_part"')
+    (path / STATE).write_text(f"{hashlib.sha256(found.strip().encode()).hexdigest()}\n{found}", encoding="utf-8")
+    asked = []
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    with pytest.raises(CheckpointError, match="damaged"):
+        load(path)
+    assert asked == []
+
+
 def test_check_writable(tmp_path):
     check_writable(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []

@@ -8,10 +8,11 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from shoal.node.cli.main import cli
-from shoal.node.commands.sample import SampleError, continuation, load_pulled, prompt_tokens, sample, shown
+from shoal.node.commands.sample import SampleError, continuation, load_pulled, prompt_tokens, sample
 from shoal.node.data.errors import DataError
 from shoal.node.data.tokenizer import Bytes, load_tokenizer
 from shoal.node.tasks.gpt import GPT
+from shoal.swarm.errors import printable
 from tests.node.data.tokenizers_made_here import train
 
 SIZE = {"layers": 1, "width": 8, "heads": 2, "context": 4}
@@ -82,7 +83,7 @@ def test_the_same_seed_gives_the_same_texts_and_the_report_names_it(tmp_path):
 
 def test_the_command_prints_text_that_cannot_drive_a_terminal(tmp_path, monkeypatch):
     folder = str(written(tmp_path / "w"))
-    assert shown("a\x1b[2Jb\tc\nd\x00") == "a\ufffd[2Jb\tc\nd\ufffd"
+    assert printable("a\x1b[2Jb\tc\nd\x00", "\n\t", "\ufffd") == "a\ufffd[2Jb\tc\nd\ufffd"
     arguments = ["sample", folder, "--prompt", "x\x1by", "--tokens", "3", "--samples", "2", "--seed", "1"]
     plain = CliRunner().invoke(cli, arguments, standalone_mode=False).stdout
     assert "\x1b" not in plain

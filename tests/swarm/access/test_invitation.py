@@ -5,8 +5,6 @@ import itertools
 
 import msgpack
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shoal.swarm.access import invitation as invitations
 from shoal.swarm.access.invitation import Admission, AdmittedBy, admission, entry_of, expiry, issue
@@ -72,24 +70,7 @@ def test_a_late_clock_is_no_reason_to_be_refused_but_a_moment_before_the_invitat
     assert "before it was made" in entry(text, ANNA, shown=early)
 
 
-@given(st.integers(0, 800), st.integers(1, 255))
-def test_no_changed_byte_of_an_invitation_counts_or_crashes(at, change):
-    raw = bytearray(base64.urlsafe_b64decode(TEXT + "=" * (-len(TEXT) % 4)))
-    raw[at % len(raw)] ^= change
-    text = base64.urlsafe_b64encode(bytes(raw)).rstrip(b"=").decode()
-    try:
-        found = entry(text, ANNA)
-    except AdmissionError:  # damaged, and said so
-        return
-    assert isinstance(found, str)
-
-
 TEXT = issue(CREATOR, SWARM, lives=DAY, now=NOW)
-
-
-@given(st.binary(max_size=300))
-def test_hostile_bytes_are_no_admission(data):
-    assert isinstance(entry_of(data, ANNA.peer_id, SWARM, CREATOR.peer_id), str)
 
 
 def test_a_record_of_another_kind_is_no_invitation():

@@ -1,12 +1,11 @@
 """Messages: round trips, and whatever a stranger may send instead."""
 
-import contextlib
 import time
 import tracemalloc
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -183,21 +182,6 @@ def test_round_trip(message):
     assert len(seal(message, ME)) - len(pack(message)) <= ENVELOPE
 
 
-@settings(max_examples=300)
-@given(ALL, st.data())
-def test_truncated_or_flipped_is_a_message_error_or_another_valid_message(message, data):
-    packed = pack(message)
-    at = data.draw(st.integers(0, len(packed) - 1))
-    refused(packed[:at], *KINDS)
-    refused(packed + b"\xc0", *KINDS)
-    flipped = packed[:at] + bytes([packed[at] ^ data.draw(st.integers(1, 255))]) + packed[at + 1 :]
-    try:
-        other = unpack(flipped, *KINDS)
-    except MessageError:
-        return
-    assert isinstance(other, Message)
-
-
 @given(ALL, st.data())
 def test_sealed_admits_no_change_to_signer_content_or_signature(message, data):
     sealed = seal(message, ME)
@@ -208,27 +192,12 @@ def test_sealed_admits_no_change_to_signer_content_or_signature(message, data):
             unseal(bad, *KINDS)
 
 
-@given(st.binary(max_size=300))
-def test_random_bytes(data):
-    refused(data, *KINDS)
-    refused(b"\x93\xa6member\x01" + data)
-    with pytest.raises(MessageError):
-        unseal(data, *KINDS)
-
-
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
 anything = st.recursive(
     scalars | st.text(max_size=9) | st.binary(max_size=40),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=9) | st.integers(0, 9), inner, max_size=5),
     max_leaves=20,
 )
-
-
-@given(st.sampled_from(KINDS), st.data())
-def test_valid_msgpack_of_wrong_fields(kind, data):
-    fields = {name: data.draw(anything) for name in kind.model_fields}
-    with contextlib.suppress(MessageError):  # anything else would fail the test
-        unpack(msgpack.packb([kind.KIND, kind.VERSION, fields]), kind)
 
 
 def test_forgeries_are_refused():

@@ -4,8 +4,6 @@ import struct
 
 import msgpack
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from stories import Story, claim_of, digest, electorates
 
 import shoal.verification.consensus.log as module
@@ -36,27 +34,7 @@ def test_round_trip():
     assert decode_log(b"") == Log()
 
 
-@settings(deadline=None)
-@given(st.binary(max_size=300))
-def test_noise_is_refused(noise):
-    if noise:
-        with pytest.raises(ValueError, match="malformed"):
-            decode_log(noise)
-
-
 DATA = encode(full())
-
-
-@settings(deadline=None)
-@given(st.integers(0, len(DATA) - 1), st.integers(1, 255))
-def test_damage_is_refused_or_leaves_another_log(place, flip):
-    damaged = bytearray(DATA)
-    damaged[place] ^= flip
-    try:
-        found = decode_log(bytes(damaged))
-    except ValueError:
-        return
-    assert found != full()
 
 
 def frame(*parts):

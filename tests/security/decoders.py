@@ -1,0 +1,738 @@
+"""Every function that makes something of a stranger's bytes, with good bytes for it and the exceptions that it may raise.
+
+`test_fuzz` finds such functions in the source, and fails for one that is neither here nor in `OWN`.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import tempfile
+import types
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+from safetensors.torch import save
+
+from shoal.node.checkpoint import merge, store
+from shoal.node.commands import link as link_file
+from shoal.node.commands.sample import SampleError, load_pulled
+from shoal.node.config.settings import load as load_settings
+from shoal.node.data.errors import DataError
+from shoal.node.rl.environment import EnvError
+from shoal.node.runtime import resume
+from shoal.node.runtime.join import new_manifest
+from shoal.node.task import Shard
+from shoal.node.tasks.gpt import GPT
+from shoal.node.tasks.text import TextTask
+from shoal.node.training.errors import TrainingError
+from shoal.node.training.trainer import Trainer
+from shoal.node.verify.audit import snapshot
+from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.completions import inspection
+from shoal.node.verify.completions import store as claims
+from shoal.node.verify.completions.material import Agreed, Coordinates, encode, material_of
+from shoal.node.verify.completions.material import decode as decode_material
+from shoal.node.verify.history.statements import _odds
+from shoal.node.verify.training.replica import AFTER, Replica, before, copied, trainable
+from shoal.node.watch.events import ReplayError, Unreachable, event_of, line_of
+from shoal.optim import Alone
+from shoal.optim.codecs.registry import codec_named
+from shoal.swarm.access.invitation import admission, entry_of, issue
+from shoal.swarm.access.link import Link
+from shoal.swarm.errors import AdmissionError, LinkError, MessageError
+from shoal.swarm.exchange.group.roster import encode_roster, open_roster
+from shoal.swarm.gossip import envelope
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import Manifest, is_public, open_manifest, swarm_id, title_of
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.membership.dht_record import MemberValidator, make_record, open_record
+from shoal.swarm.membership.swarm_list import read_listed
+from shoal.swarm.p2p import multiaddr
+from shoal.swarm.topics.rollout import Rollout
+from shoal.swarm.wire.envelope import Message, diagnose, pack, peek, seal, unpack, unseal
+from shoal.swarm.wire.group import GroupFormed, GroupReady
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.swarms import Announcement, ListedSwarm
+from shoal.verification.calibration.calibration import Calibration, CalibrationError, Honest, Pair
+from shoal.verification.calibration.file import load_calibration, save_calibration
+from shoal.verification.consensus.log import Log, decode_log
+from shoal.verification.consensus.log import encode as encode_log
+from shoal.verification.consensus.records import Claim, Signed, VoteRecord
+from shoal.verification.consensus.records import decode as decode_record
+from shoal.verification.consensus.reputation import Standing, Table
+from shoal.verification.consensus.sortition import Electorate
+from shoal.verification.fingerprints.activations import ActivationProof
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature
+from shoal.verification.fingerprints.sampling import Drawn, SeededSampling
+from shoal.verification.fingerprints.text import MinHashText, SimHash
+from shoal.verification.fingerprints.weights import WeightProjection
+from tests.security.hostile import (
+    DIGESTED,
+    INVITE,
+    JSON,
+    MSGPACK,
+    PARTS,
+    SAFETENSORS,
+    SIGNERS,
+    Form,
+    frames,
+)
+from tests.security.message_kinds import good, kinds
+
+ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
+SIGNERS.update({one.peer_id: one for one in (ME, OTHER)})
+SWARM, HERE = "a" * 52, Path(tempfile.mkdtemp(prefix="fuzz-"))
+TINY = {"layers": 1, "width": 8, "heads": 2, "context": 8}
+
+
+class Decoder(NamedTuple):
+    """A decoder. ``covers``: the functions, as ``path:name``, that it goes through and that call what opens bytes."""
+
+    name: str
+    covers: tuple[str, ...]
+    read: Callable[[bytes], Any]
+    samples: Callable[[], list[bytes]]
+    form: Form | None = None
+    refuses: tuple[type[Exception], ...] = ()
+    sentence: bool = True
+    """Whether the exception's text is for people."""
+    sound: Callable[[Any], bool] = lambda value: True
+    """Whether a value is within its bounds."""
+    tree: bool = True
+    """Whether other values in one place are tried; not of messages, for which `test_message_fields` does that."""
+    cases: int = 300
+    """Of these, at most."""
+    times: int = 24
+    """How many bytes Python may hold for one that comes: a list of small numbers in JSON takes up to 20."""
+
+
+@functools.cache
+def manifest(**changes):
+    plain = open_manifest(new_manifest(load_settings(None, {"task.options": {**TINY, "batch": 1}}), ME, "0" * 64))
+    return seal(Manifest.model_validate({**{name: getattr(plain, name) for name in Manifest.model_fields}, **changes}), ME)
+
+
+def member(identity=ME):
+    return good(Member).model_copy(update={"peer": identity.peer_id})
+
+
+def messages():
+    for kind in kinds():
+        if issubclass(kind, Message) and kind is not Manifest:
+            yield Decoder(
+                f"message {kind.KIND}",
+                ("swarm/wire/envelope.py:_kind", "swarm/wire/envelope.py:_decode"),
+                lambda data, kind=kind: unpack(data, kind),
+                lambda kind=kind: [pack(good(kind))],
+                MSGPACK,
+                (MessageError,),
+                tree=False,
+            )
+        elif kind is not Manifest:
+            yield Decoder(
+                f"record {kind.KIND}",
+                ("verification/consensus/records.py:decode",),
+                decode_record,
+                lambda kind=kind: [good(kind).encoded],
+                MSGPACK,
+                (ValueError,),
+                sentence=False,
+                tree=False,
+                sound=lambda record: decode_record(record.encoded) == record,
+            )
+
+
+def listed():
+    sealed = manifest(public=True)
+    fields = {"swarm": swarm_id(sealed), "peer": ME.peer_id, "manifest": sealed}
+    return pack(
+        good(ListedSwarm).model_copy(
+            update={
+                "announcement": seal(good(Announcement).model_copy(update=fields), ME),
+                "contacts": (seal(member().model_copy(update={"swarm": swarm_id(sealed)}), ME),),
+            }
+        )
+    )
+
+
+def log():
+    records = [good(kind) for kind in kinds() if issubclass(kind, VoteRecord)]
+    voters = Electorate(8, bytes(32), {ME.peer_id: "o"}, frozenset([bytes(32)]))
+    everybody = Electorate(9, bytes(32), {OTHER.peer_id: "o"}, None)
+    table = Table(7, {ME.peer_id: Standing(score=-5, until=9, bans=1)}, {})
+    return encode_log(Log(table, (voters, everybody), tuple(Signed(record, bytes(64)) for record in records)))
+
+
+@functools.cache
+def readies():
+    mine, theirs = (seal(good(GroupReady), one) for one in (ME, OTHER))
+    return mine, theirs
+
+
+def roster(data):
+    formed = good(GroupFormed).model_copy(update={"members": data})
+    return open_roster(formed, OTHER.peer_id, readies()[0], 8)
+
+
+def dht(data):
+    """Judge what a stranger asks this node to store, as a value and as its subkey."""
+    found = False
+    for value, subkey in ((data, msgpack.packb(ME.peer_id)), (msgpack.packb(make_record("", member(), ME)), data)):
+        found |= MemberValidator(SWARM).validate(
+            types.SimpleNamespace(value=value, subkey=subkey, key=bytes(20), expiration_time=1.0)
+        )
+    return found
+
+
+def body(data):
+    return envelope.open_body("plain", len(data), data, Rollout)
+
+
+def packed_body(data):
+    return envelope.open_body("zlib", len(rollout()), data, Rollout)
+
+
+@functools.cache
+def rollout():
+    return seal(good(Rollout).model_copy(update={"peer": ME.peer_id}), ME)
+
+
+def text(read):
+    """Return a reader of text, of which a user passes any."""
+    return lambda data: read(data.decode("utf-8", "surrogateescape"))
+
+
+LINK = f"shoal://{SWARM}?peer=/ip4/203.0.113.5/tcp/4001/p2p/{ME.peer_id}&peer=/dns/a.example/udp/4001/quic-v1/p2p/{ME.peer_id}"
+INVITED = issue(ME, SWARM, lives=1e6, uses=2)
+
+
+def codecs():
+    shapes = [(64, 64), (5000,), (), (0,), (3,)]
+    torch.manual_seed(1)
+    tensors = [torch.randn(shape) for shape in shapes]
+    for name in (
+        "float32",
+        "bfloat16",
+        "float16",
+        "int8",
+        "e3m0",
+        "topk2",
+        "topk2:0.1",
+        "topk2-senders",
+        "sign",
+        "auto:4",
+        "int8+ef",
+    ):
+        codec = codec_named(name)
+        size = codec.nbytes(shapes)
+
+        def read(data, codec=codec, size=size):
+            # A payload of another size is refused before it is received; the rest is filled as it comes.
+            whole = data if len(data) >= size // 2 else (data * (size // max(len(data), 1) + 1))[:size] if data else b""
+            return codec.decode(
+                torch.frombuffer(bytearray(whole), dtype=torch.uint8) if whole else torch.zeros(0, dtype=torch.uint8), shapes
+            )
+
+        yield Decoder(
+            f"payload {name}",
+            ("optim/codecs/topk.py:_restore",),
+            read,
+            lambda codec=codec: [codec.encode(tensors).numpy().tobytes()],
+            refuses=(ValueError,),
+            sound=lambda found: [tuple(one.shape) for one in found] == shapes,
+            sentence=False,
+        )
+
+
+def proofs():
+    torch.manual_seed(2)
+    states, change = torch.randn(40, 64), [torch.randn(50)]
+    drawn = Drawn(torch.tensor([1, 2]), torch.randn(2, 8), b"s")
+    for made, output in (
+        (ActivationProof(), states),
+        (WeightProjection(1, 16), change),
+        (SeededSampling(), drawn),
+        (SimHash(), "some words of a text"),
+        (MinHashText(), "some words of a text"),
+    ):
+        yield Decoder(
+            f"proof {made.name}",
+            (
+                "verification/fingerprints/activations.py:ActivationProof._pairs",
+                "verification/fingerprints/weights.py:WeightProjection._read",
+            ),
+            lambda data, made=made, output=output: made.compare(data, output),
+            lambda made=made, output=output: [made.make(output)],
+            sound=lambda found: isinstance(found, Evidence),
+        )
+
+
+class Folder:
+    """A folder in which one file is a stranger's; the others are as they should be."""
+
+    def __init__(self, name: str, **files: bytes):
+        self.path = HERE / name
+        self.path.mkdir(exist_ok=True)
+        for other, data in files.items():
+            (self.path / other.replace("__", ".")).write_bytes(data)
+
+    def reader(self, name, read):
+        def put(data):
+            (self.path / name).write_bytes(data)
+            return read(self.path)
+
+        return put
+
+
+@functools.cache
+def trainer(seed=0, steps=2):
+    made = Trainer(TextTask(**TINY, batch=1), OuterSettings(method="noloco"), TrainSettings(seed=seed))
+    made.connect(Alone(), "x", Shard(0, 2, 0))
+    for _ in range(steps):
+        made.step()
+    return made
+
+
+@functools.cache
+def checkpoint():
+    folder = HERE / "checkpoint"
+    state = {"swarm": swarm_id(manifest()), "manifest": manifest().hex(), "trainer": trainer().state()}
+    path = store.save(folder, 1, state)
+    return path, (path / store.STATE).read_bytes(), (path / store.TENSORS).read_bytes()
+
+
+def resumed(path):
+    """What ``up --resume-from`` makes of a folder: the run, its settings, and a trainer that goes on from it."""
+    saved = resume._read(path)
+    own = trainer(1, 0)
+    resume.restore(own, saved, "b" * 52)
+    return saved
+
+
+def read_state(data):
+    path, _, _ = checkpoint()
+    aside = HERE / "strange"
+    aside.mkdir(exist_ok=True)
+    if not (aside / store.TENSORS).exists():
+        (aside / store.TENSORS).write_bytes((path / store.TENSORS).read_bytes())
+    (aside / store.STATE).write_bytes(data)
+    return resumed(aside)
+
+
+def read_tensors(data):
+    _, state, _ = checkpoint()
+    aside = HERE / "tensors"
+    aside.mkdir(exist_ok=True)
+    (aside / store.TENSORS).write_bytes(data)
+    tree = DIGESTED.open(state)
+    (aside / store.STATE).write_bytes(DIGESTED.make({**tree, "tensors_sha256": hashlib.sha256(data).hexdigest()}))
+    return resumed(aside)
+
+
+def merged(data):
+    (HERE / "one.safetensors").write_bytes(data)
+    return merge.merge([HERE / "one.safetensors"] * 2, HERE / "out.safetensors", force=True)
+
+
+def merged_state(data):
+    read_aside = HERE / "merge"
+    read_aside.mkdir(exist_ok=True)
+    _, _, tensors = checkpoint()
+    (read_aside / store.TENSORS).write_bytes(tensors)
+    (read_aside / store.STATE).write_bytes(data)
+    return merge.merge([read_aside], HERE / "out.safetensors", force=True, slow=True)
+
+
+@functools.cache
+def pulled():
+    torch.manual_seed(3)
+    about = {"swarm": "s", "name": "n", "round": 7, "task": "text", "task_options": {}, "model": TINY, "named": True}
+    return save(GPT(**TINY).state_dict()), json.dumps(about).encode()
+
+
+def pulled_weights(data):
+    return Folder("pulled", shoal__json=pulled()[1]).reader("model.safetensors", load_pulled)(data)
+
+
+def pulled_about(data):
+    return Folder("about", **{"model__safetensors": pulled()[0]}).reader("shoal.json", load_pulled)(data)
+
+
+@functools.cache
+def calibration():
+    features = (Feature("error", 0.1),)
+    evidence = [Evidence(features, ((0.1,), (0.2,)), (1.0, 0.5))] * 20
+    save_calibration(Calibration({Pair("f", "m", "float32", "float32"): Honest.of(evidence)}), HERE / "calibration")
+    return (HERE / "calibration").read_bytes()
+
+
+@functools.cache
+def replica():
+    return Replica(TextTask(**TINY, batch=1), TrainSettings())
+
+
+@functools.cache
+def replica_snapshot():
+    made = replica()
+    inner, _ = made._fresh()
+    after = copied({AFTER + name: value for name, value in trainable(made.model).items()})
+    return save({**before(made.model, inner), **after})
+
+
+@functools.cache
+def policy():
+    torch.manual_seed(4)
+    return torch.nn.Linear(3, 2)
+
+
+def policy_snapshot():
+    return save({name: value.detach().clone() for name, value in policy().named_parameters()})
+
+
+MATERIAL = encode(
+    material_of(
+        Coordinates("strings", "1", b"{}", 5, 6),
+        [[1, 2]],
+        ["stop"],
+        proof=b"p",
+        policy="tiny",
+        dtype="float32",
+        kernel="k",
+        snapshot=1,
+    )
+)
+
+
+@functools.cache
+def stored():
+    claim = good(Claim).model_copy(update={"peer": ME.peer_id})
+    signed = Signed(claim, ME.sign(claims.CONTEXT, claim.encoded))
+    return claims.save(HERE / "claims", signed, MATERIAL, Agreed(1.0, 8, 2), None).read_bytes()
+
+
+def inspected(data):
+    """What ``shoal verify claim`` makes of a file before it computes anything."""
+    (HERE / "one.claim").write_bytes(data)
+    found = claims.load(HERE / "one.claim")
+    try:
+        material = decode_material(found.material)
+    except MessageError:
+        return found
+    return inspection._environment(material, None)
+
+
+def environment(data):
+    material = material_of(
+        Coordinates("strings", "1", data[:4096], 5, 6),
+        [[1, 2]],
+        ["stop"],
+        proof=b"p",
+        policy="tiny",
+        dtype="float32",
+        kernel="k",
+        snapshot=1,
+    )
+    return inspection._environment(material, None)
+
+
+def current(data):
+    return Folder("linked").reader("link.json", link_file.current_link)(data)
+
+
+ADDRESS = multiaddr.to_bytes(f"/ip4/203.0.113.5/tcp/4001/p2p/{ME.peer_id}")
+
+
+def finite(value):
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+@functools.cache
+def decoders():
+    """Return all of them."""
+    return [
+        *messages(),
+        Decoder(
+            "diagnosis",
+            (),
+            diagnose,
+            lambda: [seal(member(), ME)],
+            MSGPACK,
+            sound=lambda said: said in ("truncated", "nested", "malformed"),
+        ),
+        Decoder(
+            "sealed message",
+            ("swarm/wire/envelope.py:_decode",),
+            lambda data: unseal(data, Member),
+            lambda: [seal(member(), ME)],
+            MSGPACK,
+            (MessageError,),
+            tree=False,
+        ),
+        Decoder(
+            "fields of a sealed message", (), lambda data: peek(data, 4096), lambda: [seal(member(), ME)], MSGPACK, (MessageError,)
+        ),
+        Decoder(
+            "manifest", ("swarm/manifest/manifest.py:open_manifest",), open_manifest, lambda: [manifest()], MSGPACK, (MessageError,)
+        ),
+        Decoder(
+            "title of a manifest",
+            ("swarm/manifest/manifest.py:title_of",),
+            title_of,
+            lambda: [manifest()],
+            MSGPACK,
+            (MessageError,),
+        ),
+        Decoder(
+            "whether it is public",
+            ("swarm/manifest/manifest.py:is_public",),
+            is_public,
+            lambda: [manifest()],
+            MSGPACK,
+            (MessageError,),
+        ),
+        Decoder(
+            "listed swarm",
+            ("swarm/membership/swarm_list.py:read_listed",),
+            lambda data: read_listed(data, f"/ip4/1.2.3.4/tcp/5/p2p/{ME.peer_id}"),
+            lambda: [listed()],
+            MSGPACK,
+            (MessageError,),
+        ),
+        Decoder(
+            "record of the directory",
+            ("swarm/membership/dht_record.py:open_record",),
+            open_record,
+            lambda: [make_record("", member(), ME)],
+            MSGPACK,
+        ),
+        Decoder(
+            "value to store",
+            ("swarm/membership/dht_record.py:_unpacked",),
+            dht,
+            lambda: [msgpack.packb(make_record("", member(), ME)), msgpack.packb("subkey")],
+            MSGPACK,
+        ),
+        Decoder(
+            "members of a group",
+            ("swarm/exchange/group/roster.py:_each", "swarm/exchange/group/roster.py:open_roster"),
+            roster,
+            lambda: [encode_roster(readies())],
+            frames(2),
+            (MessageError,),
+        ),
+        Decoder("gossiped record", ("swarm/gossip/envelope.py:open_body",), body, lambda: [rollout()], MSGPACK, (MessageError,)),
+        Decoder(
+            "gossiped envelope",
+            ("swarm/gossip/envelope.py:open_envelope",),
+            lambda data: envelope.open_envelope(data, SWARM, 1 << 20),
+            lambda: [envelope.make_envelope(SWARM, envelope.Body("plain", len(rollout()), rollout()))],
+            MSGPACK,
+            (MessageError,),
+        ),
+        Decoder(
+            "compressed record",
+            ("swarm/gossip/envelope.py:expand",),
+            packed_body,
+            lambda: [zlib.compress(rollout())],
+            refuses=(MessageError,),
+        ),
+        Decoder(
+            "link",
+            ("swarm/access/link.py:Link.parse", "swarm/access/link.py:_is_relay_id"),
+            text(Link.parse),
+            lambda: [
+                LINK.encode(),
+                f"{LINK}&invite={INVITED}".encode(),
+                LINK.replace("/p2p/", "/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N/p2p-circuit/p2p/", 1).encode(),
+            ],
+            PARTS,
+            (LinkError,),
+        ),
+        Decoder(
+            "invitation",
+            ("swarm/access/invitation.py:_parts", "swarm/access/invitation.py:admission"),
+            text(lambda invite: admission(invite, OTHER)),
+            lambda: [INVITED.encode()],
+            INVITE,
+            (AdmissionError,),
+        ),
+        Decoder(
+            "shown invitation",
+            ("swarm/access/invitation.py:entry_of",),
+            lambda data: entry_of(data, OTHER.peer_id, SWARM, ME.peer_id),
+            lambda: [admission(INVITED, OTHER)],
+            MSGPACK,
+        ),
+        Decoder(
+            "address",
+            ("swarm/p2p/multiaddr.py:to_text",),
+            multiaddr.to_text,
+            lambda: [ADDRESS],
+            refuses=(ValueError,),
+            sentence=False,
+        ),
+        Decoder(
+            "address in words",
+            ("swarm/p2p/multiaddr.py:peer_bytes",),
+            text(multiaddr.to_bytes),
+            lambda: [multiaddr.to_text(ADDRESS).encode()],
+            PARTS,
+            (ValueError,),
+            sentence=False,
+        ),
+        Decoder("origin", (), multiaddr.origin, lambda: [ADDRESS[:8]]),
+        Decoder(
+            "log of verification",
+            ("verification/consensus/log.py:_frames",),
+            decode_log,
+            lambda: [log()],
+            frames(4),
+            (ValueError,),
+            sound=lambda log: decode_log(encode_log(log)) == log,
+            sentence=False,
+        ),
+        Decoder(
+            "odds in a vote", ("node/verify/history/statements.py:_odds",), _odds, lambda: [b'{"odds": 3.5}'], JSON, sound=finite
+        ),
+        *codecs(),
+        *proofs(),
+        Decoder(
+            "material of a claim",
+            ("node/verify/completions/material.py:decode", "node/verify/completions/material.py:Material.rows"),
+            lambda data: decode_material(data).rows(),
+            lambda: [MATERIAL],
+            MSGPACK,
+            (MessageError,),
+        ),
+        Decoder(
+            "stored claim",
+            ("node/verify/completions/store.py:_opened",),
+            inspected,
+            lambda: [stored()],
+            MSGPACK,
+            (VerifyError, EnvError),
+        ),
+        Decoder(
+            "environment of a claim",
+            ("node/verify/completions/inspection.py:_environment",),
+            environment,
+            lambda: [b'{"letters": 4}'],
+            JSON,
+            (VerifyError, EnvError),
+        ),
+        Decoder(
+            "weights before and after steps",
+            (),
+            lambda data: replica().open(data, 0),
+            lambda: [replica_snapshot()],
+            SAFETENSORS,
+            (VerifyError,),
+            sentence=False,
+        ),
+        Decoder(
+            "weights of a policy",
+            (),
+            lambda data: snapshot.load_snapshot(policy(), data),
+            lambda: [policy_snapshot()],
+            SAFETENSORS,
+            (VerifyError,),
+        ),
+        Decoder(
+            "calibration",
+            ("verification/calibration/file.py:load_calibration",),
+            lambda data: calibrated(data),
+            lambda: [calibration()],
+            SAFETENSORS,
+            (CalibrationError,),
+            sentence=False,
+        ),
+        Decoder(
+            "calibrated pairs",
+            ("verification/calibration/file.py:load_calibration",),
+            pairs,
+            lambda: [pairs_of(calibration())],
+            JSON,
+            (CalibrationError,),
+            sentence=False,
+        ),
+        Decoder(
+            "state of a checkpoint",
+            ("node/checkpoint/store.py:_read", "node/checkpoint/store.py:_unpack", "node/runtime/resume.py:_read"),
+            read_state,
+            lambda: [checkpoint()[1]],
+            DIGESTED,
+            (store.CheckpointError, TrainingError),
+        ),
+        Decoder(
+            "tensors of a checkpoint",
+            ("node/checkpoint/store.py:_load_one",),
+            read_tensors,
+            lambda: [checkpoint()[2]],
+            SAFETENSORS,
+            (store.CheckpointError, TrainingError),
+        ),
+        Decoder(
+            "weights to merge", ("node/checkpoint/merge.py:merge",), merged, lambda: [pulled()[0]], SAFETENSORS, (merge.MergeError,)
+        ),
+        Decoder(
+            "checkpoint to merge",
+            ("node/checkpoint/merge.py:merge",),
+            merged_state,
+            lambda: [checkpoint()[1]],
+            DIGESTED,
+            (merge.MergeError, store.CheckpointError),
+        ),
+        Decoder(
+            "pulled weights",
+            ("node/commands/sample.py:_model",),
+            pulled_weights,
+            lambda: [pulled()[0]],
+            SAFETENSORS,
+            (SampleError, DataError),
+        ),
+        Decoder(
+            "what was pulled",
+            ("node/commands/sample.py:_about",),
+            pulled_about,
+            lambda: [pulled()[1]],
+            JSON,
+            (SampleError, DataError),
+        ),
+        Decoder(
+            "link of a node",
+            ("node/commands/link.py:current_link",),
+            current,
+            lambda: [json.dumps({"link": LINK, "written": 1.0, "name": "n", "invite_only": False}).encode()],
+            JSON,
+            (LinkError,),
+        ),
+        Decoder(
+            "recording",
+            ("node/watch/events.py:event_of",),
+            text(event_of),
+            lambda: [line_of(Unreachable(time=1.0, peer=ME.peer_id, reason="x")).encode()],
+            JSON,
+            (ReplayError,),
+        ),
+    ]
+
+
+def calibrated(data):
+    (HERE / "read").write_bytes(data)
+    return load_calibration(HERE / "read")
+
+
+def pairs_of(data):
+    return SAFETENSORS.open(data)[0]["__metadata__"]["pairs"].encode()
+
+
+def pairs(data):
+    """Read a calibration whose description is the stranger's."""
+    header, content = SAFETENSORS.open(calibration())
+    header["__metadata__"]["pairs"] = data.decode("utf-8", "replace")
+    return calibrated(SAFETENSORS.make([header, content]))
