@@ -35,8 +35,7 @@ def export_model(model: nn.Module, about: Mapping[str, Any], out: Path, aside: P
 
     A model or tokenizer that has save_pretrained, as in transformers, writes itself.
 
-    Raises:
-        ExportError: ``out`` is as it was, unless the disk fails while the last files are moved.
+    Raises ExportError: ``out`` is as it was, unless the disk fails while the last files are moved.
     """
     save_own = getattr(model, "save_pretrained", None)
     if callable(save_own):

@@ -25,8 +25,7 @@ class HubRepository:
     def __init__(self, name: str, *, private: bool = False) -> None:
         """Ask the hub whose token it is, so that a fault is known before a long download; nothing is created yet.
 
-        Raises:
-            PushError: the name is none, the package or the token is missing, or the hub refuses it or does not answer.
+        Raises PushError: the name is none, the package or the token is missing, or the hub refuses it or does not answer.
         """
         if not re.fullmatch(rf"{PART}(/{PART})?", name) or "--" in name or ".." in name:
             raise PushError(f"{name!r} names no repository of the hub: write OWNER/NAME.")
@@ -47,8 +46,7 @@ class HubRepository:
     def push(self, folder: Path, files: Sequence[str], message: str) -> str:
         """Upload ``files`` of ``folder`` in one commit, into a new repository or over its files of these names; return its address.
 
-        Raises:
-            PushError: nothing of the commit is there then, though the repository may be.
+        Raises PushError: nothing of the commit is there then, though the repository may be.
         """
         import huggingface_hub as hub
 

@@ -146,8 +146,7 @@ class CheckpointWriter:
 
         It waits for the disk only where there is no memory for a copy, 60 s and 50 s for each GB at most.
 
-        Raises:
-            CheckpointError: at the first call: a checkpoint cannot hold the state; the sentence names who keeps what.
+        Raises CheckpointError: at the first call: a checkpoint cannot hold the state; the sentence names who keeps what.
         """
         if self.busy:
             return

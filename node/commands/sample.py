@@ -64,8 +64,7 @@ def sample(
         seed: of the draws on the CPU; None: another each time, which the report names.
         tokenizer: this machine's copy of the swarm's.
 
-    Raises:
-        SampleError, DataError, ConfigError: the folder, the tokenizer or the device.
+    Raises SampleError, DataError or ConfigError: the folder, the tokenizer or the device.
     """
     found = load_pulled(folder, tokenizer)
     model = found.model.to(resolve_device(device)).eval()

@@ -49,8 +49,7 @@ class SavedRun:
 def find(node: NodeSettings) -> SavedRun | None:
     """Return the checkpoint that the settings ask for; None to begin from nothing.
 
-    Raises:
-        CheckpointError: there is none, it is damaged, or the node's folder holds those of another run.
+    Raises CheckpointError if there is none, it is damaged, or the node's folder holds those of another run.
     """
     own, other = node.run_folder, node.resume_from
     if other is None:

@@ -124,8 +124,7 @@ class Title(NamedTuple):
 def title_of(sealed: bytes) -> Title:
     """Return the title of a sealed manifest whose hash was verified. It checks no setting, so it needs no torch.
 
-    Raises:
-        MessageError: the manifest names no task or method.
+    Raises MessageError if the manifest names no task or method.
     """
     fields = peek(sealed, Manifest.LIMIT)
     outer = fields.get("outer")
