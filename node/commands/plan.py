@@ -97,7 +97,7 @@ def measured_line(link: Link) -> Measured:
         trips, why = list[float](), "no member of the swarm answers, and bootstrap nodes do not measure it"
         for address in [*visit.reached, *visit.seeds][:PEERS]:
             try:
-                found = [visit.ask(address, DIAL_PROTOCOL, partial(ask, port=None), 15.0)[0] for _ in range(TRIES)]
+                found = [visit.ask(address, DIAL_PROTOCOL, ask, 15.0) for _ in range(TRIES)]
                 trips.append(2 * min(seen.error for seen in found))
             except (NetworkError, MessageError) as error:
                 why = str(error).removesuffix(".")

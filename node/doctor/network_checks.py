@@ -14,10 +14,10 @@ from shoal.node.doctor.visit import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.clock_check import ASKED, clock_problem
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, Outcome, ask, listen_for_dial_back
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, Outcome, ask, listen_for_dial_back
 from shoal.swarm.p2p.seed_client import addresses_of
 from shoal.swarm.p2p.seed_client import ask as ask_seed
-from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.stream import short
 from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, measure
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
@@ -106,9 +106,9 @@ def _add(visit: Visit, address: str) -> None:
 
 def clock(visit: Visit, tell: Tell) -> str:
     """Compare this machine's clock with the median of peers' clocks, each known within half a round trip."""
-    for address in [*visit.reached, *visit.seeds][:ASKED]:
+    for address in [*visit.seeds[:1], *visit.reached, *visit.seeds[1:]][:ASKED]:
         try:
-            visit.seen.append(visit.ask(address, DIAL_PROTOCOL, partial(_look, port=None), 15.0)[0])
+            visit.seen.append(visit.ask(address, DIAL_PROTOCOL, ask, 15.0))
         except (NetworkError, MessageError) as error:
             tell(CheckOutcome(f"clock of {short(address)}", "note", str(error)))
     if not visit.seen:
@@ -118,10 +118,6 @@ def clock(visit: Visit, tell: Tell) -> str:
     error_s = max(seen.error for seen in visit.seen)
     skew = statistics.median(seen.skew for seen in visit.seen)
     return f"{abs(skew):.2f} s off the clock of {many(len(visit.seen), 'peer')}, give or take {error_s:.2f}"
-
-
-async def _look(stream: Stream, port: int | None, token: bytes = b"") -> tuple[DialBackView, Outcome | None]:
-    return await ask(stream, port, token)
 
 
 _NOT_REACHED = {
@@ -145,7 +141,7 @@ def dialled(visit: Visit, tell: Tell) -> str:
             async with listen_for_dial_back(visit.port) as (number, token):
                 stream = await host.open(peer, DIAL_PROTOCOL, timeout=10.0)
                 try:
-                    return number, (await ask(stream, number, token))[1]
+                    return number, (await ask(stream, number, token)).outcome
                 finally:
                     stream.close()
 

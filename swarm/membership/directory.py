@@ -25,6 +25,7 @@ from shoal.swarm.membership.dht_client import DHTClient
 from shoal.swarm.membership.dht_record import MAX_TTL, VerifiedRecord, bits_of, key_of, make_record, open_record
 from shoal.swarm.membership.room import ROOM, Room
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.fields import Reach
 from shoal.swarm.wire.member import Member
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class Directory:
         self._ttl, self._period, self._cap = ttl, period, cap
         self.skew = 0.0
         """Seconds to add to this machine's clock for that of the others, which epochs and dates of records go by."""
+        self.dialled: Reach = "unknown"
+        """Who can dial this node without a relay, as peers found that were asked (`shoal.swarm.p2p.reachability.reach_of`)."""
         dates: dict[str, Callable[..., float]] = {"clock": self._now, "issued": lambda member: member.issued}
         self._index = Index(swarm, identity.peer_id, bucket=bucket, epoch_s=epoch_s, cap=cap, limit=limit, breadth=breadth, **dates)
         self._met = {} if met is None else met
@@ -260,10 +263,13 @@ class Directory:
         return seen
 
     def _member(self, fields: dict[str, Any]) -> Member:
+        addresses = self._host.addresses()[:MAX_ADDRESSES]
+        relayed = self.dialled != "direct" and any("/p2p-circuit" in address for address in addresses)
         return Member(
             swarm=self._swarm,
             peer=self._identity.peer_id,
-            addresses=self._host.addresses()[:MAX_ADDRESSES],
+            addresses=addresses,
+            reach="relayed" if relayed else self.dialled,
             issued=self._now(),
             admission=self.access_policy.ticket,
             **fields,

@@ -35,7 +35,7 @@ REMEDY: dict[Failure, str] = {
 def health_report(members: Mapping[str, Member], now: float) -> list[str]:
     """Return sentences about ``members`` (peer id -> record) at ``now`` (Unix seconds); none if all is well."""
     there = dict(sorted(members.items(), key=lambda item: (item[1].name, item[0])))
-    return [*_partition(there), *_silent(there, now), *_slow(there), *_failing(there)]
+    return [*_partition(there), *_silent(there, now), *_slow(there), *_failing(there), *_unreachable(there)]
 
 
 def _partition(members: Mapping[str, Member]) -> list[str]:
@@ -56,6 +56,15 @@ def _silent(members: Mapping[str, Member], now: float) -> list[str]:
         f"{member.name} has not been heard of for {now - member.issued:.0f} s: it may be asleep, stopped or cut off."
         for member in members.values()
         if now - member.issued > SILENT_S
+    ]
+
+
+def _unreachable(members: Mapping[str, Member]) -> list[str]:
+    return [
+        f"{member.name} can be dialled by nobody and has no relay, so it exchanges only with those that it can dial: "
+        f"{REMEDY['unreachable']}."
+        for member in members.values()
+        if member.reach == "unreachable"
     ]
 
 

@@ -29,11 +29,6 @@ def facts(peer: str, member: Member, fragments: int = 1) -> dict[str, Any]:
     }
 
 
-def reach(member: Member) -> str:
-    """Return ``relayed`` if libp2p found that the member cannot be dialled and announces a relay, otherwise ``direct``."""
-    return "relayed" if any("/p2p-circuit" in address for address in member.addresses) else "direct"
-
-
 def totals(members: Mapping[str, Member], size: int) -> dict[str, Any]:
     """Return what the whole swarm of about ``size`` peers does, by its ``members`` in view, ready for JSON.
 
@@ -97,7 +92,7 @@ def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now:
                 "missing": list(member.missing_names),
                 "shard": f"{member.shard}/{member.shards}",
                 "version": member.version,
-                "reach": reach(member),
+                "reach": member.reach,
                 "seen_s_ago": round(max(now - member.issued, 0.0), 1),
             }
             for peer, member in sorted(members.items(), key=lambda item: (item[1].name, item[0]))

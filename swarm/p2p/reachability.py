@@ -19,16 +19,17 @@ import hmac
 import ipaddress
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from shoal.swarm.p2p.multiaddr import is_loopback
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import Message, pack, unpack
-from shoal.swarm.wire.fields import Moment, Nonce
+from shoal.swarm.wire.fields import Moment, Nonce, Reach
 
 DIAL_PROTOCOL = "/shoal/dial-back/1"
 SMALL_S = 5.0  # seconds for one small message
@@ -65,12 +66,46 @@ class DialReply(Message):
 
 @dataclass(frozen=True)
 class DialBackView:
-    """A peer's view of this node: its ``address`` (empty: unknown), and the peer's clock minus its own, in seconds +- ``error``."""
+    """A peer's view of this node: its ``address`` (empty: unknown), and the peer's clock minus its own, in seconds +- ``error``.
+
+    ``outcome``: of dialling back, if the peer was asked to.
+    """
 
     peer: str
     address: str
     skew: float
     error: float
+    outcome: Outcome | None = None
+
+
+def _is_public(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:
+        return False
+
+
+def dialled_port(addresses: Sequence[str]) -> int | None:
+    """Return the TCP port of the full multiaddrs ``addresses`` of a node that peers should dial, that of a public one first."""
+    parts = [address.split("/") for address in addresses if "/p2p-circuit" not in address and not is_loopback(address)]
+    ports = [(not _is_public(part[2]), int(part[4])) for part in parts if part[3] == "tcp" and part[4].isdecimal()]
+    return next((port for _, port in sorted(ports) if port >= LOWEST_PORT), None)
+
+
+def reach_of(seen: Sequence[DialBackView], addresses: Sequence[str]) -> Reach | None:
+    """Return who can dial a node that announces ``addresses``, by what peers saw; None if that does not say.
+
+    A peer dials the address that it sees. So if a node announces others, as that of a tunnel, only its success proves anything.
+    """
+    outside = [view for view in seen if _is_public(view.address)]
+    if any(view.outcome in ("reached", "other") for view in outside):
+        return "direct"
+    parts = [address.split("/") for address in addresses if "/p2p-circuit" not in address]
+    announced = {part[2] for part in parts if part[1].startswith("dns") or _is_public(part[2])}
+    failed = {view.address for view in outside if view.outcome in ("unreached", "refused", "silent")}
+    if failed:
+        return "unreachable" if not announced or announced & failed else None
+    return "local" if seen and not outside and any(view.address for view in seen) else None
 
 
 class ReachabilityProbe:
@@ -115,7 +150,7 @@ async def _dial(address: str, port: int, token: bytes) -> Outcome:
     return "reached" if hmac.compare_digest(found, token) else "other"
 
 
-async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> tuple[DialBackView, Outcome | None]:
+async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> DialBackView:
     """Ask the peer at the other end for its view of this node and, given a ``port``, for the outcome of dialling back.
 
     Raises NetworkError or MessageError; takes about 20 seconds at most.
@@ -125,11 +160,10 @@ async def ask(stream: Stream, port: int | None = None, token: bytes = b"") -> tu
     await stream.send(request, SMALL_S)
     seen = unpack(await stream.receive(DialSeen.LIMIT, SMALL_S), DialSeen)
     half = (time.monotonic() - began) / 2
-    found = DialBackView(stream.peer_id, seen.address, seen.now - (clock + half), half)
-    if port is None:
-        return found, None
-    reply = unpack(await stream.receive(DialReply.LIMIT, SMALL_S + CONNECT_S + TOKEN_S), DialReply)
-    return found, reply.outcome
+    outcome = None
+    if port is not None:
+        outcome = unpack(await stream.receive(DialReply.LIMIT, SMALL_S + CONNECT_S + TOKEN_S), DialReply).outcome
+    return DialBackView(stream.peer_id, seen.address, seen.now - (clock + half), half, outcome)
 
 
 @contextlib.asynccontextmanager

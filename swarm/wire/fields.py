@@ -22,6 +22,9 @@ MAX_EXTRA = 8  # tensors for each parameter that a rule may share
 MAX_BLAMED = 4  # (peer, failure) pairs in a record: the most frequent ones
 SKETCH = 4  # numbers in a sketch of the slow weights
 
+Reach = Literal["unknown", "direct", "local", "punched", "relayed", "unreachable"]
+"""Who can dial a node: anybody (direct); those in its own network, where all are who looked (local); nobody, but both ends punch
+holes in their routers, or a relay forwards; nobody (unreachable)."""
 Failure = Literal["unreachable", "timeout", "refused", "broken", "damaged", "suspicious"]
 FAILURES: tuple[Failure, ...] = get_args(Failure)
 

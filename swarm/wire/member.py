@@ -19,6 +19,7 @@ from shoal.swarm.wire.fields import (
     Moment,
     PeerId,
     Rate,
+    Reach,
     Real,
     Seconds,
     Share,
@@ -42,10 +43,11 @@ class Member(Message):
     ``failures`` among its last ``exchanges``, by kind, and the peers in most of them (``blamed``). ``missing``: number of the
     ``missing_of`` members that it lost sight of at about the same moment, and some of their names. ``sketch``: the round and
     fragment that it finished last, and a sketch of its slow weights then, where the method keeps them equal on all peers.
+    ``reach``: who can dial it, as peers found that it asked.
     ``admission``: its packed `shoal.swarm.access.invitation.Admission`, in a swarm that is by invitation only.
     """
 
-    KIND, VERSION, LIMIT, AUTHOR = "member", 4, 5 * KIB, "peer"
+    KIND, VERSION, LIMIT, AUTHOR = "member", 5, 5 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -76,6 +78,7 @@ class Member(Message):
     tokens_per_s: Rate = 0.0
     mfu: Share | None = None
     sketch: Sketch | None = None
+    reach: Reach = "unknown"
 
     @model_validator(mode="after")
     def _shard_exists(self) -> Member:

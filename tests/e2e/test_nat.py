@@ -14,9 +14,9 @@ SEED = "11.0.1.2"
 
 @pytest.fixture
 def internet():
-    """The homes ``home-0`` and ``home-1`` behind routers that let in nobody who was not sent to, and the machine ``seed``."""
+    """The homes ``home-0`` and ``home-1`` behind routers that let in nobody who was not sent to; ``seed``, ``peer-1`` outside."""
     try:
-        made = Internet(["port", "port"], peers=0)
+        made = Internet(["port", "port"], peers=1)
     except NatError as error:
         pytest.skip(f"no NAT can be made here: {error}")
     assert made.ip("seed") == SEED
@@ -102,3 +102,25 @@ def test_a_node_that_lost_its_relay_is_met_again_whatever_broke(internet, shoal,
     # Longer than the connections that broke can have gone on: what comes then comes over new ones.
     after = time.time() + 45
     eventually(lambda: met(after), 150, "an exchange after the break")
+
+
+@pytest.mark.slow(reason="three nodes have to be dialled by others, which they ask for after ten seconds")
+def test_status_says_who_can_be_dialled_and_what_to_do_where_nobody_can(internet, shoal, eventually):
+    seed = shoal.start(
+        "seed", "--json", "--listen", f"/ip4/{SEED}/tcp/4001", "--identity", shoal.home / "seed.key", before=internet.enter("seed")
+    )
+    (address,) = [a for a in json.loads(seed.line())["addresses"] if SEED in a]
+    settings = shoal.toml(
+        swarm={"name": "nat", "start_when": 1}, outer={"every": 5, "wait_s": 5.0}, options={"layers": 1, "width": 64, "context": 32}
+    )
+    common = ("--listen", "/ip4/0.0.0.0/tcp/4001")
+    link = shoal.node("up", settings, "anna", *common, "--bootstrap", address, before=internet.enter("peer-1")).line()
+    shoal.node("join", link, "bert", *common, "--relay", "off", before=internet.enter("home-0"))
+
+    def told():
+        report = shoal.start("status", link, "--json", before=internet.enter("seed")).json()
+        found = {m["name"]: m["reach"] for m in report["members"]}
+        return found == {"anna": "direct", "bert": "unreachable"} and report["findings"]
+
+    (finding,) = eventually(told, 90, "both said to be what they are")
+    assert finding.startswith("bert can be dialled by nobody and has no relay")

@@ -246,7 +246,7 @@ class Peer:
 
     def ask(self, address, protocol, work, seconds):
         if protocol == DIAL_PROTOCOL:
-            return DialBackView("somebody", "1.2.3.4", 0.0, self.trip / 2), None
+            return DialBackView("somebody", "1.2.3.4", 0.0, self.trip / 2)
         self.asked.append(work.keywords["nbytes"])
         speed = self.speeds.pop(0)
         if isinstance(speed, Exception):

@@ -1,5 +1,6 @@
 """A node whose clock is wrong is told so again and again, with what to do; peers that lie or are silent change nothing."""
 
+import asyncio
 import threading
 import time
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.network import create, join
 from shoal.swarm.access.link import Link
+from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import clock_check, membership
 from shoal.swarm.membership.clock_check import ClockCheck, clock_problem
@@ -29,7 +31,11 @@ def views(*skews, error=0.1):
         ((3.0,), ""),
         ((-3.0, 3.0, 2.9), ""),
         ((0.1, 0.2, 1e300), ""),  # one of three lies
-        ((3.3,), "3.3 s behind that of 1 peer: set it by NTP"),
+        ((3.3,), "3.3 s behind that of the only peer that answered, so yours or theirs is wrong: set both by NTP"),
+        ((0.1, 60.0), ""),  # a bootstrap node agrees with this machine, the only other member does not
+        ((60.0, 0.1), ""),
+        ((-60.0, 60.0), ""),
+        ((9.0, 60.0), "9.0 s behind that of 2 peers: set it by NTP"),
         ((-61.0, -62.0, 0.0), "61.0 s ahead of that of 3 peers: set it by NTP (`timedatectl set-ntp true`)"),
         ((1e300, 1e300), "1000000000.0 s behind that of 2 peers"),
     ],
@@ -100,6 +106,27 @@ def test_a_node_hears_of_its_wrong_clock_for_as_long_as_it_is_wrong(behind):
         if line := node.news():
             found.append(line)
         tick.wait(0.02)
-    wrong = "his machine's clock is 60.0 s behind that of 1 peer: set it by NTP"
+    wrong = "his machine's clock is 60.0 s behind that of the only peer that answered, so yours or theirs is wrong"
     assert all(line.startswith(f"This node cannot meet the others: t{wrong}") for line in found)
     assert status.read_status(link)["findings"][0].startswith(f"T{wrong}")
+
+
+class Asked:
+    """A host that notes who is asked, and reaches nobody."""
+
+    def __init__(self):
+        self.peers = []
+
+    def seeds(self):
+        return {"seed": ("/ip4/1.1.1.1/tcp/1/p2p/seed",), "another": ()}
+
+    async def open(self, peer, protocol, *, addresses=(), timeout):
+        self.peers.append((peer, tuple(addresses)))
+        raise NetworkError("nobody is here")
+
+
+def test_a_bootstrap_node_is_asked_before_all_members():
+    host = Asked()
+    asyncio.run(clock_check.compare_clocks(host, [f"member-{n}" for n in range(9)]))
+    assert host.peers[0] == ("seed", ("/ip4/1.1.1.1/tcp/1/p2p/seed",))
+    assert len(host.peers) == 2 * clock_check.ASKED

@@ -15,10 +15,13 @@ from shoal.swarm.p2p.reachability import (
     DIAL_PROTOCOL,
     EACH,
     LOWEST_PORT,
+    DialBackView,
     DialRequest,
     ReachabilityProbe,
     ask,
+    dialled_port,
     listen_for_dial_back,
+    reach_of,
 )
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.throughput import EACH as TESTS
@@ -71,15 +74,15 @@ def test_a_node_is_dialled_back_at_the_address_it_comes_from(pair):
         return right, wrong, closed
 
     right, wrong, closed = caller.call(work(), 60)
-    assert [outcome for _, outcome in (right, wrong, closed)] == ["reached", "unreached", "unreached"]
-    assert {seen.address for seen, _ in (right, wrong, closed)} == {"127.0.0.1"}
+    assert [seen.outcome for seen in (right, wrong, closed)] == ["reached", "unreached", "unreached"]
+    assert {seen.address for seen in (right, wrong, closed)} == {"127.0.0.1"}
 
 
 def test_the_clock_is_read_with_its_bound(pair, monkeypatch):
     caller, peer = pair
     monkeypatch.setattr("shoal.swarm.p2p.reachability.time.time", lambda: 1060.0)
-    seen, outcome = caller.call(opened(caller, peer, DIAL_PROTOCOL, ask), 60)
-    assert outcome is None
+    seen = caller.call(opened(caller, peer, DIAL_PROTOCOL, ask), 60)
+    assert seen.outcome is None
     assert seen.error < 5
     assert seen.skew == pytest.approx(-60 - seen.error, abs=1e-6)
 
@@ -102,8 +105,8 @@ def dialled(origin, port=4001):
 
 
 def test_nobody_is_dialled_through_a_relay():
-    seen, outcome = dialled("")
-    assert (seen.address, outcome) == ("", "unseen")
+    seen = dialled("")
+    assert (seen.address, seen.outcome) == ("", "unseen")
 
 
 def test_a_port_of_the_system_is_refused():
@@ -128,7 +131,7 @@ def test_the_finding_in_a_private_network_is_not_reported(monkeypatch, address, 
         return found
 
     monkeypatch.setattr("shoal.swarm.p2p.reachability._dial", look)
-    assert dialled(address)[1] == said
+    assert dialled(address).outcome == said
 
 
 def test_dials_are_few(monkeypatch):
@@ -141,7 +144,7 @@ def test_dials_are_few(monkeypatch):
         server, outcomes = ReachabilityProbe(), []
         for index in range(ALL + EACH):
             async with wires(f"8.8.8.{index // (2 * EACH)}", server.answer) as stream:
-                outcomes.append((await ask(stream, 4001, bytes(16)))[1])
+                outcomes.append((await ask(stream, 4001, bytes(16))).outcome)
         return outcomes
 
     outcomes = asyncio.run(work())
@@ -188,3 +191,45 @@ def test_a_request_for_much_is_refused():
 )
 def test_the_origin_of_a_direct_connection_is_known(binary, found):
     assert origin(binary) == found
+
+
+CIRCUIT, LAN = f"/ip4/8.8.4.4/tcp/9/p2p/{PEER}/p2p-circuit/p2p/{PEER}", "/ip4/192.168.1.7/tcp/4001"
+HERE = "9.9.9.9"  # as peers see it
+
+
+@pytest.mark.parametrize(
+    ("announced", "seen", "reach"),
+    [
+        ([LAN], [(HERE, "silent"), (HERE, "other")], "direct"),
+        ([LAN, CIRCUIT], [(HERE, "silent"), ("", "unseen")], "unreachable"),
+        ([f"/ip4/{HERE}/tcp/4001"], [(HERE, "refused")], "unreachable"),
+        (["/ip4/1.1.1.1/tcp/4001"], [(HERE, "silent")], None),  # a tunnel's, which nobody dialled
+        (["/dns4/example.org/tcp/4001"], [(HERE, "silent")], None),
+        (["/dns4/example.org/tcp/4001"], [(HERE, "reached")], "direct"),
+        ([LAN], [("192.168.1.9", "unreached")], "local"),
+        ([LAN], [("192.168.1.9", "reached")], "local"),  # that peer is in the same house
+        ([LAN], [("192.168.1.9", "reached"), (HERE, "silent")], "unreachable"),
+        ([LAN], [(HERE, "busy")], None),
+        ([LAN], [("", "unseen")], None),
+        ([LAN], [("1:", "other")], "local"),
+        ([LAN], [], None),
+    ],
+)
+def test_who_can_dial_a_node_is_what_peers_found_that_dialled_it(announced, seen, reach):
+    views = [DialBackView(PEER, address, 0.0, 0.1, outcome) for address, outcome in seen]
+    assert reach_of(views, [f"{address}/p2p/{PEER}" for address in announced]) == reach
+
+
+@pytest.mark.parametrize(
+    ("announced", "port"),
+    [
+        ([LAN], 4001),
+        ([LAN, f"/ip4/{HERE}/tcp/40001"], 40001),  # what the router forwards
+        ([CIRCUIT, "/ip4/127.0.0.1/tcp/4002"], None),
+        (["/ip4/192.168.1.7/udp/4001/quic-v1"], None),
+        (["/ip4/192.168.1.7/tcp/443"], None),
+        (["/dns4/example.org/tcp/4003"], 4003),
+    ],
+)
+def test_the_port_that_peers_dial(announced, port):
+    assert dialled_port(announced) == port
