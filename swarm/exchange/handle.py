@@ -40,6 +40,7 @@ class ExchangeBase:
         self, host: Host, counter: RoundCounter, evidence: RoundEvidence, timeouts: ExchangeTimeouts, patience: Patience
     ) -> None:
         self.host, self._evidence = host, evidence
+        host.resource_manager.partner = evidence.knows
         self._counter, self._timeouts, self._patience = counter, timeouts, patience
         self.moved = 0
         """Bytes each way of the newest round."""

@@ -51,6 +51,10 @@ class RoundEvidence:
         """The peers with which this node has exchanged. For any thread."""
         return frozenset(dict(self._met))
 
+    def knows(self, peer: str) -> bool:
+        """Return whether this node has exchanged with ``peer``. For any thread."""
+        return peer in self._met
+
     def begin(self, now: float, round: int) -> None:
         """Note that this node hands in its contribution to ``round``."""
         if self._began is None:

@@ -391,7 +391,7 @@ class Host:
 
     async def _answer(self, protocol: str, handler: Handler, stream: Stream) -> None:
         peer = stream.peer_id
-        reason = "closed" if self._closed else self.resource_manager.acquire(peer, protocol)
+        reason = "closed" if self._closed else self.resource_manager.acquire(stream, protocol)
         if reason:
             log.debug("refused a stream %s of peer %s: %s", protocol, short(peer), reason)
             stream.abort()
@@ -408,7 +408,7 @@ class Host:
             log.warning("answering %s of peer %s failed", protocol, short(peer), exc_info=True)
         finally:
             stream.close()
-            self.resource_manager.release(peer, protocol, stream.sent)
+            self.resource_manager.release(stream, protocol, stream.sent)
 
     async def _end(self, timeout: float) -> None:
         await self._supervisor.end(timeout * 0.6)

@@ -4,7 +4,8 @@ A refused stream is ended before anything of it is read, and counted under its r
 
     denied       the node's user does not want to meet the peer
     uninvited    the swarm is by invitation only, and the peer has shown none
-    crowded      too many streams are being served: of all peers, of this one, or of those that are no members
+    crowded      too many streams are being served: of all peers, of this one, or of those that are no members. Of the first and
+                 the last kind the address range with the most gives one up to another range (`StreamPlaces`)
     rate         the peer opened too many streams in a minute, or all peers together did
     spent        the bytes that this protocol hands out to one peer in an hour are used up
 
@@ -14,12 +15,12 @@ The daemon has accepted the connection by then, for it knows no lists; its conne
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.p2p.rate_limit import HOUR, Counters, RateLimit, TokenBuckets
+from shoal.swarm.p2p.stream_places import Caller, StreamPlaces
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 ADMISSION_PROTOCOL = "/shoal/admission/1"
@@ -49,7 +50,8 @@ class Rates:
 class ResourceManager:
     """The judge of every stream that a peer opens, and of every call to the DHT node. On the host's loop.
 
-    ``access_policy`` is replaced once the swarm's manifest is known. ``known``: returns whether a peer is a member.
+    ``access_policy`` is replaced once the swarm's manifest is known. ``known``: returns whether a peer is a member; ``partner``:
+    whether this node has exchanged with it.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ResourceManager:
     ) -> None:
         self.access_policy = access_policy or AccessPolicy()
         self.known: Callable[[str], bool] = lambda peer: True
+        self.partner: Callable[[str], bool] = lambda peer: False
         self._counters = Counters()
         rates = rates or Rates()
         self._clock = clock
@@ -64,8 +67,9 @@ class ResourceManager:
         self._all = TokenBuckets(RateLimit(messages=rates.streams_of_all, senders=1), clock)
         self._calls = TokenBuckets(RateLimit(messages=rates.calls, nbytes=rates.call_bytes, senders=4096), clock)
         self._hourly: dict[str, TokenBuckets] = {}
-        self._busy: Counter[str] = Counter()  # peer id -> its streams that are being served
-        self._strangers: Counter[str] = Counter()  # the same of peers that were no members when they came
+        self._places = StreamPlaces(MAX_HANDLERS, self._end)
+        self._strangers = StreamPlaces(MAX_STRANGERS, self._end)  # the same of peers that were no members when they came
+        self._busy = self._places.peers
 
     def meter(self, protocol: str, nbytes: int) -> None:
         """Limit ``protocol`` to about ``nbytes`` bytes for one peer in an hour: no stream begins once they are spent.
@@ -74,26 +78,20 @@ class ResourceManager:
         """
         self._hourly[protocol] = TokenBuckets(RateLimit(messages=1 << 30, nbytes=nbytes, senders=4096, period=HOUR), self._clock)
 
-    def acquire(self, peer: str, protocol: str) -> str:
+    def acquire(self, stream: Caller, protocol: str) -> str:
         """Return why the stream is refused; nothing if it is served, and then `release` must be called at its end."""
-        reason = self._refusal(peer, protocol)
+        stream.partner = self.partner(stream.peer_id)
+        reason = self._refusal(stream.peer_id, protocol) or self._placed(stream)
         if reason:
             self._counters.reject(reason)
-            return reason
-        self._busy[peer] += 1
-        if peer in self._strangers or not self.known(peer):
-            self._strangers[peer] += 1
-        return ""
+        return reason
 
-    def release(self, peer: str, protocol: str, sent: int) -> None:
+    def release(self, stream: Caller, protocol: str, sent: int) -> None:
         """Note the end of a stream on which ``sent`` bytes went out."""
-        for counts in (self._busy, self._strangers):
-            if peer in counts:
-                counts[peer] -= 1
-                if counts[peer] <= 0:
-                    del counts[peer]
+        self._places.free(stream)
+        self._strangers.free(stream)
         if protocol in self._hourly:
-            self._hourly[protocol].charge(peer, sent)
+            self._hourly[protocol].charge(stream.peer_id, sent)
 
     def refused(self) -> dict[str, int]:
         """Return reason -> number of streams and calls refused so far, if above 0; for any thread."""
@@ -114,12 +112,27 @@ class ResourceManager:
             return "denied"
         if protocol not in FREE and not self.access_policy.admits(peer):
             return "uninvited"
-        most = MAX_HANDLERS if peer in self._busy or not self.known(peer) else MAX_HANDLERS + MAX_FIRST
-        if self._busy.total() >= most or self._busy[peer] >= MAX_HANDLERS_PER_PEER:
-            return "crowded"
-        if not self.known(peer) and self._strangers.total() >= MAX_STRANGERS:
+        if self._busy[peer] >= MAX_HANDLERS_PER_PEER:
             return "crowded"
         if not self._streams.take(peer, 1, 0) or not self._all.take("", 1, 0):
             return "rate"
         hourly = self._hourly.get(protocol)
         return "spent" if hourly is not None and not hourly.take(peer, 1, 1) else ""
+
+    def _placed(self, stream: Caller) -> str:
+        """Give the stream a place, and return why not. It is judged last, for another may have to give way to it."""
+        known, total = self.known(stream.peer_id), self._busy.total()
+        if not known and not self._strangers.take(stream):
+            return "crowded"
+        further = self._busy.total() < total or (known and stream.peer_id not in self._busy)  # another has given way, or the first
+        if self._places.take(stream, MAX_FIRST if further else 0):
+            return ""
+        self._strangers.free(stream)
+        return "crowded"
+
+    def _end(self, stream: Caller) -> None:
+        """End a stream that has to give way."""
+        self._places.free(stream)
+        self._strangers.free(stream)
+        self._counters.reject("crowded")
+        stream.abort()

@@ -52,6 +52,8 @@ class Stream:
         self.peer_id = peer_id
         self.origin = origin
         """The IP address from which the peer opened it; empty if it came through a relay, or this node opened it."""
+        self.partner = False
+        """This node has exchanged with the peer, which opened it."""
         self._reader = reader
         self._writer = writer
         self._traffic = traffic

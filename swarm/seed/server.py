@@ -18,6 +18,7 @@ from shoal.swarm.p2p.listen import check_announced, check_free, fixed_ports, obt
 from shoal.swarm.p2p.multiaddr import range_of
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed.board import AnnouncementBoard
 from shoal.swarm.seed.registry import SeedRegistry
@@ -28,7 +29,7 @@ from shoal.swarm.wire.swarms import SWARMS_PROTOCOL, SwarmsRequest
 log = logging.getLogger(__name__)
 
 SMALL_S = 10.0  # seconds for one small message
-MAX_STREAMS, MAX_STREAMS_OF_RANGE, MAX_STREAMS_PER_PEER = 256, 64, 4  # answered at once
+MAX_STREAMS, MAX_STREAMS_PER_PEER = 256, 4  # answered at once
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
 MAX_OF_RANGE = 64  # connected peers of an address range, once there are three times as many in all; above 512 the daemon cuts down
 LOOK_S = 1.0  # seconds between two looks at who is connected
@@ -73,8 +74,7 @@ class Seed:
         self._announce = tuple(announce)
         self._relay = relay
         self._on_ready = on_ready
-        self._busy: Counter[str] = Counter()
-        self._of_range: Counter[str] = Counter()
+        self._places = StreamPlaces(MAX_STREAMS)
         self._reachability = ReachabilityProbe()
         self._traffic = TrafficMeter()
 
@@ -167,21 +167,14 @@ class Seed:
         await self._limited(stream, self._reachability.answer(stream))
 
     async def _limited(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
-        peer, where = stream.peer_id, range_of(stream.origin)
-        crowded = self._of_range[where] >= MAX_STREAMS_OF_RANGE or self._busy[peer] >= MAX_STREAMS_PER_PEER
-        if crowded or self._busy.total() >= MAX_STREAMS:
+        if self._places.peers[stream.peer_id] >= MAX_STREAMS_PER_PEER or not self._places.take(stream):
             work.close()
             stream.abort()
             return
-        self._busy[peer] += 1
-        self._of_range[where] += 1
         try:
             await work
             await stream.drained(LINGER)
         except (MessageError, NetworkError) as error:
-            log.debug("peer %s was not answered: %s", short(peer), error)
+            log.debug("peer %s was not answered: %s", short(stream.peer_id), error)
         finally:
-            for busy, who in ((self._busy, peer), (self._of_range, where)):
-                busy[who] -= 1
-                if not busy[who]:
-                    del busy[who]
+            self._places.free(stream)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.pacing.progress import slow_s
 from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, chunks_in
 from shoal.swarm.wire.envelope import pack, unpack
@@ -37,18 +38,17 @@ class ChunkServer:
     """Server of the snapshots in ``kept``."""
 
     def __init__(self, host: Host, swarm: str, kept: SnapshotCache) -> None:
-        self._swarm, self._kept, self._serving = swarm, kept, 0
+        self._swarm, self._kept, self._places = swarm, kept, StreamPlaces(MAX_SERVED)
         host.serve(CHUNKS_PROTOCOL, self._answer)
 
     async def _answer(self, stream: Stream) -> None:
-        if self._serving >= MAX_SERVED:
+        if not self._places.take(stream):
             stream.abort()
             return
-        self._serving += 1
         try:
             await self._serve(stream)
         finally:
-            self._serving -= 1
+            self._places.free(stream)
 
     async def _serve(self, stream: Stream) -> None:
         while True:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.state.chunks import SMALL_S, ChunkServer
 from shoal.swarm.state.selection import STATE_PROTOCOL, making_s
 from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, State, encode, make, nothing
@@ -59,6 +60,7 @@ class StateServer:
         """Callers that wait, and the earliest round that each accepts."""
         self._diverged_callers: dict[asyncio.Future[Snapshot | Answer], tuple[int, str]] = {}
         """Waiting callers whose own weights have diverged: the round of these weights, and the caller."""
+        self._places = StreamPlaces(MAX_WAITING)
         self._making = False
         self._resting: Callable[[], State] | None = None
         self._copying = threading.Lock()
@@ -168,7 +170,7 @@ class StateServer:
         if request.astray and self._keeps_its_own(request.round, stream.peer_id):
             await stream.send(pack(DIVERGED), SMALL_S)
             return
-        if len(self._wanted) >= MAX_WAITING:
+        if not self._places.take(stream):
             await stream.send(pack(Answer(verdict="busy", reason="too many wait for this peer", round=0)), SMALL_S)
             return
         future: asyncio.Future[Snapshot | Answer] = asyncio.get_running_loop().create_future()
@@ -185,6 +187,7 @@ class StateServer:
         except asyncio.TimeoutError:
             header = Answer(verdict="busy", reason=f"no step was finished in {seconds:.0f} s", round=0)
         finally:
+            self._places.free(stream)
             self._wanted.pop(future, None)
             self._diverged_callers.pop(future, None)
         await stream.send(pack(header), SMALL_S)

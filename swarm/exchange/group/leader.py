@@ -30,6 +30,7 @@ from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.roster import difference
 from shoal.swarm.exchange.group.rounds import RoundTracker
+from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.wire.envelope import ENVELOPE, unseal
 from shoal.swarm.wire.group import MAX_GROUP, GroupReady, GroupReceipt, GroupReport
 
@@ -40,6 +41,7 @@ LEADER_PROTOCOL = "/shoal/group/1"
 MAX_PENDING = 64  # rounds for which members are collected at once
 MAX_WAITING = 256  # members waiting here, over all rounds
 MAX_ROUNDS = 2  # rounds of a fragment for which one peer waits: the next, while the end of its last stream is not noticed
+CROWDED = "too many wait for this node"
 LOOK_S = 0.25  # seconds between two looks at the members
 PROBE_S = 1.0  # seconds after which missing members are probed
 
@@ -89,6 +91,7 @@ class GroupLeader:
         self._usual: dict[int, GroupReady] = {}
         """The form of this node's own contributions, by fragment."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._places = StreamPlaces(MAX_WAITING)
 
     def expect(self, mine: GroupReady) -> None:
         """Note this node's own contribution: others that differ are refused, even before its own training is there."""
@@ -106,6 +109,8 @@ class GroupLeader:
             await channel.send(GroupReceipt(verdict="refuse", reason=str(error), round=self._rounds.next_round))
             return
         receipt = self._judge(signer, ready)
+        if receipt.verdict == "noted" and signer != self._context.me and not self._places.take(stream):
+            receipt = GroupReceipt(verdict="busy", reason=CROWDED, round=ready.round)
         if receipt.verdict != "noted":
             await channel.send(receipt)
             return
@@ -116,6 +121,7 @@ class GroupLeader:
             await channel.send(receipt)
             await self._attend(member)
         finally:
+            self._places.free(stream)
             member.leave()
             if pending.members.get(signer) is member:
                 del pending.members[signer]
@@ -159,9 +165,12 @@ class GroupLeader:
         rounds = sum(peer in other.members for (_, fragment), other in self._pending.items() if fragment == ready.fragment)
         if (pending is not None and peer in pending.members) or rounds >= MAX_ROUNDS:
             return reply("busy", "this peer is waiting here already")
-        waiting = sum(len(other.members) for other in self._pending.values())
-        if waiting >= MAX_WAITING or (pending is None and len(self._pending) >= MAX_PENDING):
-            return reply("busy", "too many wait for this node")
+        if pending is None and len(self._pending) >= MAX_PENDING:
+            last = max(self._pending)  # nobody but a stranger is far ahead
+            if last[0] <= ready.round:
+                return reply("busy", CROWDED)
+            for member in self._pending[last].members.values():
+                self._dismiss(member)
         return reply("noted")
 
     def _elsewhere(self, round: int, leader: str | None) -> GroupReceipt:

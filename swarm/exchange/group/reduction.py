@@ -9,6 +9,7 @@ from shoal.optim.exchange.base import Mean
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.roster import Roster
+from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.group import GroupHello
 
@@ -67,6 +68,7 @@ class PeerStreams:
         self._host, self._view, self.chunk_timeout = host, view, chunk_timeout
         self._running: dict[bytes, Reduction] = {}
         self._held: dict[asyncio.Event, bytes] = {}
+        self._places = StreamPlaces(MAX_HELD)
         host.serve(PAYLOAD_PROTOCOL, self._serve)
 
     async def open(self, peer: str, nonce: bytes) -> Stream:
@@ -94,7 +96,7 @@ class PeerStreams:
     async def _serve(self, stream: Stream) -> None:
         hello = unpack(await stream.receive(GroupHello.LIMIT, self.chunk_timeout), GroupHello)
         if hello.nonce not in self._running:
-            if len(self._held) >= MAX_HELD:
+            if not self._places.take(stream):
                 return
             event = asyncio.Event()
             self._held[event] = hello.nonce
@@ -103,6 +105,7 @@ class PeerStreams:
             except asyncio.TimeoutError:
                 return
             finally:
+                self._places.free(stream)
                 del self._held[event]
         reduction = self._running.get(hello.nonce)
         if reduction is not None and stream.peer_id in reduction.group.readies:

@@ -99,8 +99,6 @@ class CallAnswerer:
         if state.rounds.through(offer.round, offer.fragment, state.at(offer.fragment)):
             return reply("busy", "this node is through with that round")
         if late is None and (pairing is None or pairing.key.round != offer.round):
-            if self._held.full(offer.fragment):
-                return reply("busy", "too many wait for this node")
             pairing = await self._held.hold(stream, offer.round, offer.fragment)
             taken = pairing is not None
             if not taken and (late := instead()) is None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.exchange.pair.meeting import MAX_HELD, PairingAttempt, PairState
+from shoal.swarm.p2p.stream_places import StreamPlaces
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
@@ -16,16 +18,15 @@ class HeldCalls:
 
     def __init__(self, state: PairState) -> None:
         self._state = state
+        self._places: defaultdict[int, StreamPlaces] = defaultdict(lambda: StreamPlaces(MAX_HELD))
         self.calls: dict[tuple[int, str], tuple[int, asyncio.Future[PairingAttempt | None]]] = {}
 
-    def full(self, fragment: int) -> bool:
-        """Return whether no further call with ``fragment`` is held."""
-        return sum(held == fragment for held, _ in self.calls) >= MAX_HELD
-
     async def hold(self, stream: Stream, round: int, fragment: int) -> PairingAttempt | None:
-        """Wait until this node is at ``round`` and takes the call; None if it does not in the time a caller waits."""
+        """Wait until this node is at ``round`` and takes the call; None if it does not in the time a caller waits, or too many
+        calls with ``fragment`` are held.
+        """
         call = (fragment, stream.peer_id)
-        if call in self.calls:
+        if call in self.calls or not self._places[fragment].take(stream):
             return None
         taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
         self.calls[call] = (round, taken)
@@ -37,6 +38,7 @@ class HeldCalls:
             return taken.result() if taken.done() else None
         finally:
             del self.calls[call]
+            self._places[fragment].free(stream)
             gone.cancel()
             await asyncio.wait({gone})  # only one may read from a stream
 

@@ -35,6 +35,20 @@ class Clock:
         return self.now
 
 
+class Caller:
+    """A stream, from the address ``origin``."""
+
+    def __init__(self, peer, origin=""):
+        self.peer_id, self.origin, self.aborted = peer, origin, 0
+
+    def abort(self):
+        self.aborted += 1
+
+
+def held(at, peer):
+    return next(stream for stream in at._places._streams if stream.peer_id == peer)
+
+
 def resource_manager(rates=FEW, **options):
     clock = Clock()
     return ResourceManager(rates=rates, clock=clock, **options), clock
@@ -44,15 +58,15 @@ def test_one_peer_has_few_streams_at_a_time_and_strangers_few_of_all():
     at, _ = resource_manager(Rates())
     members = {f"m{i}" for i in range(MAX_HANDLERS)}
     at.known = members.__contains__
-    assert [at.acquire("m0", ECHO) for _ in range(MAX_HANDLERS_PER_PEER + 1)] == [""] * MAX_HANDLERS_PER_PEER + ["crowded"]
-    said = [at.acquire(f"s{i}", ECHO) for i in range(MAX_STRANGERS + 1)]
+    assert [at.acquire(Caller("m0"), ECHO) for _ in range(MAX_HANDLERS_PER_PEER + 1)] == [""] * MAX_HANDLERS_PER_PEER + ["crowded"]
+    said = [at.acquire(Caller(f"s{i}"), ECHO) for i in range(MAX_STRANGERS + 1)]
     assert said == [""] * MAX_STRANGERS + ["crowded"]
-    assert at.acquire("m1", ECHO) == ""  # strangers cannot keep a member out
-    at.release("s0", ECHO, 0)
-    assert at.acquire("s99", ECHO) == ""
+    assert at.acquire(Caller("m1"), ECHO) == ""  # strangers cannot keep a member out
+    at.release(held(at, "s0"), ECHO, 0)
+    assert at.acquire(Caller("s99"), ECHO) == ""
     left = MAX_HANDLERS - MAX_HANDLERS_PER_PEER - MAX_STRANGERS - 1
-    assert [at.acquire(f"m{i + 2}", ECHO) for i in range(left)] == [""] * left
-    assert at.acquire("m1", ECHO) == "crowded"
+    assert [at.acquire(Caller(f"m{i + 2}"), ECHO) for i in range(left)] == [""] * left
+    assert at.acquire(Caller("m1"), ECHO) == "crowded"
     assert at.refused() == {"crowded": 3}
 
 
@@ -60,25 +74,51 @@ def test_members_that_hold_all_their_streams_do_not_keep_out_one_that_has_none()
     at, _ = resource_manager(Rates())
     at.known = lambda peer: not peer.startswith("stranger")
     hostile = [f"hostile{number}" for number in range(100)]
-    held = [peer for _ in range(MAX_HANDLERS_PER_PEER) for peer in hostile if not at.acquire(peer, ECHO)]
+    held = [peer for _ in range(MAX_HANDLERS_PER_PEER) for peer in hostile if not at.acquire(Caller(peer), ECHO)]
     assert len(held) == MAX_HANDLERS
-    assert at.acquire("honest", ECHO) == ""
-    assert at.acquire("honest", ECHO) == "crowded"
-    assert at.acquire("stranger", ECHO) == "crowded"
-    assert sum(not at.acquire(f"late{number}", ECHO) for number in range(1000)) == MAX_FIRST - 1
+    assert at.acquire(Caller("honest"), ECHO) == ""
+    assert at.acquire(Caller("honest"), ECHO) == "crowded"
+    assert at.acquire(Caller("stranger"), ECHO) == "crowded"
+    assert sum(not at.acquire(Caller(f"late{number}"), ECHO) for number in range(1000)) == MAX_FIRST - 1
     assert at._busy.total() == MAX_HANDLERS + MAX_FIRST
 
 
 def test_who_becomes_a_member_meanwhile_leaves_nothing_behind():
     at, _ = resource_manager()
     at.known = lambda peer: False
-    at.acquire("a", ECHO)
+    at.acquire(Caller("a"), ECHO)
     at.known = lambda peer: True
-    at.acquire("a", ECHO)
-    at.release("a", ECHO, 0)
-    at.release("a", ECHO, 0)
+    at.acquire(Caller("a"), ECHO)
+    at.release(held(at, "a"), ECHO, 0)
+    at.release(held(at, "a"), ECHO, 0)
     assert not at._busy
-    assert not at._strangers
+    assert not at._strangers.peers
+
+
+def test_a_crowded_range_of_strangers_or_of_members_gives_a_stream_up_to_another():
+    """The fault: 64 free keys without a record held all that strangers may have, and 512 with one all that there is."""
+    at, _ = resource_manager(Rates())
+    at.known = lambda peer: peer.startswith("member")
+    crowd = [Caller(f"s{n}", "10.1.0.1") for n in range(MAX_STRANGERS)]
+    crowd += [Caller(f"member{n}", "10.1.0.1") for n in range(MAX_HANDLERS + MAX_FIRST - MAX_STRANGERS)]
+    assert not any(at.acquire(each, ECHO) for each in crowd)
+    assert at.acquire(Caller("s", "10.1.0.2"), ECHO) == "crowded"
+    assert at.acquire(Caller("s", "10.2.0.1"), ECHO) == "" != at.acquire(Caller("member", "10.1.0.1"), ECHO)
+    assert at.acquire(Caller("member", "10.2.0.1"), ECHO) == ""
+    assert [n for n, each in enumerate(crowd) if each.aborted] == [0, 1]
+    at.release(crowd[0], ECHO, 0)
+    assert at._busy.total() == MAX_HANDLERS + MAX_FIRST
+    assert at._strangers.peers.total() == MAX_STRANGERS - 1
+    at.partner = "member".__eq__
+    assert at.acquire(Caller("member", "10.1.0.1"), ECHO) == ""  # with it this node has exchanged
+
+
+def test_a_stream_that_is_refused_for_its_rate_takes_nobodys_place():
+    at, _ = resource_manager(Rates(streams_of_all=MAX_HANDLERS))
+    crowd = [Caller(f"m{n}", "10.1.0.1") for n in range(MAX_HANDLERS)]
+    assert not any(at.acquire(each, ECHO) for each in crowd)
+    assert at.acquire(Caller("other", "10.2.0.1"), ECHO) == "rate"
+    assert not any(each.aborted for each in crowd)
 
 
 def test_streams_and_calls_have_a_rate():
@@ -87,9 +127,9 @@ def test_streams_and_calls_have_a_rate():
     def burst(peer, count):
         said = []
         for _ in range(count):
-            said.append(at.acquire(peer, ECHO))
+            said.append(at.acquire(Caller(peer), ECHO))
             if not said[-1]:
-                at.release(peer, ECHO, 0)
+                at.release(held(at, peer), ECHO, 0)
         return said.count("")
 
     assert burst("a", 30) == 20
@@ -105,15 +145,15 @@ def test_streams_and_calls_have_a_rate():
 def test_what_is_handed_out_to_one_peer_in_an_hour_is_bounded():
     at, clock = resource_manager()
     at.meter(BULK, 1000)
-    assert at.acquire("a", BULK) == ""
-    at.release("a", BULK, 2500)  # what has begun is finished
-    assert at.acquire("a", BULK) == "spent"
-    assert at.acquire("a", ECHO) == ""
-    assert at.acquire("b", BULK) == ""
+    assert at.acquire(Caller("a"), BULK) == ""
+    at.release(held(at, "a"), BULK, 2500)  # what has begun is finished
+    assert at.acquire(Caller("a"), BULK) == "spent"
+    assert at.acquire(Caller("a"), ECHO) == ""
+    assert at.acquire(Caller("b"), BULK) == ""
     clock.now += HOUR * 1.4
-    assert at.acquire("a", BULK) == "spent"
+    assert at.acquire(Caller("a"), BULK) == "spent"
     clock.now += HOUR * 0.2
-    assert at.acquire("a", BULK) == ""
+    assert at.acquire(Caller("a"), BULK) == ""
 
 
 def test_a_debt_is_paid_before_more_is_given():
@@ -127,10 +167,14 @@ def test_a_debt_is_paid_before_more_is_given():
 
 def test_who_is_denied_gets_nothing():
     at, _ = resource_manager(access_policy=AccessPolicy("me", lists=PeerLists(deny=frozenset({"a"}))))
-    assert at.acquire("a", "/shoal/manifest/1") == "denied"
+    assert at.acquire(Caller("a"), "/shoal/manifest/1") == "denied"
     assert at.calls("a", 1) == "denied"
     picky, _ = resource_manager(access_policy=AccessPolicy("me", lists=PeerLists(allow=frozenset({"a"}))))
-    assert [picky.acquire("b", "/shoal/manifest/1"), picky.acquire("b", ECHO), picky.calls("b", 1)] == ["", "denied", ""]
+    assert [picky.acquire(Caller("b"), "/shoal/manifest/1"), picky.acquire(Caller("b"), ECHO), picky.calls("b", 1)] == [
+        "",
+        "denied",
+        "",
+    ]
 
 
 def test_what_needs_no_invitation_is_called_so():

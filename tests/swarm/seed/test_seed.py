@@ -311,7 +311,7 @@ def test_the_daemon_is_asked_only_for_what_is_there():
     seed = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"])
 
     class Liar:
-        peer_id, origin = Identity.ephemeral().peer_id, "10.1.0.1"
+        peer_id, origin, partner = Identity.ephemeral().peer_id, "10.1.0.1", False
         closed = False
 
         async def receive(self, limit, timeout):
@@ -321,8 +321,7 @@ def test_the_daemon_is_asked_only_for_what_is_there():
             raise AssertionError("nothing is to be answered")
 
     asyncio.run(seed._answer(Liar()))
-    assert not seed._busy
-    assert not seed._of_range
+    assert not seed._places.peers
 
 
 def test_a_crowded_range_gives_connections_up_and_a_crowded_address_first():
@@ -338,12 +337,12 @@ def test_silent_streams_of_a_range_leave_room_for_others(monkeypatch):
     """64 keys of one range held all 256."""
     from shoal.swarm.seed import server
 
-    monkeypatch.setattr(server, "MAX_STREAMS_OF_RANGE", 4)
+    monkeypatch.setattr(server, "MAX_STREAMS", 4)
     answered, aborted = [], []
 
     class Caller:
         def __init__(self, peer, origin):
-            self.peer_id, self.origin = peer, origin
+            self.peer_id, self.origin, self.partner = peer, origin, False
 
         async def drained(self, timeout):
             answered.append(self.peer_id)
@@ -362,8 +361,9 @@ def test_silent_streams_of_a_range_leave_room_for_others(monkeypatch):
         assert aborted == ["e4", "e5"]
         await seed._limited(Caller("ada", "10.1.0.1"), asyncio.sleep(0))
         assert answered == ["ada"]
+        assert aborted == ["e4", "e5", "e0"]
         end.set()
         await asyncio.gather(*held)
-        assert not seed._of_range
+        assert not seed._places.peers
 
     asyncio.run(main())
