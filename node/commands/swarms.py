@@ -14,7 +14,7 @@ from shoal.node.plan.advice import amount
 from shoal.node.tasks.text_size import listed_parameters
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import LinkError, NetworkError
-from shoal.swarm.membership.swarm_list import PublicSwarm, look
+from shoal.swarm.membership.swarm_list import MAX_MEMBERS, PublicSwarm, look
 
 COLUMNS = ("name", "task", "method", "peers", "parameters", "sent a round", "memory", "device", "id")
 NUMBERS = ("peers", "parameters", "sent a round", "memory")
@@ -22,7 +22,7 @@ BUILT_IN = ("text", "rl")
 SHOWN_ID = 12
 LEAST_OF_ID = 8
 JOIN = "Join one by its name or the beginning of its id: shoal join NAME"
-FULL = 32  # members of a swarm that a seed keeps, at most
+SAID = "Bootstrap nodes say how many peers there are, a member what is sent and how much memory it takes."
 
 
 def link_of(found: PublicSwarm) -> Link:
@@ -88,7 +88,7 @@ def table(report: dict[str, Any]) -> str:
     console = Console(width=140)
     with console.capture() as capture:
         console.print(grid)
-    return "\n".join([capture.get().rstrip(), *report["problems"], JOIN])
+    return "\n".join([capture.get().rstrip(), *report["problems"], SAID, JOIN])
 
 
 def described(one: dict[str, Any]) -> str:
@@ -98,9 +98,9 @@ def described(one: dict[str, Any]) -> str:
     needs += [f"{amount(one['memory'])} of memory beyond training alone"] if one["memory"] else []
     device = "a processor, without a GPU" if one["device"] == "cpu" else f"a GPU ({one['device']})"
     return (
-        f"{one['name']} ({one['swarm'][:SHOWN_ID]}): {_peers(one['peers'])}, {one['task']} by {one['method']}. As a member says, "
-        f"its model has {_count(one['params'])} parameters, a node sends {amount(one['round_bytes'])} in a round, and that member "
-        f"computes on {device}." + (f" It needs {' and '.join(needs)}." if needs else "")
+        f"{one['name']} ({one['swarm'][:SHOWN_ID]}): {one['task']} by {one['method']}, {_peers(one['peers'])} as a bootstrap node "
+        f"says. As a member says, its model has {_count(one['params'])} parameters, a node sends {amount(one['round_bytes'])} in a "
+        f"round, and that member computes on {device}." + (f" It needs {' and '.join(needs)}." if needs else "")
     )
 
 
@@ -113,7 +113,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
 
 
 def _peers(count: int) -> str:
-    return f"{count} or more peers" if count >= FULL else f"{count} peer{'' if count == 1 else 's'}"
+    return f"{count} or more peers" if count >= MAX_MEMBERS else f"{count} peer{'' if count == 1 else 's'}"
 
 
 def _count(number: int) -> str:

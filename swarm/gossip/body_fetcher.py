@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.body_store import BodyStore
 from shoal.swarm.gossip.bounded_queue import BoundedQueue
 from shoal.swarm.gossip.envelope import BodyAnnouncement, Encoding
+from shoal.swarm.p2p.multiaddr import by_turns, range_of
 from shoal.swarm.p2p.stream import short
 
 log = logging.getLogger(__name__)
@@ -34,10 +35,22 @@ class _Wanted:
 
 
 class BodyFetcher:
-    """Fetch announced bodies. ``fetched`` gets each whole body, with its publisher; ``failed`` the reason for each other one."""
+    """Fetch announced bodies. ``fetched`` gets each whole body, with its publisher; ``failed`` the reason for each other one.
 
-    def __init__(self, body_store: BodyStore, fetched: Fetched, failed: Callable[[str], None], fetch_s: float = FETCH_S) -> None:
+    ``met``: where peers were met. Sources are one of each address range in turn, and of too many bodies the oldest one of the range
+    whose publishers have most is given up; peers that were not met count as one range, for keys cost nothing.
+    """
+
+    def __init__(
+        self,
+        body_store: BodyStore,
+        fetched: Fetched,
+        failed: Callable[[str], None],
+        fetch_s: float = FETCH_S,
+        met: Mapping[str, str] | None = None,
+    ) -> None:
         self._body_store, self._fetched, self._failed, self._fetch_s = body_store, fetched, failed, fetch_s
+        self._met = {} if met is None else met
         self._waiting: BoundedQueue[tuple[bytes, int, int, str]] = BoundedQueue(MAX_WAITING, MAX_WAITING)
         self._wanted: dict[tuple[bytes, int, int, str], _Wanted] = {}
         self._of: Counter[str] = Counter()  # publisher -> its bodies in _wanted
@@ -52,14 +65,14 @@ class BodyFetcher:
         key = (announcement.sha256, announcement.nbytes, announcement.size, announcement.encoding)
         known = self._wanted.get(key)
         if known is not None:
-            if announcement.peer not in known.sources and len(known.sources) < MAX_SOURCES:
-                known.sources.append(announcement.peer)
+            every = dict.fromkeys((*known.sources, announcement.peer))
+            known.sources[:] = by_turns((peer, self._met.get(peer, "")) for peer in every)[:MAX_SOURCES]
             raise MessageError("An announcement was refused: its body is being fetched.", "replayed")
         if self._of[publisher] >= MAX_PER_PUBLISHER:
             raise MessageError(f"An announcement was refused: {MAX_PER_PUBLISHER} others of its publisher wait.", "quota")
         self._of[publisher] += 1
         self._wanted[key] = _Wanted(announcement, publisher, list(dict.fromkeys((announcement.peer, publisher))))
-        for old in self._waiting.put(key, 1):
+        for old in self._waiting.put(key, 1, self._crowded):
             self._done(old)
             self._failed("overflow")
 
@@ -103,6 +116,10 @@ class BodyFetcher:
                     answered.add(source)
                     reason = "failed"
         return None, reason
+
+    def _crowded(self, keys: Sequence[tuple[bytes, int, int, str]]) -> int:
+        ranges = [range_of(self._met.get(self._wanted[key].publisher, "")) for key in keys]
+        return ranges.index(Counter(ranges).most_common(1)[0][0])
 
     def _done(self, key: tuple[bytes, int, int, str]) -> None:
         wanted = self._wanted.pop(key)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -25,14 +26,19 @@ class BoundedQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._held)
 
-    def put(self, item: T, nbytes: int) -> list[T]:
-        """Add an item of ``nbytes`` bytes without waiting; return the dropped items, oldest first. For any thread."""
+    def put(self, item: T, nbytes: int, drops: Callable[[Sequence[T]], int] = lambda items: 0) -> list[T]:
+        """Add an item of ``nbytes`` bytes without waiting; return the dropped items, oldest first. For any thread.
+
+        ``drops``: returns which of the items, the oldest first, goes if there are too many.
+        """
         dropped = []
         with self._lock:
             self._held.append((item, nbytes))
             self._bytes += nbytes
             while len(self._held) > self._items or self._bytes > self._nbytes:
-                old, size = self._held.popleft()
+                place = drops([held for held, _ in self._held])
+                old, size = self._held[place]
+                del self._held[place]
                 self._bytes -= size
                 dropped.append(old)
             loop, filled = self._loop, self._filled

@@ -126,7 +126,7 @@ class Topic(Generic[M]):
         self._access_policy, self._look = gossip.access_policy, gossip.look
         self._room = envelope.room_for(kind)
         self._body_store = gossip.body_store
-        self._fetcher = BodyFetcher(gossip.body_store, self._fetched, self.counters.reject, gossip.fetch_s)
+        self._fetcher = BodyFetcher(gossip.body_store, self._fetched, self.counters.reject, gossip.fetch_s, self._host.met)
         self._quotas = TokenBuckets(quota)
         self._seen = LRUSet(REMEMBERED)
         self._inbox: BoundedQueue[tuple[str, GossipEnvelope]] = BoundedQueue(*inbox)

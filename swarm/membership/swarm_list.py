@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SEED_S = 15.0  # seconds for one bootstrap node
 ANSWER_S = 5.0  # seconds for each of its answers
+MAX_MEMBERS = 32  # of a swarm that a bootstrap node keeps; one that says more is no better known
 MAX_PAGES = 64  # of one bootstrap node: more than it lists
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -64,7 +65,7 @@ def read_listed(packed: bytes, seed: str) -> PublicSwarm:
     sizes = said.params, said.round_bytes, said.memory, said.device
     options = peek(said.manifest, Manifest.LIMIT).get("task_options")
     known = options if isinstance(options, dict) else {}
-    return PublicSwarm(said.swarm, title_of(said.manifest), listed.peers, *sizes, addresses, known)
+    return PublicSwarm(said.swarm, title_of(said.manifest), min(listed.peers, MAX_MEMBERS), *sizes, addresses, known)
 
 
 def merged(found: Iterable[PublicSwarm]) -> list[PublicSwarm]:

@@ -1,8 +1,8 @@
 """The public swarms that a bootstrap node lists, as their members announce them: in memory only, and bounded.
 
 A swarm is listed while its announcer renews what it said and a member of it is noted in the registry. Only a noted member may
-announce, and the first one stays until it falls silent: another, who may say something else, does not displace it. A manifest that
-does not say that its swarm is public is refused, so nobody but the creator can make a swarm public.
+announce, and the first one stays until it falls silent: another, who may say something else, does not displace it, unless it is the
+creator. A manifest that does not say that its swarm is public is refused, so nobody but the creator can make a swarm public.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.manifest.manifest import is_public, swarm_id
+from shoal.swarm.manifest.manifest import Manifest, is_public, swarm_id
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.seed.registry import TTL, SeedRegistry
-from shoal.swarm.wire.envelope import pack, unseal
+from shoal.swarm.wire.envelope import pack, peek, unseal
 from shoal.swarm.wire.swarms import MAX_CONTACTS, MAX_LISTED, Announcement, ListedSwarm, SwarmsReply, SwarmsRequest
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class AnnouncementBoard:
         if not self._registry.enlist(said.swarm, peer):
             return "full"
         before = self._listed.get(said.swarm)
-        if before is None or before[1] == peer:
+        if before is None or peer in (before[1], peek(said.manifest, Manifest.LIMIT).get("creator")):
             self._listed[said.swarm] = (self._clock(), peer, sealed)
         return ""
 

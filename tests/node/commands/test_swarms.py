@@ -41,7 +41,7 @@ def test_a_name_or_the_beginning_of_an_id_means_one_swarm():
 
 def test_what_joining_needs_is_said():
     said = described(public(task="mine:Task", memory=2_000_000_000))
-    assert "3 peers, mine:Task by noloco" in said
+    assert "mine:Task by noloco, 3 peers as a bootstrap node says." in said
     assert "135 M parameters, a node sends 1.08 GB in a round, and that member computes on a processor, without" in said
     assert "It needs a copy of its task mine:Task (--task) and 2 GB of memory beyond training alone." in said
     assert "needs" not in described(public(task="rl"))
@@ -56,6 +56,7 @@ def test_the_table_shows_names_as_they_are():
     assert "[red]x[/red]" in shown
     assert "second" in shown
     assert "a seed is gone." in shown.splitlines()
+    assert "Bootstrap nodes say how many peers there are" in shown
     assert "lists no public swarm" not in shown
     assert "list no public swarm" in table({"swarms": [], "problems": []})
 

@@ -21,7 +21,7 @@ class Host:
 
     def __init__(self):
         self.loop, self.pubsub, self.taken = asyncio.new_event_loop(), self, []
-        self.allowed, self.failing = asyncio.Event(), False
+        self.allowed, self.failing, self.met = asyncio.Event(), False, {}
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     def submit(self, work):

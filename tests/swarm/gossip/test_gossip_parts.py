@@ -155,10 +155,10 @@ def announcement(peer, number=0, size=9):
 class Fetch:
     """A `BodyFetcher` whose every outcome is kept."""
 
-    def __init__(self, **answers):
+    def __init__(self, met=None, **answers):
         self.body_store = FakeShelf({PEERS[int(key[1:])]: value for key, value in answers.items()})
         self.outcomes = asyncio.Queue()
-        self.fetching = BodyFetcher(self.body_store, self.fetched, self.outcomes.put_nowait)
+        self.fetching = BodyFetcher(self.body_store, self.fetched, self.outcomes.put_nowait, met=met)
         self.running = asyncio.ensure_future(self.fetching.run())
 
     async def fetched(self, publisher, encoding, size, body):
@@ -224,6 +224,37 @@ def test_a_publisher_keeps_no_more_than_its_share_of_fetchers_waiting():
         assert [await fetch.outcome() for _ in range(MAX_PER_PUBLISHER)] == ["unavailable"] * MAX_PER_PUBLISHER
         fetch.fetching.want(PEERS[0], announcement(PEERS[0], 99))
         assert await fetch.outcome() == "unavailable"
+        fetch.running.cancel()
+
+    asyncio.run(run())
+
+
+def test_announcers_of_one_range_leave_a_source_to_others():
+    """The fault: the first four announcers were asked, and free keys that named the same body hid its author."""
+
+    async def run():
+        crowd = [Identity.ephemeral().peer_id for _ in range(MAX_SOURCES)]
+        fetch = Fetch(met=dict.fromkeys(crowd, "10.1.0.1") | {PEERS[0]: "10.2.0.1"}, p0=b"body")
+        fetch.fetching.want(crowd[0], announcement(crowd[0]))
+        for peer in (*crowd[1:], PEERS[0]):
+            with pytest.raises(MessageError):
+                fetch.fetching.want(peer, announcement(peer))
+        fetch.body_store.gate.set()
+        assert await fetch.outcome() == (crowd[0], b"body")
+        fetch.running.cancel()
+
+    asyncio.run(run())
+
+
+def test_bodies_of_one_range_or_of_nobody_met_do_not_displace_anothers():
+    async def run():
+        fetch = Fetch(met={PEERS[0]: "10.2.0.1"}, p0=b"body")
+        fetch.fetching.want(PEERS[0], announcement(PEERS[0]))
+        for number in range(1, 2 * MAX_WAITING):
+            fetch.fetching.want(f"publisher {number}", announcement(PEERS[1], number))
+        assert [await fetch.outcome() for _ in range(MAX_WAITING)] == ["overflow"] * MAX_WAITING
+        fetch.body_store.gate.set()
+        assert (PEERS[0], b"body") in [await fetch.outcome() for _ in range(FETCHERS)]
         fetch.running.cancel()
 
     asyncio.run(run())

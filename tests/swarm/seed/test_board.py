@@ -7,7 +7,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest, Title, swarm_id
 from shoal.swarm.membership.swarm_list import PublicSwarm, merged, read_listed
 from shoal.swarm.seed.board import AnnouncementBoard
-from shoal.swarm.seed.registry import TTL, SeedRegistry
+from shoal.swarm.seed.registry import MAX_MEMBERS, TTL, SeedRegistry
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.seed import SeedRequest
@@ -99,6 +99,25 @@ def test_it_is_listed_until_its_announcer_or_its_members_fall_silent():
     place.says(bob, sealed, params=2)  # he renews what he says, but not his record
     place.now += 11
     assert place.listed()[0] == []
+
+
+def test_the_creators_word_displaces_whoever_came_first():
+    """The fault: any free key that announced first said how large a swarm is, for as long as it renewed that."""
+    place, ada, eve = Place(), Identity.ephemeral(), Identity.ephemeral()
+    sealed = manifest(ada)
+    for who in (eve, ada):
+        place.joins(who, swarm_id(sealed))
+        assert place.says(who, sealed, memory=1 if who is eve else 2) == ""
+    assert place.says(eve, sealed, memory=1) == ""
+    assert place.listed()[0][0].memory == 2
+
+
+def test_a_bootstrap_node_says_no_more_members_than_one_keeps():
+    """The fault: a made-up number came first of all, and chose which member's word on the sizes was shown."""
+    ada = Identity.ephemeral()
+    sealed = manifest(ada)
+    listed = ListedSwarm(announcement=announcement(ada, sealed), peers=2**40)
+    assert read_listed(pack(listed), SEED).peers == MAX_MEMBERS == 32
 
 
 def test_another_takes_over_where_the_announcer_fell_silent_while_it_is_still_listed():
