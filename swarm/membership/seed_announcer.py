@@ -20,7 +20,7 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.views.reconnector import Reconnector
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.fields import MAX_BYTES, MAX_COUNT
-from shoal.swarm.wire.seed import SEED_PROTOCOL
+from shoal.swarm.wire.seed import MAX_TOPICS, SEED_PROTOCOL
 from shoal.swarm.wire.swarms import MAX_MANIFEST, SWARMS_PROTOCOL, Announcement
 
 if TYPE_CHECKING:
@@ -96,12 +96,14 @@ class SeedAnnouncer:
         own = self._directory.own()
         if own is None:
             return
-        record, known = seal(own, self._identity), self._directory.members()
+        record, known, prefix = seal(own, self._identity), self._directory.members(), f"shoal/{self._swarm}/"
+        relayed = any("/p2p-circuit" in address for address in own.addresses)  # gossip does not cross a relayed connection
+        topics = sorted(topic.removeprefix(prefix) for topic in self._host.pubsub.topics if relayed and topic.startswith(prefix))
         for seed, addresses in self._host.seeds().items():
             try:
                 stream = await self._host.open(seed, SEED_PROTOCOL, addresses=addresses, timeout=OPEN_S)
                 try:
-                    members = await ask(stream, self._swarm, record)
+                    members = await ask(stream, self._swarm, record, topics[:MAX_TOPICS])
                 finally:
                     stream.close()
                 if self._announced is not None:

@@ -69,9 +69,12 @@ class PubSub:
 
     def __init__(self, supervisor: DaemonSupervisor, upload: BandwidthLimiter | None = None) -> None:
         self._supervisor, self._upload = supervisor, upload
+        self.topics: set[str] = set()
+        """All that this node ever subscribed to."""
 
     async def subscribe(self, topic: str) -> Subscription:
         """Listen to ``topic`` from now on."""
+        self.topics.add(topic)
         reader, writer, _ = await self._ask("SUBSCRIBE", topic)
         return Subscription(reader, writer)
 

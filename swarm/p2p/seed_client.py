@@ -17,12 +17,13 @@ log = logging.getLogger(__name__)
 ANSWER_S = 5.0  # seconds for each message
 
 
-async def ask(stream: Stream, swarm: str, record: bytes | None = None) -> list[Member]:
+async def ask(stream: Stream, swarm: str, record: bytes | None = None, topics: Sequence[str] = ()) -> list[Member]:
     """Return members of ``swarm`` that the bootstrap node names, signatures checked; ``record``: this node's sealed `Member`.
+    ``topics``: of the swarm, to forward.
 
     A member named may be gone. Raises NetworkError or MessageError.
     """
-    await stream.send(pack(SeedRequest(swarm=swarm, record=record)), ANSWER_S)
+    await stream.send(pack(SeedRequest(swarm=swarm, record=record, topics=tuple(topics))), ANSWER_S)
     reply = unpack(await stream.receive(SeedReply.LIMIT, ANSWER_S), SeedReply)
     if reply.reason:
         log.warning("bootstrap node %s does not note this node: %s", short(stream.peer_id), reply.reason)

@@ -21,6 +21,7 @@ from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed.board import AnnouncementBoard
+from shoal.swarm.seed.forwarding import GossipForwarding
 from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedRequest
@@ -69,6 +70,7 @@ class Seed:
     ) -> None:
         self.registry = SeedRegistry()
         self.board = AnnouncementBoard(self.registry)
+        self.forwarding = GossipForwarding()
         self._identity = identity
         self._listen = tuple(listen)
         self._announce = tuple(announce)
@@ -123,6 +125,8 @@ class Seed:
                 raise StartupError(f"the network daemon started but cannot be talked to ({error}): try again.") from error
             raise
         daemon.at_end.append(asyncio.ensure_future(self._share(daemon)).cancel)
+        if self._relay:
+            daemon.at_end.append(asyncio.ensure_future(self.forwarding.run(daemon)).cancel)
         addresses = tuple(address for address in found if "/p2p-circuit" not in address)
         self._listen = fixed_ports(self._listen, addresses)
         self._on_ready(addresses)
@@ -152,7 +156,10 @@ class Seed:
     async def _answer(self, stream: Stream) -> None:
         async def reply() -> None:
             request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
-            await stream.send(pack(self.registry.answer(stream.peer_id, request, stream.origin)), SMALL_S)
+            answer = self.registry.answer(stream.peer_id, request, stream.origin)
+            if self.registry.has(request.swarm, stream.peer_id):
+                self.forwarding.ask(request.swarm, request.topics, stream.origin)
+            await stream.send(pack(answer), SMALL_S)
 
         await self._limited(stream, reply())
 

@@ -64,6 +64,13 @@ def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, 
         return {m["name"]: m["reach"] for m in report["members"]} == {"anna": "relayed", "bert": "relayed"}
 
     eventually(relayed, 60, "both said to be relayed")
+    watcher = shoal.start("watch", link, "--json", before=internet.enter("peer-1"))
+
+    def watched():
+        heard = [json.loads(line) for line in list(watcher.lines) if '"status":' in line]
+        return {event["status"]["name"] for event in heard} == {"anna", "bert"}
+
+    eventually(watched, 60, "statuses of both, which cross no relayed connection")
 
 
 def restart(internet, seed, again):

@@ -1,0 +1,183 @@
+"""Gossip that a bootstrap node forwards between members which have only it in common: what it takes on, and for how long."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+
+import pytest
+from pydantic import ValidationError
+
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p import seed_client
+from shoal.swarm.p2p.host import Host
+from shoal.swarm.seed import forwarding
+from shoal.swarm.seed.forwarding import BUDGET, MAX_OF_RANGE, MAX_TOPICS, REST_S, TTL, GossipForwarding
+from shoal.swarm.seed.server import Seed
+from shoal.swarm.wire.envelope import seal
+from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.seed import MAX_TOPICS as NAMED
+from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedRequest
+
+SWARM, OTHER = "a" * 52, "b" * 52
+STATUS = f"shoal/{SWARM}/status/4"
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def forwards(clock):
+    return GossipForwarding(clock)
+
+
+def test_a_topic_is_forwarded_for_as_long_as_somebody_asks_for_it(forwards, clock):
+    forwards.ask(SWARM, ["status/4", "rollout/2"], "1.2.3.4")
+    assert forwards.chosen() == [STATUS, f"shoal/{SWARM}/rollout/2"]
+    clock.now = TTL
+    forwards.ask(SWARM, ["status/4"], "5.6.7.8")
+    clock.now += 1
+    assert forwards.chosen() == [STATUS]
+    clock.now += TTL
+    assert forwards.chosen() == []
+
+
+def test_whoever_asks_for_much_from_one_range_displaces_nobody_else(forwards):
+    for number in range(40):
+        forwards.ask(OTHER, [f"x/{number * NAMED + n}" for n in range(NAMED)], "1.2.3.4")
+    forwards.ask(SWARM, ["status/4"], "5.6.7.8")
+    assert len(forwards.chosen()) == MAX_OF_RANGE + 1
+    assert STATUS in forwards.chosen()[:2]
+    for second in range(2 * MAX_TOPICS // MAX_OF_RANGE):
+        forwards.ask(OTHER, [f"y/{second * 1000 + n}" for n in range(MAX_OF_RANGE)], f"9.{second}.3.4")
+    assert len(forwards.chosen()) == MAX_TOPICS
+    assert STATUS in forwards.chosen()
+
+
+def test_a_topic_with_more_than_its_budget_rests_for_a_minute(forwards, clock):
+    forwards.ask(SWARM, ["status/4", "rollout/2"], "1.2.3.4")
+    assert forwards.takes(STATUS, BUDGET.nbytes)
+    assert not forwards.takes(STATUS, 1)
+    assert forwards.chosen() == [f"shoal/{SWARM}/rollout/2"]
+    clock.now = REST_S + 1
+    assert STATUS in forwards.chosen()
+    assert forwards.takes(STATUS, 1)
+
+
+@pytest.mark.parametrize(
+    "topics", [("status",), ("status/x",), ("../4",), ("status/4/5",), ("s" * 33 + "/4",), ("status/4",) * (NAMED + 1)]
+)
+def test_a_request_names_few_short_topics(topics):
+    with pytest.raises(ValidationError):
+        SeedRequest(swarm=SWARM, topics=topics)
+
+
+@contextlib.contextmanager
+def running(**options):
+    """A bootstrap node in a thread of its own; its addresses."""
+    told, loop = queue.Queue(), asyncio.new_event_loop()
+    seed = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], on_ready=told.put, **options)
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    future = asyncio.run_coroutine_threadsafe(seed.run(), loop)
+    try:
+        yield told.get(timeout=30)
+    finally:
+        future.cancel()
+
+        async def rest():
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.wait(left, timeout=10) if left else None
+
+        asyncio.run_coroutine_threadsafe(rest(), loop).result(20)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def report(host, identity, seed, topics):
+    """Report a member to the bootstrap node, as it does itself, with ``topics`` to forward."""
+    record = Member(
+        swarm=SWARM, peer=identity.peer_id, name="x", addresses=(), round=0, step=0, loss=None, steps_per_s=0.0, shard=0, shards=1,
+        model="0" * 64, state="waiting", issued=time.time(), version="0",
+    )  # fmt: skip
+
+    async def asked():
+        stream = await host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, timeout=30)
+        try:
+            await seed_client.ask(stream, SWARM, seal(record, identity), topics)
+        finally:
+            stream.close()
+
+    host.call(asked(), 60)
+
+
+def test_what_one_publishes_another_hears_that_is_connected_to_the_bootstrap_node_alone(monkeypatch):
+    monkeypatch.setattr(forwarding, "LOOK_S", 0.05)
+    with running() as seed, contextlib.ExitStack() as hosts:
+        keys = [Identity.ephemeral(), Identity.ephemeral()]
+        a, b = (hosts.enter_context(Host.start(key, bootstrap=seed, must_join=False, light=True, timeout=30)) for key in keys)
+        report(a, keys[0], seed[0], ["status/4"])
+        heard = queue.Queue()
+
+        async def listen(host):
+            subscription = await host.pubsub.subscribe(STATUS)
+            while True:
+                heard.put((await subscription.next()).publisher)
+
+        b.submit(listen(b))
+        end = time.monotonic() + 60
+        while True:  # until the mesh knows of both
+            assert time.monotonic() < end
+            with contextlib.suppress(NetworkError):
+                a.call(a.pubsub.publish(STATUS, str(time.monotonic()).encode()), 10)
+            with contextlib.suppress(queue.Empty):
+                assert heard.get(timeout=0.2) == a.peer_id
+                break
+        assert b.peer_id not in a.call(a._supervisor.daemon.peers(), 10)
+
+
+def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does():
+    from types import SimpleNamespace
+
+    from shoal.swarm.membership import seed_announcer
+
+    asked = []
+    me = Identity.ephemeral()
+    host = SimpleNamespace(
+        submit=lambda work: work.close(), known=None, meet=None, seeds=lambda: {"seed": ()},
+        pubsub=SimpleNamespace(topics={STATUS, f"shoal/{OTHER}/status/4", f"shoal/{SWARM}/rollout/2"}),
+    )  # fmt: skip
+
+    async def opened(*_, **__):
+        return SimpleNamespace(close=lambda: None)
+
+    async def ask(stream, swarm, record, topics):
+        asked.append(list(topics))
+        return []
+
+    host.open = opened
+    addresses = [f"/ip4/192.168.1.2/tcp/1/p2p/{me.peer_id}"]
+    directory = SimpleNamespace(everyone=None, departed=None, members=dict)
+    directory.own = lambda: Member(
+        swarm=SWARM, peer=me.peer_id, name="x", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0, shard=0,
+        shards=1, model="0" * 64, state="waiting", issued=0.0, version="0",
+    )  # fmt: skip
+    announcer = seed_announcer.SeedAnnouncer(host, directory, me, SWARM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seed_announcer, "ask", ask)
+        asyncio.run(announcer._report())
+        addresses.append(f"/ip4/1.1.1.1/tcp/1/p2p/{Identity.ephemeral().peer_id}/p2p-circuit/p2p/{me.peer_id}")
+        asyncio.run(announcer._report())
+    assert asked == [[], ["rollout/2", "status/4"]]
