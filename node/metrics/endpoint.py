@@ -18,7 +18,7 @@ from shoal.node.config.endpoint import Address
 from shoal.node.metrics.catalogue import Fields
 from shoal.node.metrics.gauges import Gauges
 from shoal.node.metrics.sink import About, MetricsError
-from shoal.swarm.p2p.multiaddr import is_loopback_host, range_of
+from shoal.swarm.p2p.multiaddr import host_asked, is_loopback_host, range_of
 
 MOST_CALLERS, MOST_OF_RANGE = 32, 8  # connections at a time, of all and of one address range; further ones are closed
 CALL_S = 10.0  # seconds for which a caller may stay, whatever it sends or reads meanwhile
@@ -30,8 +30,7 @@ class _Handler(MetricsHandler):
 
     def do_GET(self) -> None:
         """Answer, but on loopback for no other host's name: a web site elsewhere may let its own point to this machine."""
-        host = self.headers.get("Host", "").lower()
-        name = host.rpartition("]")[0].strip("[") or host.partition(":")[0]  # none: that caller is no browser
+        name = host_asked(self.headers.get("Host", ""))  # none: that caller is no browser
         own = str(self.server.server_address[0])  # type: ignore[index]
         if name and is_loopback_host(own) and not is_loopback_host(name):
             self.send_error(403, "Open this page under http://127.0.0.1 or http://localhost.")

@@ -18,6 +18,8 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.log import server_logger
 
 from shoal.node.json_output import dumps
 from shoal.node.watch.events import Event
@@ -27,7 +29,7 @@ from shoal.node.watch.source import EventSource, WatchError
 from shoal.node.watch.swarm_view import SwarmView
 from shoal.node.watch.timeline import Timeline
 from shoal.swarm.access.link import Link
-from shoal.swarm.p2p.multiaddr import range_of
+from shoal.swarm.p2p.multiaddr import host_asked, range_of
 
 HERE = "127.0.0.1"
 NAMES = (HERE, "localhost")
@@ -75,7 +77,7 @@ class Place(NamedTuple):
 @web.middleware  # type: ignore[untyped-decorator]
 async def _only_here(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
     """Refuse requests for other host names: a web site elsewhere may let its own name point to this machine."""
-    if (request.url.host or "") not in NAMES:
+    if host_asked(request.headers.get("Host", "")) not in NAMES:
         return web.Response(status=403, text="Open this page under http://127.0.0.1 or http://localhost.")
     return await handler(request)
 
@@ -111,7 +113,7 @@ class _Gate(asyncio.Protocol):
         if len(self._unfinished) > LONGEST_HEADER:
             self._transport.close()
             return
-        if whole and self._deadline is not None:
+        if self._deadline is not None and any(map(bytes.strip, whole)):  # blank lines are no request
             self._deadline.cancel()
             self._deadline = None
         if self._unfinished:
@@ -291,6 +293,8 @@ def serve(
 
     async def main() -> None:
         page = Page(inbox, source, live=live, link=link, timeline=timeline, shared=place.shared)
+        # What is no request is no fault of this program, and so no line of its log.
+        server_logger.addFilter(lambda record: not isinstance((record.exc_info or (None, None))[1], HttpProcessingError))
         runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=0.5)
         await runner.setup()
         try:

@@ -39,8 +39,7 @@ class AdmissionHandshake:
     async def before(self, peer: str, protocol: str, addresses: Sequence[str], timeout: float) -> None:
         """Show the admission if necessary, before a stream of ``protocol`` is opened to ``peer``.
 
-        Raises:
-            NetworkError: either may not meet the other; the sentence gives the reason.
+        Raises NetworkError: either may not meet the other; the sentence gives the reason.
         """
         if protocol in FREE or not self._access_policy.by_invitation:
             return

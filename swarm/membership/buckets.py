@@ -327,8 +327,7 @@ async def is_in_its_bucket(get: GetBytes, swarm: str, peer: str, epoch: int) -> 
 
     ``get`` returns the records under a key, by peer id. A key that cannot be read counts as one without the record.
 
-    Raises:
-        NetworkError: no key at all can be read.
+    Raises NetworkError: no key at all can be read.
     """
     own, trie = bits_in(swarm, epoch, peer), bits_of(peer)
     prefixes = [bucket_prefix(epoch, own[:depth]) for depth in range(1, DEEPEST + 1)]

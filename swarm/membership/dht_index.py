@@ -38,8 +38,7 @@ async def read(
     The path down to the reader's own prefix ``now`` is read in any case, and for the peers in ``known`` up to `MAX_KEYS` keys, so
     that no number of strangers' records hides them. A key that cannot be read is left out, with all below it.
 
-    Raises:
-        NetworkError: the root cannot be read.
+    Raises NetworkError: the root cannot be read.
     """
     found: dict[str, Names] = {"": await get("")}
     total = len(found[""])

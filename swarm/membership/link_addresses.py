@@ -48,8 +48,7 @@ def lasting_link(
         met: ids of peers that called this node or answered it.
         otherwise: addresses for the places that are left.
 
-    Raises:
-        LinkError: there is no address at all.
+    Raises LinkError: there is no address at all.
     """
     of_seeds = _by_rank([_usable(addresses, peer) for peer, addresses in seeds.items()])[:MOST_OF_SEEDS]
     mine = _preferred([address for address in own if address_problem(address) is None])

@@ -118,8 +118,7 @@ async def _asked(daemon: Daemon, peer: str, request: SwarmsRequest) -> SwarmsRep
 async def look(seeds: Sequence[str]) -> tuple[list[PublicSwarm], list[str]]:
     """Ask all ``seeds`` at once, by a daemon of this call; return the swarms, and a sentence for each seed that did not answer.
 
-    Raises:
-        StartupError: the daemon does not start.
+    Raises StartupError: the daemon does not start.
     """
     daemon = await Daemon.launch(Identity.ephemeral(), listen=LISTEN, relay="off", light=True)
     try:

@@ -155,6 +155,11 @@ def is_loopback_host(host: str) -> bool:
     return False
 
 
+def host_asked(header: str) -> str:
+    """Return the host in HTTP's header ``Host``, which may be any text, without the port."""
+    return (header.rpartition("]")[0].strip("[") or header.partition(":")[0]).lower()
+
+
 @functools.lru_cache(maxsize=4096)
 def range_of(host: str) -> str:
     """Return the address range of an IP address; of anything else, as a name, its last two labels."""

@@ -100,7 +100,7 @@ class CallAnswerer:
             return reply("busy", "this node is through with that round")
         if late is None and (pairing is None or pairing.key.round != offer.round):
             pairing = await self._held.hold(stream, offer.round, offer.fragment)
-            taken = pairing is not None
+            taken = pairing is not None and pairing.engaged is not None  # the round may have been given up just now
             if not taken and (late := instead()) is None:
                 state.turn_away(peer, offer.round, offer.fragment)
                 return reply("busy", "this node did not come to that round in time")
