@@ -22,8 +22,7 @@ def seeds_file() -> Path:
 def known_seeds(named: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> list[str]:
     """Return the addresses of seeds: of ``named``, else of the variable, else of the file; at most `MAX_SEEDS`.
 
-    Raises:
-        ConfigError: there is none, or one is no full address.
+    Raises ConfigError: there is none, or one is no full address.
     """
     of_variable = (os.environ if environ is None else environ).get(VARIABLE, "").split()
     path = seeds_file()

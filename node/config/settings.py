@@ -407,8 +407,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
 
     The keys of ``overrides`` are dotted, such as ``outer.every``; a value of None means not given.
 
-    Raises:
-        ConfigError: the sentence names the file and line, or the key, its value and the problem.
+    Raises ConfigError: the sentence names the file and line, or the key, its value and the problem.
     """
     values = _read(path) if path is not None else {}
     _merge(values, overrides or {})

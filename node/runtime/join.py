@@ -62,8 +62,7 @@ def new_manifest(
 
     ``terms``: of claims, if any; ``agreed``: the task's ``agreed_options``; ``fragments``: those that the model is cut into.
 
-    Raises:
-        ConfigError: settings that do not go together.
+    Raises ConfigError: settings that do not go together.
     """
     if settings.swarm.bucket and settings.verify.kind != "none":
         raise ConfigError("The settings swarm.bucket and verify.kind do not go together: verifiers are drawn among all members.")

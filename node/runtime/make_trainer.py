@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 def with_own_lag(settings: Settings) -> Settings:
     """Return the settings with this node's own lag in place of the swarm's, if it has one.
 
-    Raises:
-        ConfigError: the swarm's method has no lag, or its rounds are too short for this one.
+    Raises ConfigError: the swarm's method has no lag, or its rounds are too short for this one.
     """
     lag = settings.node.lag
     if lag is None:
@@ -93,8 +92,7 @@ def make_trainer(
     """Return the trainer of ``task``. ``log`` gets sentences for the user, ``swarm``: the swarm's settings of training, if it has
     been there before; the rest is as for ``Trainer``.
 
-    Raises:
-        ShoalError: the task, its model, or this node's own lag cannot be used.
+    Raises ShoalError: the task, its model, or this node's own lag cannot be used.
     """
     settings = with_own_lag(settings)
     node, method, train = settings.node, settings.outer.method, settings.train

@@ -26,8 +26,7 @@ def join(
 
     ``meanwhile``: as for `Host.start`.
 
-    Raises:
-        ShoalError: as ``membership.join``.
+    Raises ShoalError: as ``membership.join``.
     """
     return membership.join(identity, link, network(settings), sealed, meanwhile)
 
