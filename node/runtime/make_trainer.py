@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +54,9 @@ def schedule_steps(settings: Settings, swarm: TrainSettings | None) -> int:
     return max(own, swarm.steps)
 
 
-def follow_schedule(trainer: Trainer, settings: Settings, manifest: Manifest, round: int, members: Iterable[Member]) -> str | None:
+def follow_schedule(
+    trainer: Trainer, settings: Settings, manifest: Manifest, round: int, members: Iterable[Member], met: Mapping[str, str]
+) -> str | None:
     """Let the learning-rate schedule go on to where the swarm is in ``round``, and return a sentence about it if it did.
 
     It never goes back, nor beyond its end; a swarm without an end has no place in a schedule.
@@ -62,7 +64,7 @@ def follow_schedule(trainer: Trainer, settings: Settings, manifest: Manifest, ro
     schedule, fragments = trainer.schedule, trainer.whole.fragments
     if schedule.scheduler is None or not schedule.length or not manifest.train.steps or not _follows_swarm(settings):
         return None
-    found = steps_of_rounds(manifest.outer, round // fragments, members)
+    found = steps_of_rounds(manifest.outer, round // fragments, members, met)
     if found is None:
         return (
             f"the learning-rate schedule goes on from step {schedule.done} of {schedule.length}: how far the swarm is cannot be "

@@ -48,6 +48,7 @@ from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.outer_factory import announced_speeds
 
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
 
@@ -133,9 +134,8 @@ class TrainingNode:
             return make_trainer(settings, task, device, self.ranks, self.display.message, self._on_round, self._speeds, swarm)
 
     def _speeds(self) -> list[float]:
-        """Return the inner steps a second that each member announces."""
         assert self._membership is not None
-        return [member.steps_per_s for member in self._membership.directory.members().values()]
+        return announced_speeds(self._membership)
 
     def _build(
         self,
@@ -231,8 +231,8 @@ class TrainingNode:
         member.begin(state)
         if state is not None:
             self.display.message(f"took over the swarm's weights at round {state.round // trainer.whole.fragments}")
-            others = membership.directory.members().values()
-            if said := follow_schedule(trainer, settings, membership.manifest, state.round, others):
+            others, met = membership.directory.members().values(), membership.host.met
+            if said := follow_schedule(trainer, settings, membership.manifest, state.round, others, met):
                 self.display.message(said)
 
     def _state(self) -> dict[str, Any]:

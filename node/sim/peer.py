@@ -30,7 +30,7 @@ from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import begin_fetch
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
-from shoal.swarm.training.outer_factory import make_outer, round_length
+from shoal.swarm.training.outer_factory import announced_speeds, make_outer, round_length
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.member import Member
 
@@ -111,7 +111,7 @@ class SimPeer:
         return EPOCH + self.world.network.loop.time()
 
     def _speeds(self) -> list[float]:
-        return [member.steps_per_s for member in self.directory.members().values()]
+        return announced_speeds(self._membership)
 
     def _record(self) -> Member:
         assert self.member is not None  # a peer that averages with nobody publishes nothing

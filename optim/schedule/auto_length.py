@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 STEPS = 10
 """Least inner steps of the slowest useful peer in a round."""
@@ -34,3 +34,12 @@ def agreed_seconds(speeds: Iterable[float]) -> float:
     # The small amount allows for rounding of the logarithm, so that a length on the grid is not changed.
     rounded = math.pow(2.0, math.ceil(math.log2(wanted) * GRID - 1e-9) / GRID)
     return min(max(rounded, SHORTEST_S), LONGEST_S)
+
+
+def bounded_speeds(speeds: Collection[float], known: Collection[float], most: float) -> list[float]:
+    """Return ``speeds`` for `agreed_seconds`, or one in their place that makes the length ``most`` times longer or shorter than the
+    ``known`` speeds do, if they would move it further. Whoever sees the same within that bound agrees on the same length.
+    """
+    wanted, near = agreed_seconds(speeds), agreed_seconds(known)
+    bounded = min(max(wanted, near / most), near * most)
+    return [*speeds] if bounded == wanted or not any(speed > 0 for speed in known) else [STEPS / bounded]

@@ -10,8 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median_low
+from typing import TypeVar
 
 from shoal.swarm.identity import b58decode, b58encode
+
+N = TypeVar("N", int, float)
 
 MAX_ID = 64  # bytes of a peer id of any kind, and characters of one that is read
 
@@ -193,9 +196,15 @@ def known_first(claimed: Iterable[tuple[str, str]], met: Mapping[str, str]) -> l
     return [*by_turns(there), *by_turns((peer, host) for peer, host in hosts if not met.get(peer))]
 
 
-def one_each(values: Iterable[tuple[str, int]]) -> list[int]:
+def one_each(values: Iterable[tuple[str, N]]) -> list[N]:
     """Return of (host, value) one value for each address range, the lower median of its values: keys cost nothing."""
-    ranges = defaultdict[str, list[int]](list)
+    ranges = defaultdict[str, list[N]](list)
     for host, value in values:
         ranges[range_of(host)].append(value)
     return [median_low(each) for each in ranges.values()]
+
+
+def of_ranges(values: Iterable[tuple[str, N]], met: Mapping[str, str]) -> list[N]:
+    """Return of (peer, value) one value for each address range at which peers were ``met``, or all values if none was."""
+    every = list(values)
+    return one_each((met[peer], value) for peer, value in every if met.get(peer)) or [value for _, value in every]

@@ -22,7 +22,7 @@ from shoal.swarm.exchange.contribution import parameters_digest
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.membership.view import MemberView
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.multiaddr import host_of, known_first, one_each
+from shoal.swarm.p2p.multiaddr import host_of, known_first, of_ranges
 from shoal.swarm.state.download import Peer
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import ModelDiffersError, StateQuery, fetch_state
@@ -122,9 +122,8 @@ def usual_round(members: Iterable[Member], met: Mapping[str, str], partners: Col
     """Return the median of the members' rounds: of those among ``partners``, or else one of each address range at which some were
     ``met``, or else of all; 0 if there are none.
     """
-    rounds = [(met.get(member.peer, ""), member.round, member.peer in partners) for member in members]
-    own = [round for _, round, partner in rounds if partner]
-    return median_low(own or one_each((at, round) for at, round, _ in rounds if at) or [round for _, round, _ in rounds] or [0])
+    rounds = [(member.peer, member.round) for member in members]
+    return median_low([round for peer, round in rounds if peer in partners] or of_ranges(rounds, met) or [0])
 
 
 def in_order(members: Sequence[Member], met: Mapping[str, str], creator: str, partners: Collection[str] = ()) -> list[Member]:

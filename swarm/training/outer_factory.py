@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median_high, median_low
 from typing import Any
@@ -27,9 +27,12 @@ from shoal.optim import (
 )
 from shoal.optim.outer.parameters import Inner
 from shoal.optim.outer.weights import Processes
-from shoal.optim.schedule.auto_length import agreed_seconds
+from shoal.optim.schedule.auto_length import USEFUL, agreed_seconds, bounded_speeds
 from shoal.swarm.errors import OuterError
+from shoal.swarm.exchange.round_evidence import QUICKER, SEVERAL
 from shoal.swarm.manifest.outer import OuterSettings, parse_round
+from shoal.swarm.membership.view import MemberView
+from shoal.swarm.p2p.multiaddr import of_ranges
 from shoal.swarm.wire.member import Member
 
 WEIGHTS = {"equal": equal, "tokens": by_tokens, "rate": by_rate}
@@ -103,7 +106,7 @@ class StepRate:
 def round_length(setting: str, clock: Callable[[], float], speeds: Callable[[], Iterable[float]]) -> RoundLength:
     """Return the length of a round that ``outer.round`` asks for.
 
-    ``clock``: Unix seconds, the same for all peers. ``speeds``: inner steps a second of all members, for seconds:auto.
+    ``clock``: Unix seconds, the same for all peers. ``speeds``: `announced_speeds`, for seconds:auto.
     """
     unit, amount = parse_round(setting)
     if unit == "steps":
@@ -114,17 +117,32 @@ def round_length(setting: str, clock: Callable[[], float], speeds: Callable[[], 
     return Seconds(amount if amount is not None else lambda: agreed_seconds(speeds()), clock)
 
 
-def steps_of_rounds(settings: OuterSettings, rounds: int, members: Iterable[Member]) -> int | None:
+def announced_speeds(membership: MemberView) -> list[float]:
+    """Return the inner steps a second of all members, as they announce them.
+
+    All peers compute one length of a round from them, so none is weighed; but keys are free, and most may be made up. So they move
+    this node's length at most 8 times beyond what its own speed and those of members with which it has exchanged make it, once it
+    has three; before that 256 times beyond what its own does.
+    """
+    members, partner = membership.directory.members(), membership.host.resource_manager.partner
+    own = [member.steps_per_s for peer, member in members.items() if peer == membership.identity.peer_id]
+    partners = [member.steps_per_s for peer, member in members.items() if partner(peer)]
+    known, most = ([*partners, *own], 1 / USEFUL) if len(partners) >= SEVERAL else (own, QUICKER)
+    return bounded_speeds([member.steps_per_s for member in members.values()], known, most)
+
+
+def steps_of_rounds(settings: OuterSettings, rounds: int, members: Iterable[Member], met: Mapping[str, str]) -> int | None:
     """Return the inner steps of a node in so many ``rounds``; None if that depends on speeds, and no member says its own.
 
-    Rounds of tokens and of seconds are measured by the lower median of what ``members`` say, so that no single liar moves it far.
+    Rounds of tokens and of seconds are measured by the lower median of what ``members`` say, with one vote for each address range
+    at which they were ``met``, so that neither a liar nor many keys of one move it far.
     """
     unit, amount = parse_round(settings.round)
     if unit == "steps":
         return rounds * (settings.resolved().every or 1)
-    known = [(member.steps_per_s, member.tokens_per_s) for member in members if member.steps_per_s > 0]
+    known = [member for member in members if member.steps_per_s > 0]
     if unit == "tokens":
-        per_step = [tokens / steps for steps, tokens in known if tokens > 0]
+        per_step = of_ranges(((one.peer, one.tokens_per_s / one.steps_per_s) for one in known if one.tokens_per_s > 0), met)
         return int(rounds * (amount or 0) / median_low(per_step)) if per_step else None
-    speeds = [steps for steps, _ in known]
+    speeds = of_ranges(((one.peer, one.steps_per_s) for one in known), met)
     return int(rounds * (amount or agreed_seconds(speeds)) * median_low(speeds)) if speeds else None

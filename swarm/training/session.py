@@ -50,7 +50,7 @@ from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.loss_trial import LossTrial
 from shoal.swarm.training.member import RoundReport, TrainingMember
-from shoal.swarm.training.outer_factory import StepRate, make_outer, round_length, steps_of_rounds
+from shoal.swarm.training.outer_factory import StepRate, announced_speeds, make_outer, round_length, steps_of_rounds
 from shoal.swarm.training.session_setup import EPOCH_S, SessionError, SessionExchange, begin, new_swarm, parameters_of
 from shoal.swarm.training.shard import Shard, least_used
 
@@ -146,7 +146,7 @@ class Session:
         if self._opt is None:
             return 0
         rounds, members = self._opt.round // self._opt.fragments, self._membership.directory.members().values()
-        return steps_of_rounds(self.settings, rounds, members) or 0
+        return steps_of_rounds(self.settings, rounds, members, self._membership.host.met) or 0
 
     def exchange(self) -> SessionExchange:
         """Return the exchange for the outer optimizer. SessionError or OuterError if the swarm's settings do not suit the state."""
@@ -237,7 +237,7 @@ class Session:
             return self._made(Stepped(self._params), Alone(), slow_device="meta")
 
     def _speeds(self) -> list[float]:
-        return [member.steps_per_s for member in self._membership.directory.members().values()]
+        return announced_speeds(self._membership)
 
     def _ordered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return an optimizer's parameters in the order of the state, which all peers have, whatever their groups."""

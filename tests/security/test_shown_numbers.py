@@ -49,7 +49,7 @@ def test_status_shows_whatever_records_say():
 def test_the_place_in_a_schedule_is_a_number_whatever_records_say(length):
     settings = OuterSettings(method="noloco", round=length)
     for chosen in (several(Member).values(), [largest(Member)]):
-        assert 0 <= steps_of_rounds(settings, 2**53, chosen) < 2**200
+        assert 0 <= steps_of_rounds(settings, 2**53, chosen, {}) < 2**200
 
 
 def test_watch_shows_whatever_statuses_say():

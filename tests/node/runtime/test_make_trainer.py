@@ -34,7 +34,7 @@ def manifest(steps=40, **outer):
 
 
 def member(steps_per_s=0.0, tokens_per_s=0.0):
-    return SimpleNamespace(steps_per_s=steps_per_s, tokens_per_s=tokens_per_s)
+    return SimpleNamespace(peer="x", steps_per_s=steps_per_s, tokens_per_s=tokens_per_s)
 
 
 COSINE = {"train.schedule": "cosine"}
@@ -46,7 +46,7 @@ def rate(made):
 
 def test_a_late_node_begins_where_the_swarm_is_and_says_so():
     made, on_time = trainer(settings(**COSINE)), trainer(settings(**COSINE))
-    line = follow_schedule(made, settings(**COSINE), manifest(), 4, [])
+    line = follow_schedule(made, settings(**COSINE), manifest(), 4, [], {})
     assert line == (
         "the learning-rate schedule begins at step 20 of 40, where the swarm is, and stays at its end from this node's step 20 on "
         '(schedule.from = "own": by this node\'s own steps)'
@@ -75,7 +75,7 @@ def test_a_late_node_begins_where_the_swarm_is_and_says_so():
 def test_where_there_is_nothing_to_follow_it_begins_at_its_own_first_step(given, swarm):
     made = trainer(settings(**given))
     before = rate(made)
-    assert follow_schedule(made, settings(**given), swarm, 4, []) is None
+    assert follow_schedule(made, settings(**given), swarm, 4, [], {}) is None
     assert (made.schedule.done, rate(made)) == (0, before)
 
 
@@ -83,7 +83,7 @@ def test_where_there_is_nothing_to_follow_it_begins_at_its_own_first_step(given,
 def test_a_swarm_that_lies_about_its_round_can_put_it_at_the_end_at_most(round):
     """Fault: a round of 9e15, as a hostile peer answers, is stepped through, or leads beyond the end of OneCycle."""
     made = trainer(settings(**COSINE))
-    assert "begins at step 40 of 40, where the swarm is" in follow_schedule(made, settings(**COSINE), manifest(), round, [])
+    assert "begins at step 40 of 40, where the swarm is" in follow_schedule(made, settings(**COSINE), manifest(), round, [], {})
     assert rate(made) == pytest.approx(0.1 * 3e-4)
     made.step()
 
@@ -92,9 +92,9 @@ def test_it_never_goes_back():
     made = trainer(settings(**COSINE))
     made.schedule_at(30)
     before = rate(made)
-    assert follow_schedule(made, settings(**COSINE), manifest(), 4, []) is None
+    assert follow_schedule(made, settings(**COSINE), manifest(), 4, [], {}) is None
     assert (made.schedule.done, rate(made)) == (30, before)
-    assert "goes on at step 35 of 40" in follow_schedule(made, settings(**COSINE), manifest(), 7, [])
+    assert "goes on at step 35 of 40" in follow_schedule(made, settings(**COSINE), manifest(), 7, [], {})
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_length_is_the_swarms_where_a_node_takes_part_for_less(own, swarm, m
 def test_a_short_visit_has_the_rates_that_the_others_have():
     given, swarm = settings(10, **COSINE), manifest()
     made = trainer(given, swarm.train)
-    line = follow_schedule(made, given, swarm, 4, [])
+    line = follow_schedule(made, given, swarm, 4, [], {})
     assert line.startswith("the learning-rate schedule begins at step 20 of 40, where the swarm is (schedule.from")
     made.run()
     assert (made.opt.steps, made.schedule.done) == (10, 30)
@@ -134,14 +134,14 @@ def test_a_short_visit_has_the_rates_that_the_others_have():
 def test_rounds_of_tokens_and_seconds_are_steps_by_what_most_members_say(round, members, step):
     given = settings(**COSINE, **{"outer.round": round})
     made = trainer(given)
-    assert f"begins at step {step} of 40" in follow_schedule(made, given, manifest(round=round), 3, members)
+    assert f"begins at step {step} of 40" in follow_schedule(made, given, manifest(round=round), 3, members, {})
 
 
 @pytest.mark.parametrize("round", ["tokens:100", "seconds:2.0", "seconds:auto"])
 def test_where_no_member_says_how_fast_it_is_that_is_said(round):
     given = settings(**COSINE, **{"outer.round": round})
     made = trainer(given)
-    line = follow_schedule(made, given, manifest(round=round), 3, [member()])
+    line = follow_schedule(made, given, manifest(round=round), 3, [member()], {})
     assert line.startswith("the learning-rate schedule goes on from step 0 of 40: how far the swarm is cannot be told")
     assert made.schedule.done == 0
 
@@ -149,7 +149,7 @@ def test_where_no_member_says_how_fast_it_is_that_is_said(round):
 def test_a_resumed_node_keeps_the_place_that_it_had_and_not_its_own_steps():
     given = settings(**COSINE)
     made = trainer(given)
-    follow_schedule(made, given, manifest(), 4, [])
+    follow_schedule(made, given, manifest(), 4, [], {})
     made.step()
     again = trainer(given)
     assert again.resume(made.state()) is True
@@ -171,7 +171,7 @@ def test_a_tasks_own_scheduler_follows_too_and_does_not_end_the_run_at_its_end(m
     given = settings()
     made, on_time = (Trainer(Own(), given.outer, given.train) for _ in range(2))
     made.connect(Alone(), "run", Shard(0, 2, 1))
-    follow_schedule(made, given, manifest(), 6, [])
+    follow_schedule(made, given, manifest(), 6, [], {})
     for _ in range(30):
         on_time.schedule.step()
     assert rate(made) == rate(on_time)
