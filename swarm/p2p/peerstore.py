@@ -15,13 +15,13 @@ import os
 import re
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.swarm.access.link import address_problem
-from shoal.swarm.p2p.multiaddr import by_turns, host_of
+from shoal.swarm.p2p.multiaddr import by_turns, host_of, range_of
 
 log = logging.getLogger(__name__)
 
@@ -175,14 +175,30 @@ class DialBackoff:
         """Host -> port, or "" for all further ones -> failures in a row and the time of the last. The newest host last."""
         self.met: OrderedDict[str, str] = OrderedDict()
         """Peer -> the IP address at which it was met last, or `RELAYED`. The newest last; to be read only."""
+        self._ranges: Counter[str] = Counter()
+        """How many of them each address range has."""
 
     def meet(self, peer: str, host: str) -> None:
-        """Note that ``peer`` is at the IP address ``host``, or behind a relay if that is empty."""
+        """Note that ``peer`` is at the IP address ``host``, or behind a relay if that is empty.
+
+        Where all places are taken the address range with the most gives its oldest up: whom a node has met counts in many choices.
+        """
         with self._lock:
+            self._count(self.met.get(peer), -1)
             self.met[peer] = host or RELAYED
             self.met.move_to_end(peer)
+            self._count(self.met[peer], 1)
             if len(self.met) > MAX_MET:
-                self.met.popitem(last=False)
+                crowded = self._ranges.most_common(1)[0][0]
+                oldest = next(other for other, at in self.met.items() if range_of(at) == crowded)
+                self._count(self.met.pop(oldest), -1)
+
+    def _count(self, host: str | None, more: int) -> None:
+        if host is not None:
+            where = range_of(host)
+            self._ranges[where] += more
+            if not self._ranges[where]:
+                del self._ranges[where]
 
     def due(self, peer: str, addresses: Sequence[str]) -> list[str]:
         """Return those of the ``addresses`` of ``peer`` that may be dialled now."""

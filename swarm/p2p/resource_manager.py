@@ -6,7 +6,7 @@ A refused stream is ended before anything of it is read, and counted under its r
     uninvited    the swarm is by invitation only, and the peer has shown none
     crowded      too many streams are being served: of all peers, of this one, or of those that are no members. Of the first and
                  the last kind the address range with the most gives one up to another range (`StreamPlaces`)
-    rate         the peer opened too many streams in a minute, or all peers together did
+    rate         the peer opened too many streams in a minute, or all peers of its address range together did
     spent        the bytes that this protocol hands out to one peer in an hour are used up
 
 The daemon has accepted the connection by then, for it knows no lists; its connection manager bounds the number of connections.
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.swarm.access.policy import AccessPolicy
+from shoal.swarm.p2p.multiaddr import range_of
 from shoal.swarm.p2p.rate_limit import HOUR, Counters, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream_places import Caller, StreamPlaces
 from shoal.swarm.wire.seed import SEED_PROTOCOL
@@ -40,7 +41,8 @@ class Rates:
 
     streams: int = 6000
     """Streams that one peer may open."""
-    streams_of_all: int = 60_000
+    streams_of_range: int = 60_000
+    """Streams that all peers of one address range may open together."""
     calls: int = 6000
     """Calls to the DHT node that one peer may make."""
     call_bytes: int = 64 << 20
@@ -64,7 +66,7 @@ class ResourceManager:
         rates = rates or Rates()
         self._clock = clock
         self._streams = TokenBuckets(RateLimit(messages=rates.streams, senders=4096), clock)
-        self._all = TokenBuckets(RateLimit(messages=rates.streams_of_all, senders=1), clock)
+        self._ranges = TokenBuckets(RateLimit(messages=rates.streams_of_range, senders=4096), clock)
         self._calls = TokenBuckets(RateLimit(messages=rates.calls, nbytes=rates.call_bytes, senders=4096), clock)
         self._hourly: dict[str, TokenBuckets] = {}
         self._places = StreamPlaces(MAX_HANDLERS, self._end)
@@ -81,7 +83,7 @@ class ResourceManager:
     def acquire(self, stream: Caller, protocol: str) -> str:
         """Return why the stream is refused; nothing if it is served, and then `release` must be called at its end."""
         stream.partner = self.partner(stream.peer_id)
-        reason = self._refusal(stream.peer_id, protocol) or self._placed(stream)
+        reason = self._refusal(stream.peer_id, range_of(stream.origin), protocol) or self._placed(stream)
         if reason:
             self._counters.reject(reason)
         return reason
@@ -107,14 +109,14 @@ class ResourceManager:
             self._counters.reject(reason)
         return reason
 
-    def _refusal(self, peer: str, protocol: str) -> str:
+    def _refusal(self, peer: str, where: str, protocol: str) -> str:
         if self.access_policy.denies(peer) or (protocol not in FREE and self.access_policy.blocks(peer)):
             return "denied"
         if protocol not in FREE and not self.access_policy.admits(peer):
             return "uninvited"
         if self._busy[peer] >= MAX_HANDLERS_PER_PEER:
             return "crowded"
-        if not self._streams.take(peer, 1, 0) or not self._all.take("", 1, 0):
+        if not self._streams.take(peer, 1, 0) or not self._ranges.take(where, 1, 0):
             return "rate"
         hourly = self._hourly.get(protocol)
         return "spent" if hourly is not None and not hourly.take(peer, 1, 1) else ""

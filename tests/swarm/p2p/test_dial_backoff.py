@@ -8,7 +8,7 @@ import pytest
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.daemon import Daemon, DaemonError, PutOffError, messages
 from shoal.swarm.p2p.multiaddr import peer_bytes
-from shoal.swarm.p2p.peerstore import FIRST, FORGET, LONGEST, MAX_HOSTS, MAX_MET, PORTS, DialBackoff
+from shoal.swarm.p2p.peerstore import FIRST, FORGET, LONGEST, MAX_HOSTS, MAX_MET, PORTS, RELAYED, DialBackoff
 
 HOUR = 3600
 OWN, OTHER, RELAY = (Identity.ephemeral().peer_id for _ in range(3))
@@ -78,6 +78,19 @@ def test_a_host_that_is_named_under_every_port_and_name_is_dialled_a_few_times(b
         return f"made-up{number}", [f"{pattern.format(n=number)}/p2p/made-up{number}"]
 
     assert dials(backoff, clock, named) <= (PORTS + 1) * (9 + HOUR / LONGEST)
+
+
+def test_keys_of_one_address_range_do_not_push_out_who_was_met_elsewhere(backoff):
+    """The fault: 4,096 keys that called from one host made a node forget where all others are."""
+    backoff.meet("relayed", "")
+    backoff.meet("honest", "198.51.100.1")
+    for number in range(2 * MAX_MET):
+        backoff.meet(f"peer{number}", "203.0.113.1")
+    backoff.meet("honest", "198.51.100.2")
+    backoff.meet(f"peer{2 * MAX_MET - 1}", "192.0.2.1")
+    assert len(backoff.met) == MAX_MET
+    assert (backoff.met["relayed"], backoff.met["honest"]) == (RELAYED, "198.51.100.2")
+    assert backoff._ranges == {"203.0.0.0/16": MAX_MET - 3, "192.0.0.0/16": 1, "198.51.0.0/16": 1, "relayed": 1}
 
 
 def test_what_is_noted_is_bounded_and_forgotten(backoff, clock):

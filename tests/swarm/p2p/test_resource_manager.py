@@ -24,7 +24,7 @@ from shoal.swarm.p2p.resource_manager import (
 )
 
 ECHO, BULK = "/test/echo/1", "/test/bulk/1"
-FEW = Rates(streams=20, streams_of_all=50, calls=5, call_bytes=1000)
+FEW = Rates(streams=20, streams_of_range=50, calls=5, call_bytes=1000)
 
 
 class Clock:
@@ -114,11 +114,11 @@ def test_a_crowded_range_of_strangers_or_of_members_gives_a_stream_up_to_another
 
 
 def test_a_stream_that_is_refused_for_its_rate_takes_nobodys_place():
-    at, _ = resource_manager(Rates(streams_of_all=MAX_HANDLERS))
-    crowd = [Caller(f"m{n}", "10.1.0.1") for n in range(MAX_HANDLERS)]
+    at, _ = resource_manager(Rates(streams=1))
+    crowd = [Caller(f"m{n}", "10.1.0.1") for n in range(MAX_HANDLERS + MAX_FIRST)]
     assert not any(at.acquire(each, ECHO) for each in crowd)
-    assert at.acquire(Caller("other", "10.2.0.1"), ECHO) == "rate"
-    assert not any(each.aborted for each in crowd)
+    assert [at.acquire(Caller("other", "10.2.0.1"), ECHO) for _ in range(3)] == ["", "rate", "rate"]
+    assert sum(each.aborted for each in crowd) == 1
 
 
 def test_streams_and_calls_have_a_rate():
@@ -134,7 +134,8 @@ def test_streams_and_calls_have_a_rate():
 
     assert burst("a", 30) == 20
     assert burst("b", 30) == 20
-    assert burst("c", 30) == 10  # all together
+    assert burst("c", 30) == 10  # all of their range together
+    assert at.acquire(Caller("d", "10.2.0.1"), ECHO) == ""  # the fault: ten keys of one host used up what all may open
     clock.now += 30
     assert burst("a", 30) == 10
     assert [at.calls("a", 100) for _ in range(6)] == [""] * 5 + ["rate"]
