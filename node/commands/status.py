@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from shoal.swarm.errors import printable
 from shoal.swarm.membership.clock_check import ASK_S, clock_problem, compare_clocks
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.overview import overview, totals_said
-from shoal.swarm.membership.visitor import visited
+from shoal.swarm.membership.visitor import connected, open_directory
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics.status import lag_label
 
@@ -28,10 +29,12 @@ NUMBERS = ("round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "l
 
 def read_status(link: Link) -> dict[str, Any]:
     """Return the overview of the swarm of ``link``. Raises StartupError, NetworkError, MessageError or AdmissionError."""
-    with visited(link) as (host, manifest, members, size):
+    with connected(link) as (identity, host, manifest):
+        clocks = host.submit(compare_clocks(host, host.entry()))  # members are not known yet, and with a wrong clock never
+        with closing(open_directory(identity, host, link, manifest)) as directory:
+            members, size = directory.members(), directory.size()
         lasting = lasting_link(link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=link.bootstrap)
-        # With a wrong clock no member is listed: the peers that answered first are asked too.
-        seen = host.call(compare_clocks(host, [*members, *host.entry()]), 2 * ASK_S)
+        seen = clocks.result(2 * ASK_S)
     found = overview(link.swarm, manifest, members, time.time(), size)
     problem = clock_problem(seen)
     found |= {"link": str(lasting), "invite_only": manifest.invite_only}

@@ -9,13 +9,11 @@ the epoch that the others are in.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.dht_record import AHEAD
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, ask, dialled_port, reach_of
 
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
 CLOCK_S = 3.0  # seconds by which clocks may differ: hivemind's DHT, which holds the membership, refuses more
 ASKED = 3  # peers whose clocks are read; the median of three stands one that lies
 ASK_S, DIAL_S = 5.0, 10.0  # seconds for one answer, and for one after a dial
+PATIENCE_S = 1.0  # seconds for the others to answer once one has
 LOOK_S = 5.0  # seconds between two looks at the own addresses: when they change, others are asked again
 FIRST_S = 10.0  # seconds to the first comparison
 SOON_S, LATER_S = 60.0, 600.0  # seconds to the next one while this node is alone or its clock wrong, and while all is well
@@ -78,15 +77,19 @@ async def compare_clocks(host: Host, peers: Iterable[str], port: int | None = No
 
     asked = [asyncio.create_task(one(peer)) for peer in list(dict.fromkeys([*list(seeds)[:1], *peers, *seeds]))[: 2 * ASKED]]
     seen: list[DialBackView] = []
-    with contextlib.suppress(asyncio.TimeoutError):
-        for answer in asyncio.as_completed(asked, timeout=ASK_S if port is None else DIAL_S):
-            with contextlib.suppress(NetworkError, MessageError):
-                seen.append(await answer)
-            if port is None and len(seen) == ASKED:
-                break
+    loop = asyncio.get_running_loop()
+    end, left = loop.time() + (ASK_S if port is None else DIAL_S), set(asked)
+    while left and (port is not None or len(seen) < ASKED):
+        done, left = await asyncio.wait(left, timeout=max(end - loop.time(), 0), return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            break
+        seen += [task.result() for task in done if task.exception() is None]
+        if seen and port is None:
+            end = min(end, loop.time() + PATIENCE_S)
     for task in asked:
         task.cancel()
-    await asyncio.gather(*asked, return_exceptions=True)
+    for failed in await asyncio.gather(*left, return_exceptions=True):
+        log.debug("a clock was not read: %r", failed)
     return seen
 
 

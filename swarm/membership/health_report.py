@@ -32,10 +32,13 @@ REMEDY: dict[Failure, str] = {
 }
 
 
-def health_report(members: Mapping[str, Member], now: float) -> list[str]:
-    """Return sentences about ``members`` (peer id -> record) at ``now`` (Unix seconds); none if all is well."""
+def health_report(members: Mapping[str, Member], now: float, *, in_seconds: bool = False) -> list[str]:
+    """Return sentences about ``members`` (peer id -> record) at ``now`` (Unix seconds); none if all is well.
+
+    ``in_seconds``: the swarm's rounds last so many seconds, not steps, so nobody waits for a slow member.
+    """
     there = dict(sorted(members.items(), key=lambda item: (item[1].name, item[0])))
-    return [*_partition(there), *_silent(there, now), *_slow(there), *_failing(there), *_unreachable(there)]
+    return [*_partition(there), *_silent(there, now), *_slow(there, in_seconds), *_failing(there), *_unreachable(there)]
 
 
 def _partition(members: Mapping[str, Member]) -> list[str]:
@@ -68,16 +71,20 @@ def _unreachable(members: Mapping[str, Member]) -> list[str]:
     ]
 
 
-def _slow(members: Mapping[str, Member]) -> list[str]:
+def _slow(members: Mapping[str, Member], in_seconds: bool) -> list[str]:
     found = []
+    rest = (
+        "it makes fewer steps in a round, and nobody waits for it"
+        if in_seconds
+        else ("free its processor, or begin a swarm with --round seconds:auto, in which nobody waits for it")
+    )
     steps = {peer: 1 / member.steps_per_s for peer, member in members.items() if member.steps_per_s > 0}
     usual = median_low(steps.values()) if steps else 0.0
     for peer, seconds in steps.items():
         if seconds > SLOW_STEP * usual:
             found.append(
                 f"{members[peer].name} is slow: an inner step takes it {seconds:.3g} s, {seconds / usual:.1f} times the "
-                f"median of all ({usual:.3g} s); free its processor, or begin a swarm with --round seconds:auto, in which nobody "
-                "waits for it."
+                f"median of all ({usual:.3g} s); {rest}."
             )
     moves = {peer: member.exchange_s for peer, member in members.items() if member.exchange_s > 0}
     usual = median_low(moves.values()) if moves else 0.0
@@ -100,6 +107,12 @@ def _failing(members: Mapping[str, Member]) -> list[str]:
                 accusers[other].add(peer)
     failing = {peer for peer in members if len(accusers[peer]) >= 2 and accused[peer].total() >= FAILS}
     found = []
+    if len(failing) > max(len(members) / 2, 2):
+        kinds = sum((accused[peer] for peer in failing), Counter[Failure]())
+        return [
+            f"{len(failing)} of {len(members)} members fail with each other ({_kinds(kinds)}), so none is to blame: look "
+            "after what they share, as the bootstrap node that relays for them."
+        ]
     for peer in members:
         if peer in failing:
             (kind, _), *_ = accused[peer].most_common(1)

@@ -5,6 +5,7 @@ For the weights to start from see `shoal.swarm.state`.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from shoal.swarm.access.link import Link
@@ -33,7 +34,7 @@ def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
 
 
 def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes, Manifest]:
-    """Ask the peers by which this node entered, then the link's, in turn; return this swarm's manifest, sealed and opened.
+    """Ask the peers by which this node entered, and the link's, at once; return this swarm's manifest, sealed and opened.
 
     Raises:
         MessageError: none handed it out, and one is in another swarm or speaks another version.
@@ -48,22 +49,32 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
         finally:
             stream.close()
 
-    problem, wrong = "", None
+    async def first() -> tuple[bytes, Manifest]:
+        problem, wrong = "", None
+        asked = {asyncio.ensure_future(ask(address.rpartition("/p2p/")[2], dial)): address for address, dial in sources.items()}
+        try:
+            while asked:
+                await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in asked if task.done()]:
+                    address = asked.pop(task)
+                    try:
+                        reply = task.result()
+                        if reply.manifest is not None:
+                            return reply.manifest, open_manifest(reply.manifest, link.swarm)
+                        wrong = wrong or MessageError(
+                            f"Wrong swarm id: the peer {address} belongs to swarm {reply.swarm}, the link asks for {link.swarm}; "
+                            "ask for a fresh link."
+                        )
+                    except NetworkError as error:
+                        problem = f"{address}: {error}"
+                    except MessageError as error:
+                        wrong = wrong or error
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        raise wrong or NetworkError(f"No peer of the link served the swarm's manifest ({problem}); ask for a fresh link.")
+
     seeds, entry = host.seeds(), host.entry()
     sources = dict.fromkeys(entry, ()) | {a: (a,) for a in link.bootstrap if a.rpartition("/p2p/")[2] not in (*entry, *seeds)}
-    for address, dial in sources.items():
-        try:
-            reply = host.call(ask(address.rpartition("/p2p/")[2], dial), timeout)
-            if reply.manifest is not None:
-                return reply.manifest, open_manifest(reply.manifest, link.swarm)
-            wrong = wrong or MessageError(
-                f"Wrong swarm id: the peer {address} belongs to swarm {reply.swarm}, the link asks for {link.swarm}; "
-                "ask for a fresh link."
-            )
-        except NetworkError as error:
-            problem = f"{address}: {error}"
-        except MessageError as error:
-            wrong = wrong or error
-    if wrong is not None:
-        raise wrong
-    raise NetworkError(f"No peer of the link served the swarm's manifest ({problem}); ask for a fresh link.")
+    return host.call(first(), timeout)

@@ -97,5 +97,5 @@ def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now:
             }
             for peer, member in sorted(members.items(), key=lambda item: (item[1].name, item[0]))
         ],
-        "findings": health_report(members, now),
+        "findings": health_report(members, now, in_seconds=manifest.outer.round.startswith("seconds")),
     }

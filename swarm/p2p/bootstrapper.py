@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 LOOKED_UP = 16  # connected peers whose addresses are looked up at each look around
 SEED_S = 5.0  # seconds that asking the bootstrap nodes may take
+LOOK_IN_S = 3.0  # seconds in which one who only looks connects to members that bootstrap nodes name
 SEED_AGAIN = 2.0  # seconds between two questions to a bootstrap node that named no peer this node can reach
 ALONE = 10.0  # seconds between two searches for others while no member is connected
 LOOK_AROUND = (0.5, 1.0, 2.0, 5.0)  # seconds before each further look at who is connected; the last repeats
@@ -119,7 +120,7 @@ class Bootstrapper:
         while self._swarm is not None:
             named = await self._ask_seeds(daemon, reached)
             more = [address for address in named if address.rpartition("/p2p/")[2] not in (*reached, self._peer_id)]
-            found, _ = await dial.connect_any(daemon, more, 10.0)
+            found, _ = await dial.connect_any(daemon, more, LOOK_IN_S if self._light else 10.0)
             only_seeds = bool(self.seeds) and not set(reached) - set(self.seeds)
             if found or not only_seeds or not self._must_join or asyncio.get_running_loop().time() + SEED_S > end:
                 break

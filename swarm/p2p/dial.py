@@ -41,7 +41,8 @@ async def connect_any(daemon: Daemon, bootstrap: Sequence[str], timeout: float) 
         by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
     tasks = {asyncio.create_task(daemon.connect(peer, found)): peer for peer, found in by_peer.items()}
     loop = asyncio.get_running_loop()
-    end = loop.time() + timeout
+    began = loop.time()
+    end = began + timeout
     pending = set(tasks)
     reached: list[str] = []
     failed: dict[str, str] = {}
@@ -60,7 +61,7 @@ async def connect_any(daemon: Daemon, bootstrap: Sequence[str], timeout: float) 
         for task in pending:
             task.cancel()
     for task in pending:
-        failed.update((address, f"did not answer within {timeout:.3g} s") for address in by_peer[tasks[task]])
+        failed.update((address, f"did not answer within {loop.time() - began:.3g} s") for address in by_peer[tasks[task]])
     return reached, failed
 
 

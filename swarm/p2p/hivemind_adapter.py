@@ -35,6 +35,7 @@ if "HIVEMIND_LOGLEVEL" not in os.environ:
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames the level for the whole program
 
 ASKED = 10  # nodes that are asked for a key: the nearest, twice as many as hold its records; hivemind asks 20
+LIGHT_S, MEET_S = 1.5, 1.0  # seconds that a node which only looks waits for an answer, and for more peers than the first that does
 MAX_SUBKEYS = 64  # records of one key that a node stores: 360 kB of members, where an answer of 4 MB could not be read
 
 
@@ -138,6 +139,8 @@ async def _node(calls: _Calls, me: str, peers: Sequence[str], validator: Any, li
         initial_peers=[f"/p2p/{peer}" for peer in peers],
         record_validator=validator,
         client_mode=light,
+        wait_timeout=LIGHT_S if light else 3.0,
+        bootstrap_timeout=MEET_S if light else 3.0,
         ensure_bootstrap_success=False,
         backoff_rate=1.0,  # doubled, a few lost answers would keep this node's records from a peer for longer than they live
         strict=False,

@@ -130,3 +130,23 @@ def test_a_bootstrap_node_is_asked_before_all_members():
     asyncio.run(clock_check.compare_clocks(host, [f"member-{n}" for n in range(9)]))
     assert host.peers[0] == ("seed", ("/ip4/1.1.1.1/tcp/1/p2p/seed",))
     assert len(host.peers) == 2 * clock_check.ASKED
+
+
+class Slow(Asked):
+    """A host that reaches one peer, and waits for ever for the others."""
+
+    async def open(self, peer, protocol, *, addresses=(), timeout):
+        if peer != "seed":
+            await asyncio.Event().wait()
+        return SimpleNamespace(close=lambda: None)
+
+
+def test_those_that_say_nothing_are_not_waited_for_once_one_has_answered(monkeypatch):
+    async def answer(stream, port):
+        return DialBackView("seed", "", 0.0, 0.1)
+
+    monkeypatch.setattr(clock_check, "ask", answer)
+    monkeypatch.setattr(clock_check, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(clock_check, "ASK_S", 1000.0)
+    seen = asyncio.run(asyncio.wait_for(clock_check.compare_clocks(Slow(), ["bert", "carl"]), 30))
+    assert [view.peer for view in seen] == ["seed"]

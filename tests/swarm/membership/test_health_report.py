@@ -44,6 +44,27 @@ def test_the_slow_is_named_with_its_time_and_the_median():
     assert health_report(swarm(*ALL, carl={"steps_per_s": 10.0 / SLOW_STEP}), NOW) == []
 
 
+def test_where_nobody_waits_for_the_slow_it_is_not_advised_to_begin_such_a_swarm():
+    members = swarm(*ALL, carl={"steps_per_s": 2.0})
+    assert "--round seconds:auto" in health_report(members, NOW)[0]
+    (said,) = health_report(members, NOW, in_seconds=True)
+    assert said.endswith("(0.1 s); it makes fewer steps in a round, and nobody waits for it.")
+
+
+def test_where_most_fail_with_each_other_none_of_them_is_blamed():
+    names = ("anna", "bert", "carl")
+    fields = {
+        name: {"failures": (("unreachable", 8),), "blamed": tuple((other, "unreachable", 4) for other in names if other != name)}
+        for name in names
+    }
+    (said,) = health_report(swarm(*names, **fields), NOW)
+    assert said.startswith(
+        "3 of 3 members fail with each other (24 x unreachable), so none is to blame: look after what they share"
+    )
+    (said,) = health_report(swarm(*ALL, "emil", **fields), NOW)
+    assert said.startswith("3 of 5 members fail with each other")
+
+
 def test_of_two_the_slower_can_be_the_slow_one_and_who_has_no_speed_yet_is_not():
     (said,) = health_report(swarm("anna", "bert", bert={"steps_per_s": 1.0}), NOW)
     assert said.startswith("bert is slow")

@@ -1,5 +1,7 @@
 """A newcomer gets the manifest of the right swarm."""
 
+import asyncio
+
 import pytest
 
 from shoal.swarm.access.link import Link
@@ -40,3 +42,16 @@ def test_any_peer_of_the_link_that_has_the_manifest_will_do(network):
         fetch_manifest(me, link(manifest, liar))
     with pytest.raises(NetworkError, match=r"No peer of the link served .* ask for a fresh link\."):
         fetch_manifest(me, link(manifest, dead))
+
+
+def test_a_peer_that_says_nothing_delays_nobody(network):
+    me, silent, friend = (network.host() for _ in range(3))
+    manifest = sealed(friend)
+
+    async def hang(stream):
+        await asyncio.Event().wait()
+
+    silent.serve(MANIFEST_PROTOCOL, hang)
+    serve_manifest(friend, swarm_id(manifest), manifest)
+    data, _ = fetch_manifest(me, link(manifest, silent, friend), timeout=5)  # half of what one that is silent may take
+    assert data == manifest
