@@ -30,7 +30,7 @@ from shoal.swarm.wire.swarms import SWARMS_PROTOCOL, SwarmsRequest
 log = logging.getLogger(__name__)
 
 SMALL_S = 10.0  # seconds for one small message
-MAX_STREAMS, MAX_STREAMS_PER_PEER = 256, 4  # answered at once
+MAX_STREAMS, MAX_STREAMS_PER_PEER = 192, 4  # answered at once
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
 MAX_OF_RANGE = 64  # connected peers of an address range, once there are three times as many in all; above 512 the daemon cuts down
 LOOK_S = 1.0  # seconds between two looks at who is connected
