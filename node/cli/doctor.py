@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
@@ -21,10 +22,13 @@ _COLOURS: dict[Outcome, str] = {"ok": "green", "note": "yellow", "failed": "red"
 @click.option(
     "--task", "--hooks", "hooks", cls=TaskOption, metavar="TASK", help="Your copy of the swarm's task, if it is not a built-in one."
 )
+@click.option("--identity", type=click.Path(path_type=Path), help="Key file of the node.  [default: ~/.config/shoal/identity.key]")
 @click.option("--parameters", is_flag=True, help="Name the parameters that Muon and AdamW train, where the swarm has Muon.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
-def doctor(link: str | None, port: int, hooks: str | None, parameters: bool, as_json: bool, verbose: bool) -> int:
+def doctor(
+    link: str | None, port: int, hooks: str | None, identity: Path | None, parameters: bool, as_json: bool, verbose: bool
+) -> int:
     """Check what keeps this machine from training and, with LINK, from joining that swarm.
 
     Prints a line for each check: ok, note (worth knowing), failed (with a remedy), or skipped (with the reason). It trains nothing
@@ -39,13 +43,16 @@ def doctor(link: str | None, port: int, hooks: str | None, parameters: bool, as_
         click.echo(finding.trace or "", nl=False, err=True)
         click.echo(line(finding), err=as_json)
 
-    findings, code = diagnose(link, port=port, hooks=hooks, parameters=parameters, tell=tell)
-    failed = sum(finding.outcome == "failed" for finding in findings)
+    findings, code = diagnose(link, port=port, hooks=hooks, parameters=parameters, identity=identity, tell=tell)
+    failed, skipped = (sum(finding.outcome == kind for finding in findings) for kind in ("failed", "skipped"))
     checks = [{name: value for name, value in asdict(finding).items() if name != "trace"} for finding in findings]
     if as_json:
         click.echo(dumps({"ok": not failed, "exit_code": int(code), "checks": checks}))
     else:
-        click.echo(f"{failed} of {len(findings)} checks failed" if failed else "nothing is in the way")
+        fine = (
+            f"nothing that was checked is in the way; skipped: {skipped} of {len(findings)}" if skipped else "nothing is in the way"
+        )
+        click.echo(f"{failed} of {len(findings)} checks failed" if failed else fine)
     return int(code)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -38,6 +38,7 @@ from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.verify.start import start_verification
 from shoal.node.verify.terms import make_terms
 from shoal.optim import RoundInfo
+from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
@@ -155,11 +156,12 @@ class TrainingNode:
         host, directory, outer, opt = membership.host, membership.directory, settings.outer, trainer.whole
         sinks.begin(about(settings, membership, device))
         model = model_digest(trainer.params)
-        shard, own = self._place(settings, membership, saved)
+        own = self._own_run(settings, membership, saved)
         traffic = host.traffic
         self._activity.progress = lambda: (opt.steps, traffic.sent + traffic.received)
         with self._activity.doing("fetching the swarm's weights", bounded=True):
             state = self._swarm_state(settings, membership, trainer, model, came_from_elsewhere=saved is not None and own is None)
+        shard = self._shard(settings, membership, own)  # now, for others that came meanwhile have theirs
         screen = make_screen(outer)
         exchange = make_exchange(
             membership, outer, screen, seed=settings.train.seed, model=model, fragments=opt.fragments, overlap=opt.lag > 0
@@ -186,17 +188,23 @@ class TrainingNode:
             settings, device, membership, trainer, shard, member, sharing, verification, result, metrics, refusals, status
         )
 
-    def _place(self, settings: Settings, membership: Membership, saved: SavedRun | None) -> tuple[Shard, SavedRun | None]:
-        """Return the shard to train on, and ``saved`` if it is of this swarm."""
-        directory = membership.directory
+    def _own_run(self, settings: Settings, membership: Membership, saved: SavedRun | None) -> SavedRun | None:
+        """Read the directory; return ``saved`` if it is of this swarm."""
         if self.link is not None:
-            directory.refresh(10.0)
+            membership.directory.refresh(10.0)
         own = resume.own_run(saved, membership.swarm, settings.node)
         if self.link is not None and own is not None:
             await_others(membership, self.display.message, lambda: self.shutdown.requested)
+        return own
+
+    def _shard(self, settings: Settings, membership: Membership, own: SavedRun | None) -> Shard:
+        """Return the shard to train on. Others hear of it seconds later, when this node is announced."""
         if own is not None and settings.node.shard is None:
-            return own.shard, own
-        return choose_shard(settings, membership.manifest, directory.members(), membership.host.peer_id), own
+            return own.shard
+        if self.link is not None:
+            with suppress(NetworkError):  # it was read when this node came
+                membership.directory.refresh(10.0)
+        return choose_shard(settings, membership.manifest, membership.directory.members(), membership.host.peer_id)
 
     def _swarm_state(
         self, settings: Settings, membership: Membership, trainer: Trainer, model: str, *, came_from_elsewhere: bool

@@ -121,6 +121,14 @@ def admission(text: str, identity: Identity, now: float | None = None) -> bytes:
     return pack(Admission(invitation=sealed, since=since, signature=signature))
 
 
+def invited(text: str) -> str | None:
+    """Return the only peer that may use the invitation ``text``; None if any may, or if it is damaged."""
+    try:
+        return unseal(_parts(text)[0], Invitation)[1].peer
+    except (AdmissionError, MessageError):
+        return None
+
+
 @functools.lru_cache(maxsize=4096)  # every record of a member shows the same one
 def entry_of(shown: bytes, peer: str, swarm: str, creator: str) -> AdmittedBy | str:
     """Verify the admission that ``peer`` shows; return one sentence if it is invalid. `expiry` checks its date."""

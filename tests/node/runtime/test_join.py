@@ -1,5 +1,8 @@
 """What a joiner takes from the manifest and what is its own affair; which shard it gets."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 
 from shoal.node.cli.main import cli
@@ -7,11 +10,14 @@ from shoal.node.cli.options import computing_overrides, node_overrides
 from shoal.node.config.settings import ConfigError, load
 from shoal.node.config.train import OwnTraining, TrainTable
 from shoal.node.demo.demo import settings_toml
+from shoal.node.runtime import training_node
 from shoal.node.runtime.door import own_data, swarm_settings, task_label
 from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest
 from shoal.node.runtime.make_trainer import with_own_lag
+from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import HookError
+from shoal.swarm.access.link import Link
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import open_manifest
 from shoal.swarm.manifest.outer import TrainSettings
@@ -212,6 +218,39 @@ def test_a_swarm_of_own_loops_has_no_task_that_a_node_could_run():
 def test_the_same_task_may_lie_elsewhere():
     settings = swarm_settings(load(None, {"task.hooks": "b/task.py:Mine"}), manifest(**{"task.hooks": "a/task.py:Mine"}))
     assert settings.task.hooks == "b/task.py:Mine"
+
+
+def test_a_newcomer_looks_who_holds_which_shard_after_it_has_taken_over_the_weights(monkeypatch):
+    view = {}  # of the directory, which another newcomer enters while this one downloads
+
+    def download(*_, **__):
+        view.update(members(0, 1, 2))
+
+    class Dealt(Exception):
+        pass
+
+    def exchange(*_, **__):
+        raise Dealt
+
+    dealt = []
+    node = TrainingNode.__new__(TrainingNode)
+    node.link, node._activity = (
+        Link("a" * 52, (f"/ip4/1.1.1.1/tcp/1/p2p/{ME.peer_id}",)),
+        SimpleNamespace(doing=lambda *_, **__: nullcontext(), progress=None),
+    )
+    node._swarm_state, node._own_run = download, lambda *_: None
+    directory = SimpleNamespace(refresh=lambda seconds: None, members=lambda: dict(view))
+    membership = SimpleNamespace(
+        host=SimpleNamespace(traffic=None, peer_id=ME.peer_id), directory=directory, manifest=manifest(), swarm="a" * 52
+    )
+    for name in ("about", "model_digest", "make_screen", "TrainingMember"):
+        monkeypatch.setattr(training_node, name, lambda *_, **__: None)
+    monkeypatch.setattr(training_node, "make_exchange", exchange)
+    monkeypatch.setattr(training_node, "choose_shard", lambda *given: dealt.append((len(given[2]), choose_shard(*given))))
+    trainer = SimpleNamespace(whole=SimpleNamespace(fragments=1, lag=0), params=[])
+    with pytest.raises(Dealt):
+        node._build(load(None, {}), None, membership, trainer, None, SimpleNamespace(begin=lambda about: None), None, None)
+    assert dealt == [(3, Shard(3, 4, 5))]
 
 
 def test_the_least_used_shard_is_taken_unless_one_is_asked_for():
