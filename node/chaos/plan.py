@@ -38,8 +38,7 @@ def draw_plan(*, peers: int, seconds: float, kills_per_minute: float, stops_per_
     second, and the creator's is among the first. Never more than half of the nodes are down at once: a hit that would exceed that
     comes later, or not at all if the run is nearly over then.
 
-    Raises:
-        ValueError: fewer than two peers, or a negative number.
+    Raises ValueError: fewer than two peers, or a negative number.
     """
     if peers < 2 or seconds <= 0 or kills_per_minute < 0 or stops_per_minute < 0:
         raise ValueError("a plan needs two peers, some seconds, and no negative rates")

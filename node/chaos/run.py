@@ -245,8 +245,7 @@ def run_swarm(
 
     The observations are in ``seen.json`` too, with more detail than the report.
 
-    Raises:
-        ChaosError: the run did not begin. All processes are ended then, and also at a KeyboardInterrupt.
+    Raises ChaosError: the run did not begin. All processes are ended then, and also at a KeyboardInterrupt.
     """
     folder.mkdir()
     flags = ["--device", device, "--set", f"node.checkpoint_every_rounds={checkpoint_every}", *(["--verbose"] if verbose else [])]

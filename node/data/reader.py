@@ -47,8 +47,7 @@ class Reader(Batches):
     Args:
         shuffle: approximate number of tokens to gather and shuffle at once.
 
-    Raises:
-        DataError: on ``next``, if there is no usable document, too little text, or a read fails.
+    Raises DataError: on ``next``, if there is no usable document, too little text, or a read fails.
     """
 
     def __init__(

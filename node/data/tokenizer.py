@@ -113,8 +113,7 @@ class Named:
 def load_tokenizer(name: str, expected: str = "") -> Tokenizer:
     """Load the tokenizer ``name``: bytes, a name on the hub, or a path (a folder or file) that begins with ``.``, ``/`` or ``~``.
 
-    Raises:
-        DataError: it cannot be loaded, or its digest is not the swarm's ``expected`` one.
+    Raises DataError: it cannot be loaded, or its digest is not the swarm's ``expected`` one.
     """
     if name == BYTES:
         found: Tokenizer = Bytes()

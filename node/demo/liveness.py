@@ -58,8 +58,7 @@ class Liveness:
     def look(self, ended: int = 0) -> list[list[dict[str, Any]]]:
         """Return all events of each node so far. ``ended``: the number of nodes that have ended well.
 
-        Raises:
-            DemoError: nothing moved for `QUIET_S` seconds (`CROWD`), or nodes only computed, without an end, for `LONG_S`.
+        Raises DemoError: nothing moved for `QUIET_S` seconds (`CROWD`), or nodes only computed, without an end, for `LONG_S`.
         """
         events, now = [reader.read() for reader in self._readers], self._clock()
         said = [event for node in events for event in node if event["event"] == ACTIVITY]

@@ -24,8 +24,7 @@ def open_stream(data: str, field: str, skipped: Skipped, at: Path | None = None)
 
     Returns None if all of it is plain text.
 
-    Raises:
-        DataError: a path is missing, or a name is malformed.
+    Raises DataError: a path is missing, or a name is malformed.
     """
     if data.strip().startswith(PREFIX):
         return HubDataset(data.strip(), field, skipped)
@@ -39,8 +38,7 @@ def read_documents(data: str, max_bytes: int, field: str = "text", at: Path | No
     If there is more, the files with the lowest hashes of their names are read, a fair sample that is the same everywhere; of a
     stream, its first documents. Files that are not text (with a zero byte near their beginning) are left out.
 
-    Raises:
-        DataError: a path is missing or unreadable, or there is no text at all.
+    Raises DataError: a path is missing or unreadable, or there is no text at all.
     """
     source = open_stream(data, field, Skipped(), at)
     documents = _read_files(data, max_bytes, at) if source is None else _read_stream(source, max_bytes)

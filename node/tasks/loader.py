@@ -154,8 +154,7 @@ def load_task(spec: str, options: Mapping[str, Any] | None = None) -> Task:
     A class that does not derive from `Task` gets its defaults of the methods that it lacks. Of a class of the user's every method
     is guarded (`Guarded`): what it raises or returns wrongly is a UserCodeError.
 
-    Raises:
-        HookError: the name, the file, the class or the options are wrong; the sentence says how.
+    Raises HookError: the name, the file, the class or the options are wrong; the sentence says how.
     """
     options = dict(options or {})
     cls = BUILT_IN.get(spec) or find_class(spec)

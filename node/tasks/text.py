@@ -56,8 +56,7 @@ class TextTask(Task):
         layers, width, heads, context: the model. batch: windows a step. max_bytes: most text held in memory.
         lr, warmup: AdamW's peak learning rate, and the steps up to it or to Muon's; a cosine then leads down to 10 %.
 
-    Raises:
-        DataError: an option is out of range, or (on first use of the data) the text is missing or too short.
+    Raises DataError: an option is out of range, or (on first use of the data) the text is missing or too short.
     """
 
     def __init__(

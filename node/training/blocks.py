@@ -24,8 +24,7 @@ def recompute(model: nn.Module) -> None:
     The gradients stay the same, bit by bit, also with dropout. Names and classes of modules do not change. Models of transformers
     keep no cache of keys unless a call asks for it.
 
-    Raises:
-        TrainingError: the model has no repeated blocks.
+    Raises TrainingError: the model has no repeated blocks.
     """
     found = repeated_blocks(model)
     if not found:

@@ -32,8 +32,7 @@ class InnerStep:
         outer_in_memory: the outer optimizer is in the device's own memory, and could be in files.
         unsynchronised: makes the context of every part's backward pass but the last, such as DDP's ``no_sync``.
 
-    Raises:
-        TrainingError: the device cannot compute as ``own`` asks for.
+    Raises TrainingError: the device cannot compute as ``own`` asks for.
     """
 
     def __init__(
@@ -99,8 +98,7 @@ class InnerStep:
         With float16 a step of which a gradient is not finite is left out, as GradScaler does, and the scale lowered. The outer part
         of an `OuterOptimizer` is done all the same: peers count the same steps. ``through``: as for `calling`.
 
-        Raises:
-            TrainingError: the gradients of many steps in a row were not finite, or memory runs out.
+        Raises TrainingError: the gradients of many steps in a row were not finite, or memory runs out.
         """
         with self._explained(None), calling(self.task, "the optimizer of inner_optimizer()", through):
             if self.scaler is None:

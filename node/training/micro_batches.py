@@ -26,8 +26,7 @@ def cut(batch: Any, parts: int) -> list[Any]:
     Every tensor and array of which the first dimension is that of the first one (`rows`) is cut along it, as a view; all else is
     the same in each part.
 
-    Raises:
-        TrainingError: the batch has no rows, or they do not divide.
+    Raises TrainingError: the batch has no rows, or they do not divide.
     """
     if parts == 1:
         return [batch]

@@ -187,8 +187,7 @@ class Trainer:
     ) -> float:
         """Train to the end of the settings, or until ``stop`` is true after a step; return the seconds it took.
 
-        Raises:
-            TrainingError: the batches ended, or the loss is not a finite scalar any more.
+        Raises TrainingError: the batches ended, or the loss is not a finite scalar any more.
         """
         began = reported = time.monotonic()
         idle, loss = self._waited(), 0.0

@@ -101,6 +101,8 @@ class LogServer:
             log = await asyncio.wait_for(making, MAKE_S)
         except asyncio.TimeoutError:
             return b"", f"it could not be made in {MAKE_S:g} s"
+        except ValueError as error:  # a log without any record would be too large
+            return b"", str(error)
         if len(log) > MAX_LOG:
             return b"", f"it has {len(log)} bytes, of which at most {MAX_LOG} may be sent: ask for a later round"
         return log, ""

@@ -1,5 +1,6 @@
 """Whatever state a node gets into, it can say so: none of its own messages fails for a number out of bounds, or for its size."""
 
+import asyncio
 import time
 from types import SimpleNamespace
 
@@ -8,6 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.node.verify.audit.finding import Finding
+from shoal.node.verify.peers import rules_of
+from shoal.node.verify.training.audit import TrainingAudit
+from shoal.node.verify.training.material import MOST_FIRST
 from shoal.optim.codecs.base import FLOAT32
 from shoal.optim.exchange.base import RoundKey
 from shoal.swarm.access.invitation import MAX_USES, admission, entry_of, expiry, issue
@@ -18,6 +23,7 @@ from shoal.swarm.exchange.newcomers import Newcomers
 from shoal.swarm.exchange.pair.offers import make_offer
 from shoal.swarm.exchange.stats import WINDOW, ExchangeStats
 from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.verify import VerifySettings
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.multiaddr import origin
 from shoal.swarm.p2p.reachability import DialSeen
@@ -25,6 +31,7 @@ from shoal.swarm.p2p.throughput import SpeedReply
 from shoal.swarm.state.drift import DriftDetector
 from shoal.swarm.state.snapshot import State, encode, make
 from shoal.swarm.state.sync import LAST_ROUND
+from shoal.swarm.topics.log_sync import LogReply, LogServer
 from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.self_report import SelfReport
@@ -35,6 +42,11 @@ from shoal.swarm.wire.group import GroupReady, GroupReceipt
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.pair import Abort, Answer, Offer
 from shoal.swarm.wire.swarms import SwarmsReply
+from shoal.verification.consensus.log import Log, decode_log
+from shoal.verification.consensus.log import encode as encode_log
+from shoal.verification.consensus.records import ATTEMPTS, MAX_ROUND, Commitment, Reveal, Verdict, View, hide
+from shoal.verification.consensus.records import decode as decode_record
+from shoal.verification.consensus.reputation import MOST_ABSENCE, MOST_SCORE, ROW, Standing, Table
 from tests.security.message_kinds import good, kinds, largest
 from tests.swarm.topics.test_status_reporter import membership as watched
 
@@ -178,6 +190,66 @@ def test_whatever_address_a_caller_has_is_told(host, now):
     address = (b"\x04" if len(host) == 4 else b"\x29") + host + b"\x06\x12\x34"
     seen = DialSeen(address=origin(address), now=now)
     assert unpack(pack(seen), DialSeen) == seen
+
+
+counts = st.integers(0, MAX_ROUND)
+standings = st.tuples(
+    st.integers(-MOST_SCORE, MOST_SCORE), counts | st.none(), counts, st.integers(0, MOST_ABSENCE), *[counts] * (ROW - 4)
+)
+sentences = st.text(max_size=2000)
+
+
+@given(st.lists(standings, max_size=4), rounds, st.integers(0, 3))
+def test_a_log_holds_whatever_standings_come_to(rows, round, more):
+    """Also after more events of each kind than a count can hold: a table that no other peer reads is no table."""
+    held = {f"p{number}": Standing.of(row) for number, row in enumerate(rows)}
+    for standing in held.values():
+        for group in (standing.claims, standing.votes, standing.appeals):
+            group.update({name: count + more for name, count in group.items()})
+    table = Table(round, held, {}).base()
+    assert decode_log(encode_log(Log(table))).base == table
+    View(peer=ME.peer_id, run=SWARM, round=round, root=bytes(32), table=table.digest)
+
+
+@given(st.booleans(), sentences, st.dictionaries(sentences, st.floats() | st.floats(1e-300, 1e-290), max_size=30))
+def test_a_vote_holds_whatever_was_measured(accepted, reason, figures):
+    evidence = Finding(accepted, reason, figures).evidence
+    vote = Reveal(peer=ME.peer_id, case=bytes(32), attempt=0, vote="valid", evidence=evidence, salt=bytes(32))
+    assert decode_record(vote.encoded) == vote
+    hidden = Commitment(peer=ME.peer_id, case=bytes(32), attempt=0, digest=hide(vote))
+    assert decode_record(hidden.encoded) == hidden
+
+
+@pytest.mark.parametrize("verifiers", range(3, 32, 2))
+def test_a_verdict_holds_whomever_a_swarm_draws(verifiers):
+    rules = rules_of(VerifySettings(verifiers=verifiers))
+    for seats in (rules.verifiers, rules.appeal):
+        verdict = Verdict(peer=ME.peer_id, case=bytes(32), attempt=ATTEMPTS - 1, marks=("withheld",) * seats)
+        assert decode_record(verdict.encoded) == verdict
+
+
+def test_no_stretch_is_claimed_that_no_claim_can_name():
+    opt = SimpleNamespace(
+        steps=MOST_FIRST, round=1, applied=[0], inner=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1), length=None,
+        schedule=SimpleNamespace(every=10),
+    )  # fmt: skip
+    audit = TrainingAudit(SimpleNamespace(opt=opt, model=torch.nn.Linear(1, 1), shard=Shard(0, 1, 0)), SimpleNamespace(steps=4))
+    for first, claimed in ((MOST_FIRST, True), (MOST_FIRST + 4, False)):
+        audit.request()
+        for opt.steps in (first, first + 4):
+            audit.after_step()
+        assert (audit.take() is not None) == claimed
+        audit._open = None
+
+
+def test_a_log_that_is_too_large_is_refused_with_the_reason():
+    table = Table(0, {f"{number:064}": Standing(score=1) for number in range(120_000)}, {})
+    made = LogServer(SimpleNamespace(serve=lambda *given: None), SWARM, lambda since: encode_log(Log(table)))
+    log, reason = asyncio.run(made._log(0))
+    assert log == b""
+    assert "above 8388608" in reason
+    assert unpack(pack(LogReply(nbytes=None, reason=reason)), LogReply).reason == reason
+    made.close()
 
 
 NOT_AT_ONCE = {

@@ -29,6 +29,7 @@ ROW = 15  # numbers of a standing
 POINT = 1000  # scores and prices are in thousandths of a point
 ABSENT = 2000  # absence from which a peer is not drawn
 MOST_ABSENCE = 2 * ABSENT  # absence of one that never votes: it is drawn again some twenty rounds after its last seat
+MOST_SCORE = 2**15  # in a row, above and below 0: a score fades one part after the other
 RETURN = 32  # each round absence loses this part of itself
 
 
@@ -97,8 +98,8 @@ class Standing:
 
     @property
     def row(self) -> tuple[int | None, ...]:
-        """All fields as `ROW` numbers."""
-        counts = (*self.claims.values(), *self.votes.values(), *self.appeals.values())
+        """All fields as `ROW` numbers; counts end at `MAX_ROUND`."""
+        counts = (min(count, MAX_ROUND) for group in (self.claims, self.votes, self.appeals) for count in group.values())
         return (self.score, self.until, self.bans, self.absence, *counts)
 
     @classmethod
@@ -108,7 +109,8 @@ class Standing:
         numbers = (score, bans, absence, *counts, *([] if until is None else [until]))
         if len(row) != ROW or any(type(number) is not int or abs(number) > MAX_ROUND for number in numbers):
             raise ValueError("not a standing")
-        if any(number < 0 for number in numbers[1:] if number is not None):
+        most = abs(score or 0) > MOST_SCORE or (absence or 0) > MOST_ABSENCE
+        if most or any(number < 0 for number in numbers[1:] if number is not None):
             raise ValueError("not a standing")
         standing = cls(int(score or 0), until, int(bans or 0), int(absence or 0))
         found = iter(int(count or 0) for count in counts)

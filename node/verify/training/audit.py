@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shoal.node.training.trainer import Trainer
 from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.training.material import Stretch, TrainingMaterial, TrainingTerms, projection_seed
+from shoal.node.verify.training.material import MOST_FIRST, Stretch, TrainingMaterial, TrainingTerms, projection_seed
 from shoal.node.verify.training.replica import MODEL, State, before, copied, snapshot_of, trainable, weights_hash, weights_in
 from shoal.optim.schedule.round_length import Steps
 from shoal.swarm.wire.envelope import pack
@@ -106,7 +106,7 @@ class TrainingAudit:
             stretch = Stretch(self._trainer.shard, first, self._steps)
             self._done.append(Kept(stretch, state, tuple(after), tuple(after.values())))
             self._open, self._wanted = None, False
-        elif self._open is None and opt.steps >= self._since and opt.steps % self._steps == 0:
+        elif self._open is None and self._since <= opt.steps <= MOST_FIRST and opt.steps % self._steps == 0:
             self._open = (opt.steps, exchanges, before(self._trainer.model, opt.inner))
 
 

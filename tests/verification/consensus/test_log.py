@@ -55,6 +55,8 @@ def frame(*parts):
         frame("electorate", 1, bytes(32), False) + frame("voter", "a" * 65, "b"),
         frame("base", 2**60),
         frame("standing", "a", *range(13)),
+        frame("standing", "a", 2**15 + 1, None, *[0] * 13),
+        frame("standing", "a", 0, None, 0, 4001, *[0] * 11),
         frame("standing", "a", 1, None, -1, *range(11)),
         frame("record", b"no record", bytes(64)),
         frame("record", claim_of("a").encoded, bytes(257)),
@@ -63,7 +65,7 @@ def frame(*parts):
         struct.pack(">I", 2000) + b"\x91" * 2000,
         bytes(module.MOST_BYTES + 1),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_hostile_logs_are_refused(wrong):
     with pytest.raises(ValueError, match="malformed"):
