@@ -101,7 +101,8 @@ COMMON = {
 OWN = {
     "member": {"shard": 0, "shards": 2}, "group-ready": {"shapes": bytes(32)},
     "invitation": {"key": None, "peer": OTHER, "uses": 1},
-    "attestation": {"signature": bytes(64)}, "seed-reply": {"members": (b"x",)}, "listed-swarm": {"contacts": (b"x",)},
+    "attestation": {"signature": bytes(64)}, "seed-request": {"topics": ("status/1",)},
+    "seed-reply": {"members": (b"x",)}, "listed-swarm": {"contacts": (b"x",)},
     "swarms-reply": {"swarms": (b"x",)}, "shuffle": {"offered": (b"x",)}, "shuffle-reply": {"offered": (b"x",)},
     "claim-material": {"tokens": (bytes(8),), "snapshot": 1}, "training-material": {"snapshot": 1, "projection": b"x"},
     "rollout": {"completions": ("x",), "tokens": (bytes(8),), "logps": (bytes(8),), "tokenizer": "0" * 64},
