@@ -26,7 +26,7 @@ class HeldCalls:
         calls with ``fragment`` are held.
         """
         call = (fragment, stream.peer_id)
-        if call in self.calls or not self._places[fragment].take(stream):
+        if call in self.calls or not (places := self._places[fragment]).take(stream):
             return None
         taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
         self.calls[call] = (round, taken)
@@ -38,7 +38,9 @@ class HeldCalls:
             return taken.result() if taken.done() else None
         finally:
             del self.calls[call]
-            self._places[fragment].free(stream)
+            places.free(stream)
+            if not places.peers and self._places.get(fragment) is places:  # not if this call gave way, and others came and went
+                del self._places[fragment]
             gone.cancel()
             await asyncio.wait({gone})  # only one may read from a stream
 
