@@ -86,7 +86,8 @@ from tests.security.message_kinds import good, kinds
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 SIGNERS.update({one.peer_id: one for one in (ME, OTHER)})
-SWARM, HERE = "a" * 52, Path(tempfile.mkdtemp(prefix="fuzz-"))
+ASIDE = tempfile.TemporaryDirectory(prefix="fuzz-")  # it goes when this process ends
+SWARM, HERE = "a" * 52, Path(ASIDE.name)
 TINY = {"layers": 1, "width": 8, "heads": 2, "context": 8}
 
 
