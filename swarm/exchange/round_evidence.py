@@ -1,9 +1,12 @@
 """How far others' words move a node's round: no further than peers that it has met, and its own clock, make plausible.
 
 A round is a number that any stranger can state, and keys are free. So neither one peer's answer nor the records of many count, but
-the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. While it has met none of
-those present, all members count. A stranger's word alone moves it nowhere. In any case its clock is a limit: what peers `QUICKER`
-times as quick as itself could have done since it began.
+the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. Its clock is a limit: what
+peers `QUICKER` times as quick as itself could have done since it began.
+
+While it has met fewer than two of those present, that would be a single peer's word. Then what members said to it themselves counts,
+met or not, if they are two at least, or if there is but one. If they are not, it moves no more than `ALONE` rounds beyond where its
+own pace brings it, until it has exchanged: a peer that is further ahead is alone, and comes back to it (`RoundEvidence.back`).
 
 That median is late, for records are seconds old, and with it alone peers of unlike speed seldom meet. So whatever a peer that it
 has met says to this node counts as its round at once, and one word after each exchange moves it up to two rounds further. Had every
@@ -11,13 +14,17 @@ word that effect, a liar would drive two honest nodes before it, one round each 
 in an earlier round than it has stated has lied, and its word has this effect no more.
 
 A node that is ahead of all others, because its checkpoint or its snapshot was, meets nobody, and they do not believe it. After
-`ALONE` rounds without an exchange it goes back to where those are that call it.
+`ALONE` rounds without an exchange it goes back to where those are that call it, if that is more than as many rounds behind; after
+twice as many wherever they are.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import deque
 from collections.abc import Iterable
-from statistics import median_high, median_low
+from statistics import median, median_high, median_low
 
 from shoal.swarm.exchange.context import PeerContext
 
@@ -25,6 +32,7 @@ QUICKER = 256  # a large GPU against a small CPU
 ALONE = 4  # rounds of every fragment without an exchange, and rounds ahead of the others, after which a node goes back
 SEVERAL = 3  # peers, of which one that lies cannot be a median
 SHORTEST_S = 0.01  # of a round
+MEASURED = 16  # rounds
 REMEMBERED = 1024  # peers
 
 
@@ -35,6 +43,8 @@ class RoundEvidence:
         self._context, self._fragments = context, fragments
         self._met: dict[str, int] = {}
         """Peers with which this node has exchanged -> the furthest round that they stated to it."""
+        self._said: dict[str, int] = {}
+        """Peers that it has not met -> the round that they stated to it last."""
         self._pushes: set[str] = set()
         """Those of them whose next word counts for more than the median."""
         self._behind: dict[str, int] = {}
@@ -42,9 +52,12 @@ class RoundEvidence:
         self._alone = 0
         self._began: tuple[float, int] | None = None
         """Time and number of the first round."""
-        self._cycle: tuple[float, int] = (0.0, 0)
-        self._quickest = float("inf")
-        """Seconds of this node's shortest round, of all fragments."""
+        self._ahead = 0
+        """Rounds by which it moved beyond its own pace since its last exchange."""
+        self._begins: deque[float] = deque(maxlen=MEASURED)
+        """Times of its newest rounds."""
+        self._newest = 0
+        """The number of the newest one."""
 
     @property
     def partners(self) -> frozenset[str]:
@@ -57,19 +70,26 @@ class RoundEvidence:
 
     def begin(self, now: float, round: int) -> None:
         """Note that this node hands in its contribution to ``round``."""
-        if self._began is None:
-            self._began, self._cycle = (now, round), (now, round)
-        began, first = self._cycle
-        if round >= first + self._fragments:
-            cycles = (round - first) / self._fragments
-            self._quickest = min(self._quickest, max((now - began) / cycles, SHORTEST_S))
-            self._cycle = now, round
+        self._began = self._began or (now, round)
+        if self._begins:
+            self._ahead += max(round - self._newest - max(self._own(now)[1], 1), 0)
+        self._newest = max(self._newest, round)
+        self._begins.append(now)
+
+    def _own(self, now: float) -> tuple[float, int]:
+        """Return the seconds of this node's usual round, and how many of these went by since its newest began."""
+        begins = list(self._begins)
+        if len(begins) < 2:
+            return math.inf, 0
+        usual = max(median(later - earlier for earlier, later in itertools.pairwise(begins)), SHORTEST_S / self._fragments)
+        return usual, int((now - begins[-1]) / usual)
 
     def met(self, peers: Iterable[str], round: int) -> None:
         """Note an exchange with ``peers``."""
-        self._alone = 0
+        self._alone = self._ahead = 0
         self._behind.clear()
         for peer in peers:
+            self._said.pop(peer, None)
             stated = self._met.pop(peer, 0)
             self._met[peer] = max(round, stated)
             if stated < round + self._fragments:
@@ -83,6 +103,10 @@ class RoundEvidence:
         """Note that ``peer`` itself stated the ``round`` in which it is."""
         if peer in self._met:
             self._met[peer] = max(round, self._met[peer])
+        else:
+            self._said[peer] = round
+            while len(self._said) > REMEMBERED:
+                del self._said[next(iter(self._said))]
 
     def missed(self) -> None:
         """Note a round without an exchange."""
@@ -101,17 +125,19 @@ class RoundEvidence:
             for other, member in self._context.members().items()
             if other != self._context.me and member.model == self._context.model
         }
-        known = [at for other, at in others.items() if other in self._met]
-        usual = median_low(known or (others | {peer: said}).values())
-        if not known:  # records are seconds old; what it says now is newer
-            usual += self._fragments
-        elif said > usual and peer in self._pushes:
-            self._pushes.discard(peer)
-            half = median_high(known) if len(known) > SEVERAL else usual
-            usual = min(half, usual + self._fragments) + self._fragments
+        met = [at for other, at in others.items() if other in self._met]
+        words = met + [at for other, at in dict(self._said).items() if other in others]
         began, first = self._began or (now, 0)
-        cycles = (now - began) / self._quickest  # 0 in the first round
-        possible = first + self._fragments * QUICKER * (1 + int(cycles))
+        usual_s, passed = self._own(now)
+        possible = first + self._fragments * QUICKER * (1 + int((now - began) / usual_s / self._fragments))
+        usual = median_low(met if len(met) > 1 else words or [said])
+        if len(words) < min(len(others), 2):
+            reach = self._newest + passed + max(ALONE * self._fragments - self._ahead, 0)
+            usual = usual if usual <= reach else self._newest  # there it is met; half way there is nobody
+        if said > usual and peer in self._pushes:
+            self._pushes.discard(peer)
+            half = median_high(met) if len(met) > SEVERAL else usual
+            usual = min(half, usual + self._fragments) + self._fragments
         return min(usual, possible)
 
     def back(self, round: int) -> int | None:
@@ -121,10 +147,13 @@ class RoundEvidence:
         behind = dict(self._behind)  # the host's loop goes on meanwhile
         callers = {peer: at for peer, at in behind.items() if peer in self._met} or behind
         distance = round - median_low(callers.values())
-        if distance <= ALONE * self._fragments:
+        if distance < self._fragments or (distance <= ALONE * self._fragments and self._alone < 2 * ALONE * self._fragments):
             return None
-        self._alone, self._began, self._quickest = 0, None, float("inf")
+        self._alone, self._ahead, self._began = 0, 0, None
         self._behind.clear()
+        self._begins.clear()
         # What they stated is as old as this node's way here, but who stated more than that was no guide.
         self._met = {peer: at if at > round else 0 for peer, at in self._met.items()}
-        return round - distance // self._fragments * self._fragments
+        self._said.clear()
+        self._newest = round - distance // self._fragments * self._fragments
+        return self._newest

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.swarm.p2p.memory_stream import NOTHING
+from tests.sim.hostile import Liar
 from tests.sim.peers import SimPeer, SimSwarm
 
-Kind = Literal["kill", "sleep", "part", "sever", "stall", "slow"]
+Kind = Literal["kill", "sleep", "part", "sever", "stall", "slow", "drag"]
 KINDS: tuple[Kind, ...] = ("kill", "sleep", "part", "sever", "sever", "stall", "slow")
 
 
@@ -40,8 +41,10 @@ class FaultPlan:
     until: float
 
 
-def plan(seed: int, peers: int, events: int, most: int = 4, kinds: Sequence[Kind] = KINDS) -> list[Fault]:
-    """Return at most ``most`` faults within the first ``events`` events."""
+def plan(
+    seed: int, peers: int, events: int, most: int = 4, kinds: Sequence[Kind] = KINDS, *, hostile: bool = False
+) -> list[Fault]:
+    """Return at most ``most`` faults within the first ``events`` events. ``hostile``: and one member that drags the others."""
     chance = random.Random(f"faults {seed}")
     found = []
     for _ in range(chance.randint(0, most)):
@@ -49,6 +52,8 @@ def plan(seed: int, peers: int, events: int, most: int = 4, kinds: Sequence[Kind
         victim = chance.choice([-1, chance.randrange(peers)])
         seconds = chance.choice([0.3, 1.5, 4.0]) * chance.uniform(0.5, 1.5)
         found.append(Fault(chance.randint(10, events), kind, victim, seconds, chance.random()))
+    if hostile:
+        found.append(Fault(chance.randint(10, events), "drag", chance.randrange(peers), 10.0, chance.random()))
     return sorted(found, key=lambda fault: fault.after)
 
 
@@ -73,7 +78,7 @@ class FaultInjector:
             return
         there = [peer for peer in swarm.peers if not peer.gone and peer.host.process.state == "awake"]
         chosen = [peer for peer in there if (peer.name == name if fault.victim < 0 else peer.number == fault.victim)]
-        if fault.kind in ("kill", "sleep", "slow") and not chosen:
+        if fault.kind in ("kill", "sleep", "slow", "drag") and not chosen:
             return
         seconds = min(fault.seconds, left)
         trouble = FaultPlan(frozenset(peer.id for peer in chosen[:1]), loop.time(), loop.time() + seconds)
@@ -97,6 +102,16 @@ class FaultInjector:
         victim.gone = False
         victim.begin()
         self._swarm.network.note(victim.name, "came back")
+
+    def _drag(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
+        """Let a peer turn hostile; it never comes back."""
+        victim, swarm = chosen[0], self._swarm
+        if sum(not peer.gone for peer in swarm.peers) <= 2:
+            return
+        swarm.network.kill(victim.id)
+        victim.gone = True
+        self._note(trouble)
+        Liar(swarm, victim, fault.dice, trouble.until)
 
     def _sleep(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
         network, victim = self._swarm.network, chosen[0]

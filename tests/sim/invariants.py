@@ -5,7 +5,8 @@
 2. A contribution counts in one mean. All peers that take a mean with it take the same bits; the others keep their own step whole.
    The two may come apart only where a fault touched one of them while it was at it (two generals).
 3. A decision is made once, and never for a peer that has gone on.
-4. Rounds grow.
+4. Rounds grow, but for a peer that returns to the others, and as peers count them: no peer is more than `AHEAD` rounds of every
+   fragment beyond the number of rounds that the most diligent peer began, whatever a hostile one says.
 5. A round comes to its own end, before the limit at which the training thread would call it off.
 6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer.
 7. Tables are bounded, and nothing is left at the end: no task, no stream, no table entry but for `REMEMBERED`.
@@ -36,6 +37,8 @@ REMEMBERED = {
     "_unreached": 64,
     "misses": 64,
     "_met": 64,
+    "_said": 64,
+    "_begins": 64,
     "_pushes": 64,
     "holds": 16,
     "_owed": 64,
@@ -47,6 +50,7 @@ REMEMBERED = {
     "_seconds": 64,
 }
 """Tables that may hold something when all is over, by name, and how much."""
+AHEAD = 10
 GROWN = 64  # entries of any other table, at any time
 EQUAL = 1e-6  # the mean of equal values, with weights, may differ from them in the last bit
 
@@ -60,7 +64,7 @@ class Checks:
 
     def __init__(self, swarm: SimSwarm, mischief: FaultInjector, errors: ErrorCollector) -> None:
         self._swarm, self._mischief, self._errors = swarm, mischief, errors
-        self._rounds: dict[int, int] = {}
+        self._rounds: dict[tuple[int, int], int] = {}
         self._decided: dict[int, Any] = {}
         self._means: dict[tuple[int, int], tuple[bytes, Contribution]] = {}
         """By contribution: the bits of the mean that it is in, and whose outcome that was."""
@@ -79,10 +83,12 @@ class Checks:
             self._fail(self._errors.found[0])
         for peer in swarm.peers:
             now = peer.exchange.next_round
-            process = id(peer.host)
+            process = id(peer.host), peer.went_back
             if now < self._rounds.get(process, 0):
                 self._fail(f"the round of {peer.name} fell from {self._rounds[process]} to {now}")
             self._rounds[process] = now
+            if now > max(peer.serial for peer in swarm.peers) + AHEAD * swarm.setting.fragments and not peer.gone:
+                self._fail(f"{peer.name} is dragged to round {now}")
             for mine, handle in peer.in_flight.values():
                 if isinstance(peer.exchange, GroupExchange):
                     mine.leaders.update(peer.exchange._rounds._elsewhere.values())

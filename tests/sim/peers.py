@@ -97,6 +97,8 @@ class SimPeer:
         self.weights = torch.rand(VALUES, generator=torch.Generator().manual_seed(number))
         self.serial = self.round = self.turn = 0
         """The number of the newest contribution, the next round, and the fragment that is sent in it."""
+        self.went_back = 0
+        """Times that it returned to an earlier round, where the others were."""
         self.slept = 0.0
         """Seconds that it has slept."""
         self.gone = False
@@ -212,6 +214,8 @@ class SimPeer:
         mine.ended, mine.mean = loop.time(), mean
         self.round = max(self.round, self.exchange.next_round)  # as `OuterSync` does
         self.exchange.next_round = self.round
+        if (back := self.exchange.back(self.round)) is not None:
+            self.round, self.went_back = back, self.went_back + 1
         if mean is not None:
             since = self.weights[part] - mine.tensors[0]
             self.weights = self.weights.clone()

@@ -38,8 +38,8 @@ class Report:
     failure: BaseException | None
 
 
-def setting_of(seed: int) -> Setting:
-    """Return the swarm of a seed."""
+def setting_of(seed: int, hostile: bool = False) -> Setting:
+    """Return the swarm of a seed; one with a ``hostile`` member trains for longer."""
     chance = random.Random(f"setting {seed}")
     kind = chance.choice(("pair", "pair", "group"))
     options: dict[str, Any] = {}
@@ -51,7 +51,7 @@ def setting_of(seed: int) -> Setting:
     return Setting(
         kind,  # type: ignore[arg-type]
         chance.randint(3, 6) if kind == "pair" else chance.choice((3, 3, 4, 4, 5)),
-        calm=6.0,
+        calm=15.0 if hostile else 6.0,
         skew=chance.choice((0.0, 0.0, 3.0)),
         lose=chance.choice((0.0, 0.0, 0.2)),
         again=chance.choice((0.0, 0.3)),
@@ -64,14 +64,15 @@ def simulate(
     *,
     setting: Setting | None = None,
     faults: list[Fault] | None = None,
+    hostile: bool = False,
     keep: bool = False,
     prepare: Callable[[SimSwarm], None] = lambda swarm: None,
 ) -> Report:
-    """Run a simulation to its end, or to the first violated invariant. ``keep``: keep the trace's lines too. ``prepare``: called
-    with the swarm before it begins.
+    """Run a simulation to its end, or to the first violated invariant. ``hostile``: one member turns against the others. ``keep``:
+    keep the trace's lines too. ``prepare``: called with the swarm before it begins.
     """
-    setting = setting or setting_of(seed)
-    faults = plan(seed, setting.peers, 350 if setting.kind == "pair" else 700) if faults is None else faults
+    setting = setting or setting_of(seed, hostile)
+    faults = plan(seed, setting.peers, 350 if setting.kind == "pair" else 700, hostile=hostile) if faults is None else faults
     chance = random.Random(f"links {seed}")
     links = Links(chance.choice((0.005, 0.03, 0.15)), chance.choice((0.0, 0.01, 0.05)), chance.choice((1e4, 1e6)))
     loop, trace = VirtualLoop(), Trace(keep)
@@ -122,11 +123,14 @@ def simulate(
 
 
 def main(argv: list[str]) -> int:
-    """Run the named seeds and print their traces. Returns the exit code: 1 if an invariant did not hold."""
+    """Run the named seeds, after the word ``hostile`` with a hostile member, and print their traces.
+
+    Returns the exit code: 1 if an invariant did not hold.
+    """
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
-    failed = False
-    for seed in map(int, argv[1:]):
-        report = simulate(seed, keep=True)
+    failed, hostile = False, argv[1] == "hostile"
+    for seed in map(int, argv[2:] if hostile else argv[1:]):
+        report = simulate(seed, hostile=hostile, keep=True)
         for line in report.lines or ():
             print(line)
         print(f"{report.setting}\n{report.faults}")

@@ -82,10 +82,16 @@ class PairRounds:
         return self.overlap and been is not None and round != at and been <= round < soon
 
     def within(self, wanted: int, fragment: int, mine: int, limit: int) -> int:
-        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but not beyond ``limit``."""
-        return max(mine, wanted - self._up(max(wanted - limit, 0), fragment))
+        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but not beyond ``limit``.
+
+        It is one of the same fragment, whatever the peer answers.
+        """
+        return mine + max(min(wanted, limit) - mine, 0) // self._step(fragment) * self._step(fragment)
+
+    def _step(self, fragment: int) -> int:
+        # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
+        return self.fragments if fragment < self.fragments else 1
 
     def _up(self, distance: int, fragment: int) -> int:
-        # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
-        step = self.fragments if fragment < self.fragments else 1
+        step = self._step(fragment)
         return -(-distance // step) * step

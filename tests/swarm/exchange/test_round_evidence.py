@@ -84,20 +84,56 @@ def test_two_met_liars_of_four_peers_move_a_node_by_two_rounds():
 
 
 def test_the_clock_is_a_limit_whoever_says_more():
-    members = {"liar": Record(FAR)}
-    node = trained(members, met=["liar"], fragments=4)
+    members = {"liar": Record(FAR), "other": Record(FAR)}
+    node = trained(members, met=["liar", "other"], fragments=4)
     assert node.furthest("liar", FAR, 10.0) == 4 * QUICKER * 11
-    assert evidence(members).furthest("liar", FAR, 0.0) == QUICKER  # nobody met, no round begun
+
+
+def test_one_word_moves_a_node_that_has_nothing_else_by_a_few_rounds_until_it_has_exchanged():
+    """A node that had met only the liar, or nobody, went to `QUICKER` times its rounds."""
+    liar = Record(0)
+    for met in ([], ["liar"]):
+        node = trained({"liar": liar, "dead": Record(FAR)}, met=met)
+        at = 10
+        for now in range(10, 60):
+            node.begin(now, at)
+            liar.round = at + 2 if now % 2 else FAR
+            node.heard("liar", liar.round)
+            at = 1 + max(at, node.furthest("liar", liar.round, now + 0.5))
+            node.missed()
+        assert at <= 60 + ALONE + 2 * len(met)
+
+
+def test_a_single_other_member_is_followed_as_far_as_the_clock_allows():
+    node = trained({"friend": Record(500)})
+    node.heard("friend", 500)
+    assert node.furthest("friend", 500, 10.0) == 500
+
+
+@pytest.mark.parametrize("distance", [1, ALONE])
+def test_who_is_a_little_ahead_goes_back_when_it_was_alone_for_longer(distance):
+    """Those behind may have no rounds left by which one word moves them, and never came up."""
+    node = trained({"friend": Record(50), "dead": Record(50)})
+    for alone in range(2 * ALONE):
+        node.called("friend", 50 - distance)
+        assert node.back(50) is None, alone
+        node.missed()
+    assert node.back(50) == 50 - distance
+
+
+def test_two_words_of_peers_never_met_move_a_newcomer_to_the_lower():
+    node = trained({"a": Record(0), "b": Record(0), "liar": Record(FAR)})
+    for peer, round in (("a", 500), ("liar", FAR)):
+        node.heard(peer, round)
+    assert node.furthest("liar", FAR, 10.0) == 500
+    node.heard("stranger", FAR)  # no member
+    node.heard("b", 501)
+    assert node.furthest("b", 501, 10.0) == 501
 
 
 def test_a_node_that_slept_may_go_as_far_as_its_clock():
     node = trained({"friend": Record(5000)}, met=["friend"])
     assert node.furthest("friend", 5000, 5000.0) == 5000
-
-
-def test_a_newcomer_that_has_met_nobody_follows_the_lower_half_of_the_records():
-    node = trained({"a": Record(30), "b": Record(31), "liar": Record(FAR)})
-    assert node.furthest("liar", FAR, 10.0) == 32
 
 
 def test_a_node_that_is_ahead_and_alone_goes_back_to_those_who_call_it():

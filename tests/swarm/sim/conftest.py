@@ -14,18 +14,19 @@ class Seeds:
     def failure(self, seed, **options):
         return simulate(seed, **options).failure
 
-    def first(self, seeds):
+    def first(self, seeds, **options):
         """The first of ``seeds`` that fails, and how; (None, None) if all hold."""
         for seed in seeds:
-            failure = self.failure(seed)
+            failure = self.failure(seed, **options)
             if failure is not None:
                 return seed, failure
         return None, None
 
-    def check(self, seeds):
-        seed, failure = self.first(seeds)
+    def check(self, seeds, hostile=False):
+        seed, failure = self.first(seeds, hostile=hostile)
         if failure is not None:
-            pytest.fail(f"seed {seed}: {failure!r}\nreplay it, with its trace: python -m tests.sim.run {seed}", pytrace=False)
+            replay = f"python -m tests.sim.run {'hostile ' * hostile}{seed}"
+            pytest.fail(f"seed {seed}: {failure!r}\nreplay it, with its trace: {replay}", pytrace=False)
 
 
 @pytest.fixture

@@ -312,8 +312,9 @@ def test_who_has_listened_long_enough_costs_training_no_more(needed, over):
 
 @given(st.integers(1, 5), st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
 def test_who_moves_stays_in_step_and_within_the_limit(fragments, mine, wanted, limit):
+    """A liar that answered a round of another fragment put a peer out of step for good: it met nobody any more."""
     moved = PairRounds(fragments).within(wanted, 0, mine, limit)
-    assert moved == mine or (mine < moved <= min(wanted, limit) and (wanted - moved) % fragments == 0)
+    assert moved == mine or (mine < moved <= min(wanted, limit) and (moved - mine) % fragments == 0)
 
 
 def test_failures_are_forgotten_no_faster_with_fragments():

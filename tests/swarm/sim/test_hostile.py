@@ -1,0 +1,49 @@
+"""Two thousand small swarms in which one member turns hostile and says that it is far ahead: nobody follows it, and it does no harm
+that lasts (`tests.sim.hostile`)."""
+
+import pytest
+
+from shoal.swarm.exchange.pair.rounds import PairRounds
+from shoal.swarm.exchange.round_evidence import RoundEvidence
+
+SEEDS, BLOCK, QUICK = 2000, 50, 100
+LATER = pytest.mark.slow(reason="ten minutes of a processor; the first hundred have swarms of every kind")
+
+
+@pytest.mark.parametrize(
+    "first", [pytest.param(first, marks=[LATER] * (first >= QUICK), id=str(first)) for first in range(0, SEEDS, BLOCK)]
+)
+def test_a_hostile_member_drags_nobody(seeds, first):
+    seeds.check(range(first, first + BLOCK), hostile=True)
+
+
+def one_word_is_enough(patch):
+    """Who says that it is ahead is believed."""
+    patch.setattr(RoundEvidence, "furthest", lambda self, peer, said, now: said)
+
+
+def records_count(patch):
+    """The lower median of all members is believed, met or not."""
+    furthest = RoundEvidence.furthest
+
+    def counted(self, peer, said, now):
+        met, self._met = self._met, {other: 0 for other in self._context.members()} | self._met
+        try:
+            return furthest(self, peer, said, now)
+        finally:
+            self._met = met
+
+    patch.setattr(RoundEvidence, "furthest", counted)
+
+
+def a_stranger_chooses_the_fragment(patch):
+    """A node moves to a round of another fragment, if a peer answers one."""
+    patch.setattr(PairRounds, "within", lambda self, wanted, fragment, mine, limit: max(mine, min(wanted, limit)))
+
+
+@pytest.mark.parametrize("mutant", [one_word_is_enough, records_count, a_stranger_chooses_the_fragment], ids=lambda f: f.__name__)
+def test_a_seed_finds_it(seeds, monkeypatch, mutant):
+    mutant(monkeypatch)
+    seed, failure = seeds.first(range(QUICK), hostile=True)
+    assert seed is not None
+    assert "is dragged to" in repr(failure) or "the spread is still" in repr(failure)
