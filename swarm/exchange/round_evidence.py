@@ -137,8 +137,9 @@ class RoundEvidence:
         if said > usual and peer in self._pushes:
             self._pushes.discard(peer)
             half = median_high(met) if len(met) > SEVERAL else usual
-            usual = min(half, usual + self._fragments) + self._fragments
-        return min(usual, possible)
+            return min(min(half, usual + self._fragments) + self._fragments, possible)
+        # Were it moved to where the others are by a word that is beyond them, a liar would send two to each other's next round.
+        return min(usual, possible) if said <= usual else self._newest
 
     def back(self, round: int) -> int | None:
         """Return the round to go back to from ``round``, in which this node is alone; None if it is not."""

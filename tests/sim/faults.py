@@ -41,9 +41,7 @@ class FaultPlan:
     until: float
 
 
-def plan(
-    seed: int, peers: int, events: int, most: int = 4, kinds: Sequence[Kind] = KINDS, *, hostile: bool = False
-) -> list[Fault]:
+def plan(seed: int, peers: int, events: int, most: int = 4, kinds: Sequence[Kind] = KINDS, *, hostile: bool = False) -> list[Fault]:
     """Return at most ``most`` faults within the first ``events`` events. ``hostile``: and one member that drags the others."""
     chance = random.Random(f"faults {seed}")
     found = []

@@ -50,7 +50,7 @@ REMEMBERED = {
     "_seconds": 64,
 }
 """Tables that may hold something when all is over, by name, and how much."""
-AHEAD = 10
+AHEAD = 10  # rounds of every fragment
 GROWN = 64  # entries of any other table, at any time
 EQUAL = 1e-6  # the mean of equal values, with weights, may differ from them in the last bit
 
