@@ -1,12 +1,12 @@
 """How far others' words move a node's round: no further than peers that it has met, and its own clock, make plausible.
 
 A round is a number that any stranger can state, and keys are free. So neither one peer's answer nor the records of many count, but
-the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. Its clock is a limit: what
-peers `QUICKER` times as quick as itself could have done since it began.
+the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. A word beyond that moves
+it nowhere. Its clock is a limit too: what peers `QUICKER` times as quick as itself could have done since it began.
 
-While it has met fewer than two of those present, that would be a single peer's word. Then what members said to it themselves counts,
-met or not, if they are two at least, or if there is but one. If they are not, it moves no more than `ALONE` rounds beyond where its
-own pace brings it, until it has exchanged: a peer that is further ahead is alone, and comes back to it (`RoundEvidence.back`).
+While it has met fewer than two of those present, a single peer's word would decide. Then what members said to it themselves counts,
+met or not, if they are two at least, or if there is but one. Otherwise it moves at most `ALONE` rounds beyond where its own pace
+brings it, until it has exchanged: a peer that is further ahead is alone, and comes back to it (`RoundEvidence.back`).
 
 That median is late, for records are seconds old, and with it alone peers of unlike speed seldom meet. So whatever a peer that it
 has met says to this node counts as its round at once, and one word after each exchange moves it up to two rounds further. Had every

@@ -1,9 +1,10 @@
-"""A member that turns hostile: ``python dragging_member.py SECONDS FREE join ...``, the rest as for ``python -m shoal``. And an honest
-one that writes down how far such words move it: ``python dragging_member.py FILE up ...``.
+"""A member that turns hostile: ``python dragging_member.py SECONDS FREE join ...``, the rest as for ``python -m shoal``.
 
-For ``SECONDS`` it is an honest node. Then it answers every call with a round far ahead, its record says the same, and so do those of
-``FREE`` keys that it makes up, each in the directory as a member's should be. When it calls it exchanges as before, so that it stays
-one of those that the others have met.
+And an honest one that writes down how far such words move it: ``python dragging_member.py FILE up ...``.
+
+For ``SECONDS`` the first is honest. Then it answers every call with a round far ahead, its record says the same, and so do those
+of ``FREE`` keys that it makes up, each in the directory as a member's should be. When it calls it exchanges as before, so that it
+stays one of those that the others have met.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A member that turns hostile: it answers every call with a round that it makes up, calls others in it, and sends free records of it.
+"""A member that turns hostile: it answers every call with a round that it makes up, calls others, and sends free records of it.
 
 Its numbers follow from the seed. It is known to those with which it exchanged while it was honest.
 """
@@ -16,7 +16,6 @@ from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
 from shoal.swarm.wire.fields import MAX_COUNT
 from shoal.swarm.wire.group import GroupReady, GroupReceipt
 from shoal.swarm.wire.pair import Answer, Offer
-
 from tests.sim.peers import MODEL, SWARM, SimPeer, SimSwarm
 
 FREE = (0, 4, 20)

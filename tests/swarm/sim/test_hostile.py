@@ -27,7 +27,7 @@ def records_count(patch):
     furthest = RoundEvidence.furthest
 
     def counted(self, peer, said, now):
-        met, self._met = self._met, {other: 0 for other in self._context.members()} | self._met
+        met, self._met = self._met, dict.fromkeys(self._context.members(), 0) | self._met
         try:
             return furthest(self, peer, said, now)
         finally:
