@@ -1,8 +1,8 @@
 """How far others' words move a node's round: no further than peers that it has met, and its own clock, make plausible.
 
 A round is a number that any stranger can state, and keys are free. So neither one peer's answer nor the records of many count, but
-the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. A word beyond that moves
-it nowhere. Its clock is a limit too: what peers `QUICKER` times as quick as itself could have done since it began.
+the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. Its clock is a limit too:
+what peers `QUICKER` times as quick as itself could have done since it began.
 
 While it has met fewer than two of those present, a single peer's word would decide. Then what members said to it themselves counts,
 met or not, if they are two at least, or if there is but one. Otherwise it moves at most `ALONE` rounds beyond where its own pace
@@ -138,8 +138,8 @@ class RoundEvidence:
             self._pushes.discard(peer)
             half = median_high(met) if len(met) > SEVERAL else usual
             return min(min(half, usual + self._fragments) + self._fragments, possible)
-        # Were it moved to where the others are by a word that is beyond them, a liar would send two to each other's next round.
-        return min(usual, possible) if said <= usual else self._newest
+        # By a word beyond the others it moves to where they have been: a liar would send two of them to each other's next rounds.
+        return min(usual if said <= usual else usual - self._fragments, possible)
 
     def back(self, round: int) -> int | None:
         """Return the round to go back to from ``round``, in which this node is alone; None if it is not."""

@@ -76,11 +76,14 @@ def hostile(seconds, free):
 
 
 def watched(path):
-    """Patch the node that is about to be started: each word of a liar becomes a line of a file, the rounds by which it moved it."""
+    """Patch the node that is about to be started: each word of a liar becomes a line of a file, the rounds by which it moved it beyond
+    where it was and all that others had told it.
+    """
     note = Caller._note
 
     def noted(self, pairing, peer, answer):
-        before = max(pairing.swarm_round, pairing.key.round)
+        told = [round for round in self._state.evidence._met.values() if round < FAR]
+        before = max(pairing.swarm_round, pairing.key.round, *told)
         note(self, pairing, peer, answer)
         if answer.round == FAR:
             with open(path, "a") as file:

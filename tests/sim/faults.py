@@ -61,6 +61,7 @@ class FaultInjector:
     def __init__(self, swarm: SimSwarm, faults: Sequence[Fault]) -> None:
         self._swarm, self._left = swarm, list(faults)
         self.troubles: list[FaultPlan] = []
+        self.hostile = any(fault.kind == "drag" for fault in faults)
 
     def look(self, name: str) -> None:
         """Inject what is due; called with every event and the name of its peer."""

@@ -5,8 +5,8 @@
 2. A contribution counts in one mean. All peers that take a mean with it take the same bits; the others keep their own step whole.
    The two may come apart only where a fault touched one of them while it was at it (two generals).
 3. A decision is made once, and never for a peer that has gone on.
-4. Rounds grow, but for a peer that returns to the others, and as peers count them: no peer is more than `AHEAD` rounds of every
-   fragment beyond the number of rounds that the most diligent peer began, whatever a hostile one says.
+4. Rounds grow, but for a peer that returns to the others. Whatever a hostile one says, no peer is more than `AHEAD` rounds of every
+   fragment beyond the number of rounds that the most diligent peer began.
 5. A round comes to its own end, before the limit at which the training thread would call it off.
 6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer.
 7. Tables are bounded, and nothing is left at the end: no task, no stream, no table entry but for `REMEMBERED`.
@@ -88,7 +88,8 @@ class Checks:
             if now < self._rounds.get(process, 0):
                 self._fail(f"the round of {peer.name} fell from {self._rounds[process]} to {now}")
             self._rounds[process] = now
-            if now > max(peer.serial for peer in swarm.peers) + AHEAD * swarm.setting.fragments and not peer.gone:
+            most = max(peer.serial for peer in swarm.peers) + AHEAD * swarm.setting.fragments
+            if self._mischief.hostile and now > most and not peer.gone:
                 self._fail(f"{peer.name} is dragged to round {now}")
             for mine, handle in peer.in_flight.values():
                 if isinstance(peer.exchange, GroupExchange):
