@@ -76,8 +76,9 @@ def hostile(seconds, free):
 
 
 def watched(path):
-    """Patch the node that is about to be started: each word of a liar becomes a line of a file, the rounds by which it moved it beyond
-    where it was and all that others had told it.
+    """Patch the node that is about to be started: each word of a liar becomes a line of a file.
+
+    The line is the number of rounds by which it moved the node beyond where that was, and beyond all that others had told it.
     """
     note = Caller._note
 

@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).with_name("dragging_member.py")
 FREE, HONEST_S = 100, 10  # records; seconds for which it is an honest member
 MOVED, DRIFT = 2, 0.1  # rounds of every fragment by lies; part of all rounds that honest peers of unlike speed make of themselves
 LOSS = 1.01
-WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls read long books".split()
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wise", "owls", "read")
 SETTINGS = {
     "outer": {"every": 20}, "options": {"layers": 1, "width": 32, "heads": 2, "context": 32},
 }  # fmt: skip
