@@ -40,7 +40,6 @@ REMEMBERED = {
     "_said": 64,
     "_begins": 64,
     "_pushes": 64,
-    "_places": 8,
     "holds": 16,
     "_owed": 64,
     "_behind": 64,
