@@ -123,7 +123,8 @@ class Stream:
         ``incoming``, and none beyond it is read, so that messages work afterwards. ``on_progress`` gets the bytes received so far,
         on the loop.
 
-        Raises NetworkError when nothing moved in either direction for ``chunk_timeout`` seconds, at ``deadline``
+        Raises NetworkError when the peer sent nothing for ``chunk_timeout`` seconds, or took nothing once it has sent all (at first
+        either counts, for twice that: it may have to wait for its pace; a relay takes bytes for one that is gone), at ``deadline``
         (an instant of ``time.monotonic()``) unless it moves so fast that it will be over by ``longest``, or when the stream ends
         early; the stream is then closed and ``incoming`` holds an unusable part. When it returns, nobody refers to the buffers any
         more.
@@ -161,16 +162,23 @@ class Stream:
         """Wait for both directions. Progress is counted in bytes the socket took, not in whole chunks: links are slow."""
         loop = asyncio.get_running_loop()
         pending: set[asyncio.Future[Any]] = {sender, bulk.arrived}
-        moved, since = -1, loop.time()
+        moved, received, began = -1, -1, loop.time()
+        since = heard = began
         while True:
             now = loop.time()
             if bulk.moved() != moved:
                 moved, since = bulk.moved(), now
+            here, left = bulk.received, bulk.left(nbytes)[0]
+            if here != received:
+                received, heard = here, now
+            if left:
+                since = heard if here else min(since, began + chunk_timeout)
             if progress.overdue(now, bulk.left(nbytes)):
                 raise NetworkError(f"the transfer with peer {short(self.peer_id)} was not complete at its deadline.", "timeout")
             if now - since >= chunk_timeout:
+                moves = "sent" if left else "took"
                 raise NetworkError(
-                    f"peer {short(self.peer_id)} neither sent nor took a byte for {chunk_timeout:g} s in the middle of a transfer.",
+                    f"peer {short(self.peer_id)} {moves} no byte for {chunk_timeout:g} s in the middle of a transfer.",
                     "timeout",
                 )
             wait = min(chunk_timeout / 4, 0.25, progress.next(now))
@@ -245,6 +253,11 @@ class _Bulk(asyncio.BufferedProtocol):
                 self.arrived.set_exception(EOFError())
             else:
                 self._transport.resume_reading()
+
+    @property
+    def received(self) -> int:
+        """The bytes received."""
+        return self._received
 
     def moved(self) -> int:
         """Return the bytes received plus those that the socket took."""

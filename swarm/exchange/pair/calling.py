@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.pair import offers
 from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
-from shoal.swarm.exchange.pair.dialing import open_unless
+from shoal.swarm.exchange.pair.dialing import hang_up, open_unless
 from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
-from shoal.swarm.exchange.pair.transfer import PartnerContribution
+from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL, PartnerContribution
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.nonce import fresh_nonce
 from shoal.swarm.wire.pair import Answer
 
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.stream import Stream
+
 PROBE_S = 1.0  # seconds for a candidate other than the partner to answer
+QUIET, PROBED = 0.25, 0.75  # of the silence that ends a transfer: until a peer that holds a call is probed, and for that
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +36,11 @@ class Caller:
         """Open a stream, offer, and exchange if the offer is accepted within ``seconds``. Raises NetworkError or MessageError."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        until = began + seconds
+        until, chunk = began + seconds, self._state.timeouts.chunk
         member = self._context.members().get(peer) or self._context.known().get(peer)
         addresses = member.addresses if member is not None else ()
         try:
-            opening = self._context.host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(seconds, 0.01))
+            opening = self._context.host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(min(seconds, chunk), 0.01))
             stream = await open_unless(pairing.called, opening)
         except NetworkError as error:
             if error.reason != "timeout" or seconds >= PROBE_S:  # what was left of a search is no time to open a stream in
@@ -50,7 +55,7 @@ class Caller:
             offer = offers.make_offer(self._context, pairing.attempt.contribution, nonce)
             await stream.send(offer, max(until - loop.time(), 0.01))
             try:
-                answered = await stream.receive(Answer.LIMIT, max(until - loop.time(), 0.01))
+                answered = await self._answered(stream, max(until - loop.time(), 0.01))
             except NetworkError as error:
                 if self._state.overlap and error.reason == "timeout":  # it is behind, and costs no training
                     return None
@@ -72,6 +77,26 @@ class Caller:
         finally:
             pairing.accepted = False
             stream.close()
+
+    async def _answered(self, stream: Stream, seconds: float) -> bytes:
+        """Wait for the answer, which comes when the peer comes to the round; but not for one that is not there any more."""
+        chunk = self._state.timeouts.chunk
+        answer = asyncio.ensure_future(stream.receive(Answer.LIMIT, seconds))
+        try:
+            while not (await asyncio.wait({answer}, timeout=chunk * QUIET))[0]:
+                probe = asyncio.ensure_future(self._context.host.open(stream.peer_id, OUTCOME_PROTOCOL, timeout=chunk * PROBED))
+                probe.add_done_callback(hang_up)
+                try:
+                    await asyncio.wait({answer, probe}, return_when=asyncio.FIRST_COMPLETED)
+                    if not answer.done():
+                        probe.result()
+                finally:
+                    probe.cancel()
+                    del probe
+            return answer.result()
+        finally:
+            answer.cancel()
+            del answer  # its error names this frame: a ring, which would keep the contribution until it is collected
 
     def _note(self, pairing: PairingAttempt, peer: str, answer: Answer) -> None:
         log.debug("round %d: %s answered %s %s", pairing.key.round, short(peer), answer.verdict, answer.reason)

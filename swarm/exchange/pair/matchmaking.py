@@ -196,7 +196,8 @@ class PairMatchmaker:
         finally:
             pairing.dialing, pairing.offering = None, False
         if received is None and pairing.expecting == peer:
-            await pairing.until_called(until)
+            # It said that it was calling: a call that does not come soon comes from nobody that is still there.
+            await pairing.until_called(min(until, asyncio.get_running_loop().time() + self._timeouts.chunk))
             pairing.expecting = None
         return received or await pairing.outcome(self._timeouts)
 

@@ -155,9 +155,25 @@ def test_a_peer_that_vanishes_while_we_send():
 def test_a_silent_peer_is_given_up_after_the_chunk_timeout():
     async def body(a, b):
         began = time.monotonic()
-        with pytest.raises(NetworkError, match=r"neither sent nor took a byte for 0\.3 s"):
+        with pytest.raises(NetworkError, match=r"sent no byte for 0\.3 s"):
             await swap(a, bytes(50 * CHUNK), bytearray(CHUNK), chunk_timeout=0.3)
         assert time.monotonic() - began > 0.25
+
+    run(body)
+
+
+@pytest.mark.parametrize("first", [b"", b"x"])
+def test_a_peer_whose_relay_takes_bytes_while_it_sends_none_is_silent(first):
+    async def body(a, b):
+        async def take():
+            b._writer.write(first)
+            while await b._reader.read(CHUNK // 4):
+                await asyncio.sleep(0.05)
+
+        taking = asyncio.ensure_future(take())
+        with pytest.raises(NetworkError, match=r"sent no byte for 0\.3 s"):  # and not only at the deadline
+            await swap(a, bytes(500 * CHUNK), bytearray(CHUNK), chunk_timeout=0.3, deadline=time.monotonic() + 20)
+        taking.cancel()
 
     run(body)
 

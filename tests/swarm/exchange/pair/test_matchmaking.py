@@ -28,7 +28,7 @@ LONG = 60.0  # a wait that no test sits out: what ends in half of it did not wai
 class Peer:
     """An exchange on a fake host, with a membership of its own."""
 
-    def __init__(self, network, sees=None, model=MODEL, swarm=SWARM, wait=LONG):
+    def __init__(self, network, sees=None, model=MODEL, swarm=SWARM, wait=LONG, chunk=5.0):
         self.network, self.host = network, network.host()
         self.id = self.host.peer_id
         self.sees = sees
@@ -37,7 +37,7 @@ class Peer:
         self.rounds = {}
         self.model = model
         context = PeerContext(self.host, self.host.identity, swarm, model, SEED, self.members, self.look)
-        self.exchange = PairExchange(context, ExchangeTimeouts(wait, 5.0, 20.0), departed=lambda: self.gone)
+        self.exchange = PairExchange(context, ExchangeTimeouts(wait, chunk, 20.0), departed=lambda: self.gone)
 
     def look(self):
         self.looked += 1
@@ -182,6 +182,18 @@ def test_a_partner_that_vanished_costs_no_wait(network):
     b.host.die()
     began = time.monotonic()
     assert a.start().result() is None
+    assert time.monotonic() - began < LONG / 2
+
+
+def test_a_partner_that_vanishes_while_it_holds_a_call_is_not_waited_for(network):
+    """Its stream stays open, as one through a relay does: only a new one shows that nobody is there."""
+    a, b = Peer(network, wait=LONG, chunk=0.5), Peer(network, wait=LONG)
+    a.sees = b.sees = [a.id, b.id]
+    handle = a.start(0, 1.0)
+    until(lambda: b.exchange._matchmaker.held.calls)
+    b.host.dead = True
+    began = time.monotonic()
+    assert value(handle.result()) is None
     assert time.monotonic() - began < LONG / 2
 
 
