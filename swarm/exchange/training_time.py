@@ -41,15 +41,16 @@ class TrainingTime:
         # The last average is of all weights, and so larger than what was measured.
         return max(FIRST_S, nbytes / FIRST_RATE, half) + self._timeouts.trial
 
-    def spent(self, peer: str, round: int, fragment: int, held: float, nbytes: int, *, whole: bool) -> dict[str, int]:
+    def spent(self, peer: str, round: int, fragment: int, held: float, *, whole: bool) -> dict[str, int]:
         """Note that an exchange with ``peer`` held training for ``held`` seconds; ``whole``: it was not given up. Return the peers
         to be passed over, and for how many rounds: this one, or the first one, now that there is a measure.
         """
         period, before = max(self._round_s(fragment), LEAST_S), dict(self.holds)
         self.holds[peer] = held
         self.holds.move_to_end(peer)
-        free = OFTEN * median_low(before.values()) if before else LEAST_S + nbytes / FIRST_RATE
-        costs = {peer: held if not whole else max(held - free, 0.0)}
+        costs = {}
+        if before:  # without a measure nobody knows what is dear: over a satellite each of the first exchanges is
+            costs[peer] = max(held - OFTEN * median_low(before.values()), 0.0) if whole else held
         if len(before) == 1 and peer not in before:
             costs |= {first: max(seconds - OFTEN * held, 0.0) for first, seconds in before.items()}
         over = {}

@@ -145,7 +145,7 @@ class PairState:
         log.debug("round %d: the transfer took %.2f s, of which training waited %.2f", key.round, loop.time() - began, held)
         over: dict[str, int] = {}
         if received is not None or given_up:  # one that broke off is counted as such
-            over = self.time.spent(stream.peer_id, key.round, key.fragment, held, theirs.nbytes, whole=not given_up)
+            over = self.time.spent(stream.peer_id, key.round, key.fragment, held, whole=not given_up)
         self.ended(pairing, stream.peer_id, received, over.pop(stream.peer_id, 0))
         for peer, rounds in over.items():
             self.selector.passed.missed(peer, key.round, rounds)
