@@ -48,9 +48,9 @@ class TrainingTime:
         period, before = max(self._round_s(fragment), LEAST_S), dict(self.holds)
         self.holds[peer] = held
         self.holds.move_to_end(peer)
-        costs = {}
-        if before:  # without a measure nobody knows what is dear: over a satellite each of the first exchanges is
-            costs[peer] = max(held - OFTEN * median_low(before.values()), 0.0) if whole else held
+        # Without a measure nobody knows what is dear: over a satellite each of the first exchanges is.
+        free = OFTEN * median_low(before.values()) if before else math.inf
+        costs = {peer: max(held - free, 0.0) if whole or not before else held}
         if len(before) == 1 and peer not in before:
             costs |= {first: max(seconds - OFTEN * held, 0.0) for first, seconds in before.items()}
         over = {}
