@@ -48,8 +48,7 @@ class TrainingTime:
         period, before = max(self._round_s(fragment), LEAST_S), dict(self.holds)
         self.holds[peer] = held
         self.holds.move_to_end(peer)
-        # Without a measure nobody knows what is dear: over a satellite each of the first exchanges is.
-        free = OFTEN * median_low(before.values()) if before else math.inf
+        free = OFTEN * median_low(before.values()) if before else math.inf  # over a satellite each of the first ones is dear
         costs = {peer: max(held - free, 0.0) if whole or not before else held}
         if len(before) == 1 and peer not in before:
             costs |= {first: max(seconds - OFTEN * held, 0.0) for first, seconds in before.items()}
