@@ -33,7 +33,8 @@ def read_status(link: Link) -> dict[str, Any]:
         clocks = host.submit(compare_clocks(host, host.entry()))  # members are not known yet, and with a wrong clock never
         with closing(open_directory(identity, host, link, manifest)) as directory:
             members, size = directory.members(), directory.size()
-        lasting = lasting_link(link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=link.bootstrap)
+        answered = [address for address in link.bootstrap if address.rpartition("/p2p/")[2] in host.met]  # not the dead
+        lasting = lasting_link(link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=answered)
         seen = clocks.result(2 * ASK_S)
     found = overview(link.swarm, manifest, members, time.time(), size)
     problem = clock_problem(seen)

@@ -79,9 +79,13 @@ def _usable(addresses: Sequence[str], peer: str) -> list[str]:
 
 
 def _preferred(addresses: Sequence[str]) -> list[str]:
-    """Return a peer's addresses, the best first: one that announces a relay cannot be dialled directly."""
+    """Return a peer's addresses, the best first: one that announces a relay cannot be dialled directly.
+
+    Those on its own machine only if it has no others: elsewhere they lead to somebody else, or nowhere.
+    """
     relayed = any(RELAY in address for address in addresses)
-    return sorted(addresses, key=lambda address: (is_loopback(address), relayed and RELAY not in address))
+    addresses = [address for address in addresses if not is_loopback(address)] or addresses
+    return sorted(addresses, key=lambda address: relayed and RELAY not in address)
 
 
 def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:

@@ -87,8 +87,8 @@ class Bootstrapper:
         reasons = {address: reason for address, reason in failed.items() if address in self.bootstrap}
         if self.bootstrap and self._must_join and not reached:
             raise dial.unreachable(reasons, tried_besides=len(known))
-        for address, reason in reasons.items():
-            log.warning("bootstrap peer %s %s", address, reason)
+        for address, reason in reasons.items():  # some of a link's addresses are old, and one that answers is enough
+            log.log(logging.INFO if reached else logging.WARNING, "bootstrap peer %s %s", address, reason)
         members, dht = await self._join(daemon, reached, end)
         from shoal.swarm.p2p.hivemind_adapter import count_peers
 

@@ -108,7 +108,10 @@ def test_a_node_hears_of_its_wrong_clock_for_as_long_as_it_is_wrong(behind):
         tick.wait(0.02)
     wrong = "his machine's clock is 60.0 s behind that of the only peer that answered, so yours or theirs is wrong"
     assert all(line.startswith(f"This node cannot meet the others: t{wrong}") for line in found)
-    assert status.read_status(link)["findings"][0].startswith(f"T{wrong}")
+    dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
+    report = status.read_status(Link(link.swarm, (dead, *link.bootstrap)))
+    assert report["findings"][0].startswith(f"T{wrong}")
+    assert dead not in Link.parse(report["link"]).bootstrap  # a link is handed on, and the dead with it
 
 
 class Asked:

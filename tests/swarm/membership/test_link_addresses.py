@@ -80,7 +80,9 @@ def test_second_addresses_fill_what_is_left_and_others_come_last():
 
 def test_an_address_beyond_the_machine_is_preferred_and_a_relay_where_there_is_one():
     here, lan = at(1, "127.0.0.1"), at(1, "192.168.0.7")
-    assert chosen({peer(1): Record((here, lan))})[0] == lan
+    assert chosen({peer(1): Record((here, lan))}) == (lan,)
+    assert chosen({}, own=[here, at(1), lan]) == (at(1), lan)
+    assert chosen({}, own=[here]) == (here,)
     assert chosen({peer(1): Record((lan, relayed(1)))}) == (relayed(1), lan)
     assert chosen({peer(1): Record((here,))}) == (here,)
 
