@@ -6,7 +6,7 @@
    The two may come apart only where a fault touched one of them while it was at it (two generals).
 3. A decision is made once, and never for a peer that has gone on.
 4. Rounds grow, but for a peer that returns to the others. Whatever a hostile one says, no peer is more than `AHEAD` rounds of every
-   fragment beyond the number of rounds that the most diligent peer began.
+   fragment beyond the number of rounds that the most diligent peer began, but for one that knew of no other member.
 5. A round comes to its own end, before the limit at which the training thread would call it off.
 6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer.
 7. Tables are bounded, and nothing is left at the end: no task, no stream, no table entry but for `REMEMBERED`.
@@ -65,6 +65,8 @@ class Checks:
     def __init__(self, swarm: SimSwarm, mischief: FaultInjector, errors: ErrorCollector) -> None:
         self._swarm, self._mischief, self._errors = swarm, mischief, errors
         self._rounds: dict[tuple[int, int], int] = {}
+        self._misled: set[int] = set()
+        """Processes that are ahead because they knew of the hostile member alone."""
         self._decided: dict[int, Any] = {}
         self._means: dict[tuple[int, int], tuple[bytes, Contribution]] = {}
         """By contribution: the bits of the mean that it is in, and whose outcome that was."""
@@ -88,14 +90,23 @@ class Checks:
                 self._fail(f"the round of {peer.name} fell from {self._rounds[process]} to {now}")
             self._rounds[process] = now
             most = max(peer.serial for peer in swarm.peers) + AHEAD * swarm.setting.fragments
-            if self._mischief.hostile and now > most and not peer.gone:
-                self._fail(f"{peer.name} is dragged to round {now}")
+            if self._mischief.hostile and not peer.gone:
+                self._dragged(peer, now > most)
             for mine, handle in peer.in_flight.values():
                 if isinstance(peer.exchange, GroupExchange):
                     mine.leaders.update(peer.exchange._rounds._elsewhere.values())
                 self._decision(peer, handle._attempt.commit)
         if self._apart_at_calm is None and swarm.network.loop.time() > swarm.setting.calm:
             self._apart_at_calm = swarm.spread()
+
+    def _dragged(self, peer: SimPeer, beyond: bool) -> None:
+        honest = {other.id for other in self._swarm.peers if other is not peer and not other.gone}
+        if not beyond:
+            self._misled.discard(id(peer.host))
+        elif not honest & peer.members().keys():
+            self._misled.add(id(peer.host))
+        elif id(peer.host) not in self._misled:
+            self._fail(f"{peer.name} is dragged to round {peer.exchange.next_round}")
 
     def _decision(self, peer: SimPeer, decision: Any) -> None:
         known = self._decided.get(id(decision), (decision, None, False))
