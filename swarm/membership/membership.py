@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from shoal.swarm.access.invitation import admission
+from shoal.swarm.access.invitation import MAX_SHOWN, admission
 from shoal.swarm.access.link import Link
 from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.errors import AdmissionError
@@ -166,7 +167,7 @@ def join(
     ``sealed``: the swarm's manifest, if this node was a member before. Then no peer need answer: this may be the first to return.
     ``meanwhile``: as for `Host.start`.
     """
-    ticket = admission(link.invite, identity) if link.invite else b""
+    ticket = _admission(identity, link)
     access_policy = _access_policy(identity, network)
     bootstrap = (*link.bootstrap, *network.bootstrap)
     host = _start(identity, link.swarm, network, bootstrap, access_policy, must_join=sealed is None, meanwhile=meanwhile)
@@ -184,6 +185,20 @@ def join(
     except BaseException:
         host.close()
         raise
+
+
+def _admission(identity: Identity, link: Link) -> bytes:
+    """Return the admission by the invitation in ``link``, kept beside the key, or of one without the admission kept earlier."""
+    kept = None if identity.path is None else identity.path.with_name(f"{identity.path.name}.{link.swarm}.admission")
+    if link.invite:
+        ticket = admission(link.invite, identity)
+        if kept is not None:
+            with contextlib.suppress(OSError):  # then the link with the invitation is needed again
+                kept.write_bytes(ticket)
+        return ticket
+    with contextlib.suppress(OSError):
+        return b"" if kept is None else kept.read_bytes()[: MAX_SHOWN + 1]
+    return b""
 
 
 def _access_policy(identity: Identity, network: NetworkOptions) -> AccessPolicy:

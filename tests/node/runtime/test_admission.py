@@ -108,6 +108,15 @@ def test_a_members_link_has_the_others_addresses_and_no_invitation(club):
     assert any(address.endswith(guest.host.peer_id) for address in club.first.link_now().bootstrap)
 
 
+def test_who_was_let_in_comes_back_by_any_members_link(club, tmp_path):
+    mine = Identity.load_or_create(tmp_path / "mine.key")
+    club.join(club.invited(), "guest", mine).close()
+    again = club.join(club.link(), "again", mine)
+    assert again.directory.access_policy.ticket
+    with pytest.raises(AdmissionError, match="it has no invitation"):
+        club.join(club.link(), "third", Identity.load_or_create(tmp_path / "another.key"))
+
+
 def test_without_an_invitation_one_sentence_says_so_before_anything_else(club):
     with pytest.raises(AdmissionError, match=r"may not come in: it has no invitation .* by invitation only: ask the creator"):
         club.join(club.link())
