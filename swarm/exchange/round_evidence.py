@@ -5,8 +5,8 @@ the rounds of peers with the same model with which this node has exchanged, whos
 what peers `QUICKER` times as quick as itself could have done since it began.
 
 While it has met fewer than two of those present, a single peer's word would decide. Then what members said to it themselves counts,
-met or not, if they are two at least, or if there is but one. Otherwise it moves at most `ALONE` rounds beyond where its own pace
-brings it, until it has exchanged: a peer that is further ahead is alone, and comes back to it (`RoundEvidence.back`).
+met or not, if they are two at least. If they are not, it moves at most `ALONE` rounds beyond where its own pace brings it, until it
+has exchanged: a peer that is further ahead is alone, and comes back to it (`RoundEvidence.back`).
 
 That median is late, for records are seconds old, and with it alone peers of unlike speed seldom meet. So whatever a peer that it
 has met says to this node counts as its round at once, and one word after each exchange moves it up to two rounds further. Had every
@@ -15,7 +15,7 @@ in an earlier round than it has stated has lied, and its word has this effect no
 
 A node that is ahead of all others, because its checkpoint or its snapshot was, meets nobody, and they do not believe it. After
 `ALONE` rounds without an exchange it goes back to where those are that call it, if that is more than as many rounds behind; after
-twice as many wherever they are.
+twice as many wherever they are. Of two peers that are all there are one goes back at once.
 """
 
 from __future__ import annotations
@@ -118,20 +118,21 @@ class RoundEvidence:
         while len(self._behind) > REMEMBERED:
             del self._behind[next(iter(self._behind))]
 
+    def _others(self) -> dict[str, int]:
+        """Return the rounds in the records of the other members with the same model."""
+        me, model = self._context.me, self._context.model
+        return {peer: one.round for peer, one in self._context.members().items() if peer != me and one.model == model}
+
     def furthest(self, peer: str, said: int, now: float) -> int:
         """Return the round to which this node may move at most, now that ``peer`` has ``said`` in which it is."""
-        others = {
-            other: max(member.round, self._met.get(other, 0))
-            for other, member in self._context.members().items()
-            if other != self._context.me and member.model == self._context.model
-        }
+        others = {other: max(at, self._met.get(other, 0)) for other, at in self._others().items()}
         met = [at for other, at in others.items() if other in self._met]
         words = met + [at for other, at in dict(self._said).items() if other in others]
         began, first = self._began or (now, 0)
         usual_s, passed = self._own(now)
         possible = first + self._fragments * QUICKER * (1 + int((now - began) / usual_s / self._fragments))
         usual = median_low(met if len(met) > 1 else words or [said])
-        if len(words) < min(len(others), 2):
+        if len(words) < 2:
             reach = self._newest + passed + max(ALONE * self._fragments - self._ahead, 0)
             usual = usual if usual <= reach else self._newest  # there it is met; half way there is nobody
         if said > usual and peer in self._pushes:
@@ -139,16 +140,18 @@ class RoundEvidence:
             half = median_high(met) if len(met) > SEVERAL else usual
             return min(min(half, usual + self._fragments) + self._fragments, possible)
         # By a word beyond the others it moves to where they have been: a liar would send two of them to each other's next rounds.
-        return min(usual if said <= usual else usual - self._fragments, possible)
+        return min(usual if said <= usual else max(usual - self._fragments, 0), possible)
 
     def back(self, round: int) -> int | None:
         """Return the round to go back to from ``round``, in which this node is alone; None if it is not."""
-        if self._alone < ALONE * self._fragments or not self._behind:
+        rounds = self._alone // self._fragments
+        if rounds < 1 or not self._behind:
             return None
         behind = dict(self._behind)  # the host's loop goes on meanwhile
         callers = {peer: at for peer, at in behind.items() if peer in self._met} or behind
         distance = round - median_low(callers.values())
-        if distance < self._fragments or (distance <= ALONE * self._fragments and self._alone < 2 * ALONE * self._fragments):
+        patience = 2 * ALONE if distance <= ALONE * self._fragments else ALONE if len(self._others()) > 1 else 1
+        if distance < self._fragments or rounds < patience:
             return None
         self._alone, self._ahead, self._began = 0, 0, None
         self._behind.clear()

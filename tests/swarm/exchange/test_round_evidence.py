@@ -104,10 +104,11 @@ def test_one_word_moves_a_node_that_has_nothing_else_by_a_few_rounds_until_it_ha
         assert at <= 60 + ALONE + 2 * len(met)
 
 
-def test_a_single_other_member_is_followed_as_far_as_the_clock_allows():
-    node = trained({"friend": Record(500)})
-    node.heard("friend", 500)
-    assert node.furthest("friend", 500, 10.0) == 500
+def test_of_two_that_are_all_there_are_the_one_ahead_goes_back_at_once():
+    node = trained({"friend": Record(50)})
+    node.called("friend", 50)
+    node.missed()
+    assert node.back(500) == 50
 
 
 @pytest.mark.parametrize("distance", [1, ALONE])
@@ -137,7 +138,7 @@ def test_a_node_that_slept_may_go_as_far_as_its_clock():
 
 
 def test_a_node_that_is_ahead_and_alone_goes_back_to_those_who_call_it():
-    node = trained({"friend": Record(50)}, fragments=4)
+    node = trained({"friend": Record(50), "dead": Record(50)}, fragments=4)
     node.called("friend", 49)
     for _ in range(ALONE * 4):
         assert node.back(10**6 + 1) is None

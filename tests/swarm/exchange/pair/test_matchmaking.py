@@ -261,9 +261,9 @@ def test_who_left_after_this_round_is_not_left_out_of_its_pairs(network):
 
 def test_a_slow_peer_is_told_that_the_round_has_passed_and_catches_up(network):
     a, b = Peer(network, wait=5.0), Peer(network, wait=5.0)
-    b.rounds = {a.id: 7, b.id: 2}
+    b.rounds = {a.id: 7, b.id: 4}
     a.exchange.next_round = 8
-    slow = b.start(round=2, value=1.0)
+    slow = b.start(round=4, value=1.0)
     until(lambda: a.exchange._matchmaker.held.calls)
     assert value(a.start(round=8, value=3.0).result()) == 2.0
     assert value(slow.result()) == 2.0
