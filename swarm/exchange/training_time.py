@@ -16,10 +16,12 @@ from statistics import median_low
 
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience
 
-SEVERAL, OFTEN = 4, 3  # times the usual: given up, and of no cost
+SEVERAL, LONGER = 4, 1.5  # times what exchanges usually hold, and what they take in all: given up
+OFTEN, FREE_S = 3, 0.5  # times the usual, and seconds at least: of no cost
 LEAST_S = 1.0  # seconds that every exchange may hold training, and of the shortest round that counts
 FIRST_S, FIRST_RATE = 2.0, 62.5e3  # seconds, and bytes a second each way, of an exchange before there is a measure
 GIVES, COSTLY, COSTLY_S = 0.03, 0.15, 1.0  # parts of a round; seconds at least
+LATE, LATE_S = 0.25, 3.0  # of a round, and seconds at least, that a group's first two members wait for the others
 PARTNERS, PEERS = 16, 1024  # remembered
 
 
@@ -30,28 +32,41 @@ class TrainingTime:
         self._timeouts, self._patience, self._fragments = timeouts, patience, fragments
         self.holds: OrderedDict[str, float] = OrderedDict()
         """Peer -> seconds for which the newest exchange with it held training."""
+        self.took: OrderedDict[str, float] = OrderedDict()
+        """Peer -> seconds of the newest exchange with it in all."""
         self._owed: OrderedDict[str, tuple[float, int]] = OrderedDict()
         """Peer -> seconds that it had cost more than it gave, and the round of that."""
 
-    def budget(self, nbytes: int, fragment: int) -> float:
-        """Return the seconds for which an exchange of ``nbytes`` bytes each way may hold training."""
+    def budget(self, nbytes: int, fragment: int, before: float = 0.0) -> float:
+        """Return the seconds for which an exchange of ``nbytes`` bytes each way may hold training that has gone on ``before``."""
         half = min(self._round_s(fragment) / 2, self._patience.of(self._timeouts, fragment))
         if self.holds and fragment < self._fragments:
-            return max(LEAST_S, SEVERAL * median_low(self.holds.values()), half) + self._timeouts.trial
+            # At the end training waits for all of an exchange, which else goes on meanwhile.
+            whole = LONGER * median_low(self.took.values()) - before if self.took else 0.0
+            return max(LEAST_S, SEVERAL * median_low(self.holds.values()), half, whole) + self._timeouts.trial
         # The last average is of all weights, and so larger than what was measured.
         return max(FIRST_S, nbytes / FIRST_RATE, half) + self._timeouts.trial
 
-    def spent(self, peer: str, round: int, fragment: int, held: float, *, whole: bool) -> dict[str, int]:
-        """Note that an exchange with ``peer`` held training for ``held`` seconds; ``whole``: it was not given up. Return the peers
-        to be passed over, and for how many rounds: this one, or the first one, now that there is a measure.
+    def forming(self, fragment: int) -> float:
+        """Return the seconds for which the first members of a group wait for the others."""
+        return max(LATE * self._round_s(fragment), LATE_S)
+
+    def spent(self, peer: str, round: int, fragment: int, held: float, *, whole: bool, took: float = 0.0) -> dict[str, int]:
+        """Note that an exchange with ``peer`` held training for ``held`` of the seconds that it ``took``; ``whole``: it was not
+        given up. Return the peers to be passed over, and for how many rounds: it, or the first one, now that there is a measure.
         """
         period, before = max(self._round_s(fragment), LEAST_S), dict(self.holds)
         self.holds[peer] = held
         self.holds.move_to_end(peer)
-        free = OFTEN * median_low(before.values()) if before else math.inf  # over a satellite each of the first ones is dear
+        usual = max(OFTEN * median_low(before.values()), FREE_S) if before else math.inf  # over a satellite the first ones are dear
+        others = [seconds for other, seconds in self.took.items() if other != peer]
+        free = max(usual, median_low(others) if others else 0.0)
+        if whole:
+            self.took[peer] = max(took, held)
+            self.took.move_to_end(peer)
         costs = {peer: max(held - free, 0.0) if whole or not before else held}
         if len(before) == 1 and peer not in before:
-            costs |= {first: max(seconds - OFTEN * held, 0.0) for first, seconds in before.items()}
+            costs |= {first: max(seconds - max(OFTEN * held, FREE_S), 0.0) for first, seconds in before.items()}
         over = {}
         for one, cost in costs.items():
             owed, since = self._owed.pop(one, (0.0, round))
@@ -59,7 +74,7 @@ class TrainingTime:
             self._owed[one] = owed, round
             if cost and owed > max(COSTLY_S, COSTLY * period):
                 over[one] = math.ceil(owed / (GIVES * period))
-        for table, most in ((self.holds, PARTNERS), (self._owed, PEERS)):
+        for table, most in ((self.holds, PARTNERS), (self.took, PARTNERS), (self._owed, PEERS)):
             while len(table) > most:
                 table.popitem(last=False)
         return over

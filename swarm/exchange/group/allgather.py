@@ -67,6 +67,7 @@ class AllGather:
         self._parts: dict[str, tuple[float, Tensor | None]] = {me: (attempt.contribution.weight, None)}
         self._moving: dict[str, asyncio.Future[None]] = {}
         self._called = {peer: asyncio.Event() for peer in group.members if peer != me}
+        self.arrived: dict[str, float] = {}
 
     async def run(self) -> None:
         """Exchange payloads with everybody; returns when each has succeeded or failed."""
@@ -95,6 +96,15 @@ class AllGather:
                 self._called[peer].set()
             if peer in self._moving:
                 self._moving[peer].cancel()
+
+    def give_up(self) -> set[str]:
+        """Stop waiting for all that is not here; return the members that are still to send."""
+        late = {peer for peer, called in self._called.items() if not called.is_set() or peer in self._moving}
+        late = {peer for peer in late if peer not in self._moving or not self._moving[peer].done()}
+        for peer in late:
+            self._attempt.failed(peer, "timeout")
+        self.lose(self.group.places(late))
+        return late
 
     async def _with(self, peer: str) -> None:
         """Exchange with one member: of two the first in order calls."""
@@ -143,7 +153,7 @@ class AllGather:
             problem, _ = await asyncio.to_thread(self._attempt.problem, peer, scratch)
             if problem is not None:
                 raise MessageError(f"the contribution of peer {short(peer)} was refused: {problem}.", problem.kind)
-            self._parts[peer] = (ready.weight, scratch)
+            self._parts[peer], self.arrived[peer] = (ready.weight, scratch), asyncio.get_running_loop().time()
         except (NetworkError, MessageError) as error:
             log.info("round %d: nothing from %s: %s", self._attempt.key.round, short(peer), error)
             self._attempt.failed(peer, error)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,12 @@ class AllReduce:
 
     def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float, longest: float) -> None:
         mine = attempt.contribution
-        self.group, self._mine, self._until = group, mine, max(until, longest)  # each part of it has a deadline of its own
+        self._me, self.group, self._mine, self._until = (
+            me,
+            group,
+            mine,
+            max(until, longest),
+        )  # each part of it has a deadline of its own
         self._mean: Tensor | None = None
         self._called: set[str] = set()
         # A node whose contribution cannot be all-reduced reports that it holds nothing, and the leader gathers.
@@ -106,6 +111,16 @@ class AllReduce:
         weights = [self.group.weight(peer) for peer in self.group.members]
         counted = sum(weight > 0 for weight in weights)
         return Reduced(self.group.members, sum(weights), self._mean, self._mine, counted, self.group.limit)
+
+    @property
+    def arrived(self) -> Mapping[str, float]:
+        """When all that each member sends of this node's share was here. The averages of others wait for all members."""
+        return {} if self._runner is None else self._runner.arrived
+
+    def give_up(self) -> set[str]:
+        """Fail; return the members that are still to send."""
+        self.lose(self.group.everybody)
+        return set(self.group.members) - {self._me} - self.arrived.keys()
 
     def lose(self, places: int) -> None:
         """Fail if a member has died."""
@@ -164,6 +179,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
         self._streams, self._group, self._dtype = streams, group, mine.codec.dtype
         self._silence = SENDER * streams.chunk_timeout
         self._calls: dict[Stream, None] = {}
+        self.arrived: dict[str, float] = {}
         flat = mine.payload.whole().view(mine.codec.dtype)
         share = -(-flat.numel() // len(group.members)) * flat.element_size()
         super().__init__(
@@ -259,6 +275,7 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
                 code=averaging_pb2.PART_FOR_AVERAGING, group_id=self.group_id, weight=weight,
                 tensor_part=runtime_pb2.Tensor(buffer=data),
             )  # fmt: skip
+        self.arrived[stream.peer_id] = asyncio.get_running_loop().time()
 
     def _broken(self, peer: str, error: NetworkError | MessageError) -> Any:
         """Return the message for hivemind that a stream has broken. Raised here, in a step of a generator that hivemind cancels at

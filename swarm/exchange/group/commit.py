@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from shoal.optim.exchange.pairing import common
@@ -55,7 +56,8 @@ class MemberState:
 class GroupCommit:
     """One group as its leader ``me`` sees it. ``members``: by peer id; ``alone``: there is no other group; ``timeout``: seconds
     that it has in any case. While the leader's own part of the reduction moves, it goes on for up to ``longest`` seconds, and
-    then the others have as long again as that part took, because their links may be slower.
+    then the others have as long again as that part took, because their links may be slower; once the leader's training waits
+    (``needed``), no more than that, or ``again`` seconds if they are more. Nobody that is ``passed_over`` is waited for.
 
     An all-reduce counts if every member has every part of it. If not, those who are left try once more, by gathering, which
     counts for whatever they all hold.
@@ -71,9 +73,13 @@ class GroupCommit:
         timeout: float,
         me: str = "",
         longest: float = 0.0,
+        again: float = math.inf,
+        needed: asyncio.Event | None = None,
+        passed_over: Callable[[str], bool] = lambda peer: False,
     ) -> None:
         self._decisions, self._alone, self._gather, self._timeout = decisions, alone, gather, timeout
         self._me, self._longest, self._began = me, longest, 0.0
+        self._again, self._needed, self._passed_over = again, needed or asyncio.Event(), passed_over
         self._members = dict(sorted(members.items()))
         self._changed = asyncio.Event()
         for member in self._members.values():
@@ -84,16 +90,19 @@ class GroupCommit:
         self._began = asyncio.get_running_loop().time()
         until = self._began + self._timeout
         everybody = self._members
+        waiting = asyncio.ensure_future(self._needed.wait())
+        waiting.add_done_callback(lambda _: self._changed.set())
         try:
             codec = next(iter(everybody.values())).ready.codec
             if fits(codec, len(everybody)) and not self._gather:
                 if await self._try_reduction("allreduce", until):
                     return
-                self._members = {peer: member for peer, member in everybody.items() if not member.gone}
+                self._members = {p: member for p, member in everybody.items() if not (member.gone or self._passed_over(p))}
                 log.info("an all-reduce of %d failed: the remaining %d gather", len(everybody), len(self._members))
             if len(self._members) >= 2:
                 await self._try_reduction("gather", until)
         finally:
+            waiting.cancel()
             for member in everybody.values():
                 member.channel.close()
                 member.over.set()
@@ -137,13 +146,16 @@ class GroupCommit:
         """Wait until every remaining member has reported or, if all are needed, anything failed; send which members are lost."""
         loop = asyncio.get_running_loop()
         everybody, lost = (1 << len(self._members)) - 1, 0
-        own, deadline = self._members.get(self._me), until
+        own, deadline, took = self._members.get(self._me), until, 0.0
         if own is not None:
             deadline = max(until, self._began + self._longest)
         while True:
             self._changed.clear()
             if own is not None and (own.gone or nonce in own.held):
-                deadline, own = max(until, 2 * loop.time() - self._began), None
+                took, own = loop.time() - self._began, None
+                deadline = max(until, loop.time() + took)
+            if own is None and took and self._needed.is_set():
+                deadline, took = min(deadline, loop.time() + max(self._again, took)), 0.0
             gone = sum(
                 1 << place for place, member in enumerate(self._members.values()) if member.gone and nonce not in member.held
             )
@@ -153,7 +165,7 @@ class GroupCommit:
             if gone != lost:  # sent in any case: the next round need not wait for them either
                 lost = gone
                 await self._send_all(GroupLost(nonce=nonce, lost=lost))
-            if all(member.gone or nonce in member.held for member in self._members.values()):
+            if all(member.gone or nonce in member.held or self._passed_over(p) for p, member in self._members.items()):
                 return
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())

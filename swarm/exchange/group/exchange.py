@@ -26,6 +26,7 @@ from shoal.swarm.exchange.group.member import GroupMember
 from shoal.swarm.exchange.group.reduction import Outcome
 from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.exchange.handle import ExchangeBase, ExchangeHandle
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.wire.fields import Sketch
 from shoal.swarm.wire.group import LARGEST_GROUP
 
@@ -72,10 +73,11 @@ class GroupExchange(ExchangeBase):
         view, decisions = LivenessView(context, fragments), DecisionLog(context.host, context.identity, context.swarm)
         rules = FormationRules(quorum, grace, max_group, gather or screen.gathers)
         patience = Patience()
+        time = TrainingTime(timeouts, patience, fragments)
         super().__init__(context.host, self._rounds, view.evidence, timeouts, patience)
-        self._leader = GroupLeader(context, timeouts, rules, decisions, self._rounds, view, patience)
+        self._leader = GroupLeader(context, timeouts, rules, decisions, self._rounds, view, patience, time)
         self._groups = GroupMember(
-            context, timeouts, self._leader, decisions, self._rounds, view, patience, largest=max_group + 1, follow=follow
+            context, timeouts, self._leader, decisions, self._rounds, view, patience, time, largest=max_group + 1, follow=follow
         )
         self._largest = max_group + 1
 

@@ -4,7 +4,8 @@ A peer leads a round because of its rank in it (`shoal.swarm.exchange.group.memb
 training has come to that round does not matter, because its own contribution joins like any other, over a memory link.
 
 The group of a round is formed as soon as all members in view are ready; or ``quorum`` of them are, and ``grace`` seconds have
-passed since; or the patience of one of them is over, and at least two are there. One alone is let go once all others have left. A
+passed since; or the patience of one of them is over, or two have waited for as long as others are worth (`TrainingTime.forming`).
+One alone is let go once all others have left or are passed over. A
 later peer gets the leader's next round as an answer. A peer that is missing after a moment is probed: one that is gone, or sleeps,
 does not answer, and is not waited for. Nor is one whose record states a later round: it went on alone, and would be waited for in
 each round anew while it waits in the next.
@@ -30,6 +31,7 @@ from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.roster import difference
 from shoal.swarm.exchange.group.rounds import RoundTracker
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.wire.envelope import ENVELOPE, unseal
 from shoal.swarm.wire.group import MAX_GROUP, GroupReady, GroupReceipt, GroupReport
@@ -84,18 +86,22 @@ class GroupLeader:
         rounds: RoundTracker,
         view: LivenessView,
         patience: Patience,
+        time: TrainingTime,
     ) -> None:
-        self._context, self._timeouts, self._rules = context, timeouts, rules
+        self._context, self._timeouts, self._rules, self._time = context, timeouts, rules, time
         self._decisions, self._rounds, self._view, self._patience = decisions, rounds, view, patience
         self._pending: dict[tuple[int, int], PendingGroup] = {}
         self._usual: dict[int, GroupReady] = {}
         """The form of this node's own contributions, by fragment."""
+        self._needed: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._places = StreamPlaces(MAX_WAITING)
 
-    def expect(self, mine: GroupReady) -> None:
-        """Note this node's own contribution: others that differ are refused, even before its own training is there."""
-        self._usual[mine.fragment] = mine
+    def expect(self, mine: GroupReady, needed: asyncio.Event) -> None:
+        """Note this node's own contribution: others that differ are refused, even before its own training is there. ``needed``: set
+        once its training waits for the outcome.
+        """
+        self._usual[mine.fragment], self._needed[mine.fragment] = mine, needed
 
     async def serve(self, stream: Stream) -> None:
         """Serve one member, from its ready message to the decision."""
@@ -153,6 +159,8 @@ class GroupLeader:
         leader = self._rounds.leader(ready.round, ready.fragment)
         if leader not in (None, self._context.me) and peer != self._context.me:
             return self._elsewhere(ready.round, leader)
+        if self._view.costly.at(peer, ready.round):
+            return reply("busy", "exchanges with this peer held training for too long")
         pending = self._pending.get((ready.round, ready.fragment))
         usual = self._usual.get(ready.fragment)
         if usual is not None:
@@ -230,6 +238,7 @@ class GroupLeader:
         """Wait until the group of a round can be formed, and let it run."""
         loop = asyncio.get_running_loop()
         enough_since: float | None = None
+        two_since = loop.time()
         probing = asyncio.ensure_future(self._probe_missing(key[0], pending))
         try:
             while pending.members:
@@ -239,7 +248,7 @@ class GroupLeader:
                     break
                 now = loop.time()
                 here = set(pending.members)
-                if len(here) == 1 and here >= self._view.here():  # all others have left since it came
+                if len(here) == 1 and here >= self._view.hoped(key[0]):  # all others have left since it came
                     break
                 view = self._awaited(key[0], pending)
                 if len(here) < max(self._rules.quorum or len(view), 2):
@@ -247,12 +256,17 @@ class GroupLeader:
                 elif enough_since is None:
                     enough_since = now
                 expired = min(member.until for member in pending.members.values())
+                if len(here) < 2:
+                    two_since = now
+                expired = min(expired, two_since + self._time.forming(key[1]))
                 forming = (
                     expired if enough_since is None or self._rules.quorum == 0 else min(expired, enough_since + self._rules.grace)
                 )
                 if here >= view and len(here) >= 2:
                     forming = now
                 if now >= forming:
+                    if now >= expired:
+                        self._view.mark_late(here, key[0])
                     break
                 pending.changed.clear()
                 try:
@@ -281,6 +295,9 @@ class GroupLeader:
                 timeout=self._timeouts.moving(nbytes),
                 me=self._context.me,
                 longest=self._timeouts.longest(nbytes),
+                again=self._time.budget(nbytes, key[1]),
+                needed=self._needed.get(key[1]),
+                passed_over=lambda peer: self._view.costly.at(peer, key[0]),
             )
             self._start(verdict.run())
 

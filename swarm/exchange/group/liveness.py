@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.optim.exchange.pairing import order
 from shoal.swarm.exchange.context import PeerContext
+from shoal.swarm.exchange.passed_over import PassedOver
 from shoal.swarm.exchange.round_evidence import RoundEvidence
 
 
@@ -13,12 +14,15 @@ class LivenessView:
     """The directory as a group sees it. ``fragments``: sent in turn."""
 
     def __init__(self, context: PeerContext, fragments: int) -> None:
-        self.members, self._context = context.members, context
+        self.members, self._context, self._fragments = context.members, context, fragments
         self.evidence = RoundEvidence(context, fragments)
         self._absent: dict[str, float] = {}
         """Peers that died or stayed away -> the time of issue of the record they had then."""
         self._silent: dict[str, float] = {}
         """Those that did not even answer as leaders: their processes sleep or are gone."""
+        self.late, self.costly, self._warned = PassedOver(fragments), PassedOver(fragments), PassedOver(fragments)
+        """Those for which rounds waited in vain, and which for a while none waits for; and those whose exchanges cost more training
+        time than they gave, and which for a while are in no group here."""
 
     def here(self) -> set[str]:
         """Return all peers in view, this node included."""
@@ -31,8 +35,15 @@ class LivenessView:
         is on its way, or waits elsewhere, or will never come.
         """
         self._absent = self._unrenewed(self._absent)
+        return self._behind(round + slack) & self.hoped(round) - self._absent.keys()
+
+    def _behind(self, round: int) -> set[str]:
         rounds = {peer: member.round for peer, member in self.members().items()}
-        return {peer for peer in self.here() - self._absent.keys() if rounds.get(peer, 0) <= round + slack}
+        return {peer for peer in self.here() if rounds.get(peer, 0) <= round}
+
+    def hoped(self, round: int) -> set[str]:
+        """Return the peers in view, this node included, that are not passed over in ``round``."""
+        return {peer for peer in self.here() if not (self.late.at(peer, round) or self.costly.at(peer, round))}
 
     def order(self, seed: int, round: int) -> list[str]:
         """Return the leaders of a round, best first. Silent ones come last: each would cost a part of everybody's patience
@@ -42,11 +53,27 @@ class LivenessView:
         up.
         """
         self._silent = self._unrenewed(self._silent)
-        return sorted(order(seed, round, self.here()), key=lambda peer: peer in self._silent)  # sorted keeps the order of equals
+        return sorted(
+            order(seed, round, self.hoped(round)), key=lambda peer: peer in self._silent
+        )  # sorted keeps the order of equals
 
     def mark_absent(self, peers: Iterable[str]) -> None:
         """Note peers that did not come or died in the middle: rounds would wait for them until their records expire."""
         self._absent.update(self._issued(peers))
+
+    def mark_late(self, came: set[str], round: int) -> None:
+        """Note that ``round`` waited for others than those who ``came``: if these are most, the others are late. Few may be as well
+        in a group of their own while most are elsewhere.
+        """
+        if 2 * len(came) > len(self.here()):
+            for peer in self._behind(round + self._fragments) - came:
+                self.late.missed(peer, round, 1)
+
+    def mark_costly(self, peer: str, round: int) -> None:
+        """Note a peer that held this node's training for too long. The first time it may have slept."""
+        if peer in self._warned.misses:
+            self.costly.missed(peer, round, 1)
+        self._warned.missed(peer, round)
 
     def mark_silent(self, peer: str) -> None:
         """Note a peer that did not answer in time when it was to lead a round."""

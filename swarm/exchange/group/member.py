@@ -20,8 +20,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from shoal.optim.exchange.base import RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group.allgather import AllGather
@@ -34,6 +35,7 @@ from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.reduction import Attempt, Outcome, PeerStreams, Reduction
 from shoal.swarm.exchange.group.roster import Roster, open_roster, ready_message
 from shoal.swarm.exchange.group.rounds import RoundTracker
+from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p.memory_stream import stream_pair
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
@@ -52,6 +54,7 @@ class _RoundState:
     """The progress of one round of this node."""
 
     attempt: Attempt
+    began: float
     until: float
     """The loop's time at which it gives up unless a group was formed."""
     entered: bool = False
@@ -60,6 +63,35 @@ class _RoundState:
     """The answer of a peer that is itself in the group of another leader."""
     moved_to: int = 0
     """A later round in which the swarm is with this fragment."""
+    needed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once training waits for the outcome."""
+
+
+@dataclass
+class _Hold:
+    """What one attempt at a reduction holds of training, ``budget`` seconds at most."""
+
+    budget: float
+    began: float
+    since: float | None = None
+    """The loop's time from which training waits for it."""
+    late: set[str] = field(default_factory=set)
+    """Members that had still to send when it was given up."""
+    unheard: set[str] = field(default_factory=set)
+    """Members that had still to send when the leader decided."""
+
+    async def limit(self, needed: asyncio.Event, reduction: Reduction, reducing: asyncio.Future[None]) -> None:
+        """Return when the leader should have decided; at the end of the budget give up what is not here."""
+        await needed.wait()
+        self.since = asyncio.get_running_loop().time()
+        await asyncio.wait({reducing}, timeout=self.budget)
+        if not reducing.done():
+            self.late = reduction.give_up()
+        await asyncio.sleep(2 * self.budget)  # others, and the leader, may have other measures
+
+    def slept(self) -> bool:
+        """Return whether this node has been away for so long that it is no measure of others."""
+        return self.since is not None and asyncio.get_running_loop().time() - self.since > 4 * self.budget
 
 
 class GroupMember:
@@ -76,13 +108,14 @@ class GroupMember:
         rounds: RoundTracker,
         view: LivenessView,
         patience: Patience,
+        time: TrainingTime,
         *,
         largest: int,
         follow: bool,
     ) -> None:
         self._context, self._timeouts, self._leader = context, timeouts, leader
         self._decisions, self._rounds, self._view = decisions, rounds, view
-        self._largest, self._follow, self._patience = largest, follow, patience
+        self._largest, self._follow, self._patience, self._time = largest, follow, patience, time
         self._streams = PeerStreams(context.host, view, timeouts.chunk)
         self._local: set[asyncio.Task[None]] = set()
         self.sketches: Mapping[str, Sketch | None] = {}
@@ -94,7 +127,9 @@ class GroupMember:
         now, fragment = asyncio.get_running_loop().time(), attempt.key.fragment
         self._patience.begin(now, fragment)
         self._view.evidence.begin(now, attempt.key.round)
-        pending = _RoundState(attempt, now + self._patience.of(self._timeouts, fragment))
+        pending = _RoundState(attempt, now, now + self._patience.of(self._timeouts, fragment))
+        loop, needed = asyncio.get_running_loop(), pending.needed
+        attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         try:
             await self._meet(pending)
         except Exception:  # an error that a peer provoked costs one round, never the training
@@ -136,7 +171,7 @@ class GroupMember:
         patience = pending.until - loop.time()
         ready = ready_message(pending.attempt.contribution, self._context.swarm, self._context.model, patience)
         sealed = seal(ready, self._context.identity)
-        self._leader.expect(ready)
+        self._leader.expect(ready, pending.needed)
         probe = loop.time() + max(self._timeouts.probe(patience), 0.01)
         try:
             stream = await self._open(leader, addresses, probe - loop.time())
@@ -177,14 +212,18 @@ class GroupMember:
                 elif group.alone:
                     for late in self._view.expected(ready.round) - set(group.members):
                         pending.attempt.failed(late, "timeout")
+                    if pending.needed.is_set() and began - pending.began > self._time.forming(ready.fragment) / 2:
+                        self._view.mark_late(set(group.members), ready.round)
                     self._view.mark_absent(self._view.here() - set(group.members))
-                again = await self._reduce(channel, group, pending.attempt, began)
+                again = await self._reduce(channel, group, pending, began)
                 if again is None:
                     return
                 before, formed = group, again
             if isinstance(formed, GroupReceipt):
                 self._note(pending, leader, formed)
         except (NetworkError, MessageError) as error:
+            if loop.time() >= pending.until + LINGER_S and not pending.entered:  # an honest leader lets its members go in time
+                self._view.mark_costly(leader, ready.round)
             self._view.mark_absent([leader])
             if leader != self._context.me:  # otherwise no peer failed: no other member came
                 self._context.look()  # it may have said that it leaves
@@ -226,11 +265,12 @@ class GroupMember:
             log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
             pending.attempt.failed(leader, "refused")
 
-    async def _reduce(self, channel: HeartbeatChannel, group: Roster, attempt: Attempt, formed: float) -> GroupFormed | None:
+    async def _reduce(self, channel: HeartbeatChannel, group: Roster, pending: _RoundState, formed: float) -> GroupFormed | None:
         """Collect the group's contributions and apply the decision; return a new group if the leader asks for another attempt.
 
         ``formed``: the loop's time at which the first group was.
         """
+        attempt = pending.attempt
         if group.reduction == "allreduce" and attempt.screen.gathers:
             raise MessageError("the leader asks for an all-reduce, in which no contribution can be screened by itself.")
         way = AllReduce if group.reduction == "allreduce" else AllGather
@@ -241,8 +281,13 @@ class GroupMember:
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
         listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, longest))
+        hold = _Hold(self._time.budget(nbytes, attempt.key.fragment), began)
+        holding = asyncio.ensure_future(hold.limit(pending.needed, reduction, reducing))
         try:
             await asyncio.wait({reducing, listening}, return_when=asyncio.FIRST_COMPLETED)
+            if listening.done() and not reducing.done():  # the others did not wait
+                hold.unheard = reduction.give_up()
+            self._account(reduction, attempt.key, hold)
             if not listening.done():
                 reducing.result()
                 if attempt.commit.closed:
@@ -250,7 +295,7 @@ class GroupMember:
                 await channel.send(GroupReport(nonce=group.nonce, held=reduction.places()))
                 # Others may take as long again, over a slower link; no leader keeps this node for longer.
                 left = max(until, 2 * loop.time() - formed) - loop.time() + 4 * self._timeouts.chunk
-                await asyncio.wait({listening}, timeout=left)
+                await asyncio.wait({listening, holding}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             try:
                 if not listening.done():
                     raise NetworkError(f"peer {short(group.leader)} did not decide in time.", "timeout")
@@ -261,13 +306,15 @@ class GroupMember:
             except NetworkError as error:
                 log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
                 self._view.mark_absent([group.leader])
+                if holding.done() and hold.since is not None and group.leader != self._context.me and not hold.slept():
+                    self._spent(group.leader, attempt.key, loop.time() - hold.since, whole=False)
                 sealed = await self._ask(group) if reducing.done() else None
             mean = self._decisions.open(sealed, group.leader, group.nonce)
         finally:
             self._streams.end(reduction)
-            for task in (reducing, listening):
+            for task in (reducing, listening, holding):
                 task.cancel()
-            await asyncio.wait({reducing, listening})
+            await asyncio.wait({reducing, listening, holding})
         if sealed is not None and mean:
             self._decisions.remember(group.nonce, sealed)
             included = mean & group.places([self._context.me])
@@ -278,6 +325,21 @@ class GroupMember:
                 attempt.stats.done(attempt.key, loop.time() - began)
                 self._view.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)
         return None
+
+    def _account(self, reduction: Reduction, key: RoundKey, hold: _Hold) -> None:
+        """Note how long training has waited for each member of the group."""
+        now = asyncio.get_running_loop().time()
+        if hold.since is None or now - hold.since > 2 * hold.budget:  # this node itself slept meanwhile
+            return
+        for peer, at in (dict.fromkeys(sorted(hold.unheard), now) | dict(reduction.arrived)).items():
+            self._spent(peer, key, max(at - hold.since, 0.0), whole=True, took=at - hold.began)
+        for peer in sorted(hold.late):
+            self._spent(peer, key, hold.budget, whole=False)
+
+    def _spent(self, peer: str, key: RoundKey, held: float, *, whole: bool, took: float = 0.0) -> None:
+        for one in self._time.spent(peer, key.round, key.fragment, held, whole=whole, took=took):
+            log.info("round %d: %s held training for too long", key.round, short(one))
+            self._view.mark_costly(one, key.round)
 
     async def _listen(
         self, channel: HeartbeatChannel, reduction: Reduction, attempt: Attempt, until: float

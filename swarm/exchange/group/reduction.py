@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from shoal.optim.exchange.base import Mean
@@ -48,8 +49,17 @@ class Reduction(Protocol):
         """Serve a stream that another member has opened for this; it is closed when this returns."""
         ...
 
+    @property
+    def arrived(self) -> Mapping[str, float]:
+        """When the last of what other members sent was here, by peer id: the loop's time."""
+        ...
+
     def lose(self, places: int) -> None:
         """Stop waiting for members that have died."""
+        ...
+
+    def give_up(self) -> set[str]:
+        """Stop waiting for all that is not here; return the members that are still to send."""
         ...
 
     def places(self) -> int:

@@ -128,7 +128,7 @@ class PairState:
         given_up = False
         try:
             await asyncio.wait({work, needed}, return_when=asyncio.FIRST_COMPLETED)
-            since, longest = loop.time(), self.time.budget(theirs.nbytes, key.fragment)
+            since, longest = loop.time(), self.time.budget(theirs.nbytes, key.fragment, loop.time() - began)
             await asyncio.wait({work}, timeout=longest)
             given_up = not work.done() and attempt.commit.close() is None
             if given_up:
@@ -144,8 +144,8 @@ class PairState:
         held += loop.time() - since if pairing.needed.is_set() else 0.0
         log.debug("round %d: the transfer took %.2f s, of which training waited %.2f", key.round, loop.time() - began, held)
         over: dict[str, int] = {}
-        if received is not None or given_up:  # one that broke off is counted as such
-            over = self.time.spent(stream.peer_id, key.round, key.fragment, held, whole=not given_up)
+        if (received is not None or given_up) and held < 2 * longest + called:  # else it broke off, or this node itself slept
+            over = self.time.spent(stream.peer_id, key.round, key.fragment, held, whole=not given_up, took=loop.time() - began)
         self.ended(pairing, stream.peer_id, received, over.pop(stream.peer_id, 0))
         for peer, rounds in over.items():
             self.selector.passed.missed(peer, key.round, rounds)

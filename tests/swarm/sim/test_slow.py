@@ -4,13 +4,16 @@ from functools import cache
 
 import pytest
 
+from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.training_time import TrainingTime
 from tests.sim.slow import rounds_of
 
 KEPT = 0.87  # 0.90 in the mean of more seeds than there is time for here
-SEEDS = {"waiting": (0, 1, 2, 3), "overlapped": (0, 1)}
-SECONDS = {"waiting": 120.0, "overlapped": 60.0}
-CASES = [(kind, way) for kind in SEEDS for way in ("latency", "pieces")]
+SEEDS = {"waiting": (0, 1, 2, 3), "overlapped": (0, 1), "group": (1, 2), "gather": (0, 1)}
+SECONDS = {"waiting": 120.0, "overlapped": 60.0, "group": 120.0, "gather": 120.0}
+LONG = {("overlapped", "latency"), ("overlapped", "pieces"), ("gather", "latency"), ("waiting", "pieces")}
+LATER = pytest.mark.slow(reason="a minute of a processor in all; the others are of every kind")
+CASES = [pytest.param(kind, way, marks=[LATER] * ((kind, way) in LONG)) for kind in SEEDS for way in ("latency", "pieces")]
 
 
 @cache
@@ -38,7 +41,18 @@ def no_budget(patch):
     patch.setattr(TrainingTime, "spent", lambda *args, **options: {})
 
 
-@pytest.mark.parametrize("kind", ["waiting", "overlapped"])
+def no_memory_of_who_was_late(patch):
+    """Each round of a group waits again for who did not come to the last."""
+    patch.setattr(LivenessView, "mark_late", lambda *args: None)
+
+
+def test_a_group_that_waits_for_the_late_in_each_round_loses_more(seeds, monkeypatch):
+    without("group", 1)
+    no_memory_of_who_was_late(monkeypatch)
+    assert kept("group", "latency", (1,)) < KEPT
+
+
+@pytest.mark.parametrize("kind", ["waiting", "overlapped", "gather"])
 def test_without_budgets_it_costs_more(seeds, monkeypatch, kind):
     without(kind, SEEDS[kind][0])
     no_budget(monkeypatch)

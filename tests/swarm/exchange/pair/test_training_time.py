@@ -44,7 +44,7 @@ def run(transfer, holds=(), *, awaited=True, budget=WAIT):
     context = PeerContext(None, Identity.ephemeral(), SWARM, "0" * 64, 0, dict)
     attempt = ExchangeAttempt(encode_contribution(SWARM, RoundKey(SWARM, 0), [torch.zeros(2)], 1.0, FLOAT32))
     selector, timeouts, time = Selector(), ExchangeTimeouts(WAIT, WAIT, WAIT), timed()
-    time.budget = lambda nbytes, fragment: budget
+    time.budget = lambda nbytes, fragment, before: budget
     time.holds.update(zip(OTHERS, holds, strict=False))
 
     async def go():
@@ -135,6 +135,15 @@ def test_no_round_waits_longer_than_its_patience_for_half_a_round():
     assert timed({0: 30.0}, trial=20.0).budget(0, 0) == 30.0
 
 
+def test_an_exchange_that_usually_goes_on_meanwhile_has_its_whole_time_at_the_end():
+    time = timed({0: 10.0})
+    for peer in ("one", "two"):
+        time.spent(peer, 0, 0, 0.0, whole=True, took=20.0)
+    assert time.budget(0, 0) == 30.0
+    assert time.budget(0, 0, 20.0) == 10.0
+    assert time.budget(0, 0, 40.0) == 5.0
+
+
 def test_who_holds_training_for_longer_than_it_gives_is_passed_over_until_it_has_given_that():
     time = timed({0: 10.0})
     time.holds.update(one=0.5)
@@ -183,4 +192,4 @@ def test_tables_are_bounded():
     time = timed({0: 10.0})
     for number in range(PEERS + 10):
         time.spent(str(number), 0, 0, 9.0, whole=True)
-    assert (len(time.holds), len(time._owed)) == (PARTNERS, PEERS)
+    assert (len(time.holds), len(time.took), len(time._owed)) == (PARTNERS, PARTNERS, PEERS)
