@@ -49,7 +49,7 @@ def seed(namespace: str, ip: str, key: str, tell: Connection) -> None:
     asyncio.run(Seed(Identity.load(key), listen=[f"/ip4/{ip}/tcp/{reach.PORT}"], relay=True, on_ready=tell.send).run())
 
 
-def node(namespace: str, bootstrap: list[str], link: str, tell: Connection) -> None:
+def node(namespace: str, bootstrap: list[str], link: str, wait: float, tell: Connection) -> None:
     """Train; send the link, and at each round the moment, how many took part, and whether this node announces a relay."""
     import torch
     from torch import nn
@@ -64,7 +64,7 @@ def node(namespace: str, bootstrap: list[str], link: str, tell: Connection) -> N
     if link:
         place = reach._joined(link, model, network, tell)
     else:
-        place = session.create(state=model, network=network, start_when=1, method="noloco", every=20, lag=0, wait_s=5.0)
+        place = session.create(state=model, network=network, start_when=1, method="noloco", every=20, lag=0, wait_s=wait)
         tell.send(("link", place.link))
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     partners = [1]
@@ -120,7 +120,7 @@ def until(condition: Callable[[], Any], seconds: float) -> Any:
     return None
 
 
-def measured(case: str, down: float) -> dict[str, Any]:
+def measured(case: str, down: float, wait: float) -> dict[str, Any]:
     """Measure one case. Raises NatError."""
     from shoal.swarm.identity import Identity
 
@@ -151,11 +151,11 @@ def measured(case: str, down: float) -> dict[str, Any]:
         addresses = [address for place in places for address in bootstrap(place)]
         if case == "late":
             end("seed")
-        first = Node(start("home-0", node, net.full("home-0"), addresses, ""))
+        first = Node(start("home-0", node, net.full("home-0"), addresses, "", wait))
         until(lambda: first.link, 60)
         second = None
         if case != "late":
-            second = partner = Node(start("home-1", node, net.full("home-1"), addresses, first.link))
+            second = partner = Node(start("home-1", node, net.full("home-1"), addresses, first.link, wait))
             if until(lambda: partner.exchanges, 120) is None:
                 return {"case": case, "outcome": "no exchange before anything broke"}
             time.sleep(WHOLE_S)
@@ -174,7 +174,7 @@ def measured(case: str, down: float) -> dict[str, Any]:
                 bootstrap("seed")
         whole = time.time()
         if second is None:
-            second = Node(start("home-1", node, net.full("home-1"), addresses, first.link))
+            second = Node(start("home-1", node, net.full("home-1"), addresses, first.link, wait))
         found = until(lambda: [when for when in second.exchanges if when > whole + 0.5], WAIT_S)
         time.sleep(30)
         back = [when for when, relayed in first.relayed if relayed and when > broke]
@@ -200,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=list(CASES))
     parser.add_argument("--down", type=float, default=60.0)
+    parser.add_argument("--wait", type=float, default=5.0, help="seconds that a round waits for a partner")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch  # noqa: F401
@@ -207,7 +208,7 @@ def main() -> None:
     import shoal.swarm.training.session  # noqa: F401
 
     for case in options.cases:
-        print(json.dumps(measured(case, options.down)), flush=True)
+        print(json.dumps(measured(case, options.down, options.wait)), flush=True)
 
 
 if __name__ == "__main__":

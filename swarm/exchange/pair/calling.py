@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.pair import offers
 from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
-from shoal.swarm.exchange.pair.dialing import hang_up, open_unless
+from shoal.swarm.exchange.pair.dialing import open_unless
 from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
-from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL, PartnerContribution
+from shoal.swarm.exchange.pair.transfer import PartnerContribution
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.nonce import fresh_nonce
@@ -55,7 +55,7 @@ class Caller:
             offer = offers.make_offer(self._context, pairing.attempt.contribution, nonce)
             await stream.send(offer, max(until - loop.time(), 0.01))
             try:
-                answered = await self._answered(stream, max(until - loop.time(), 0.01))
+                answered = await self._answered(stream, pairing, max(until - loop.time(), 0.01))
             except NetworkError as error:
                 if self._state.overlap and error.reason == "timeout":  # it is behind, and costs no training
                     return None
@@ -78,14 +78,16 @@ class Caller:
             pairing.accepted = False
             stream.close()
 
-    async def _answered(self, stream: Stream, seconds: float) -> bytes:
+    async def _answered(self, stream: Stream, pairing: PairingAttempt, seconds: float) -> bytes:
         """Wait for the answer, which comes when the peer comes to the round; but not for one that is not there any more."""
         chunk = self._state.timeouts.chunk
         answer = asyncio.ensure_future(stream.receive(Answer.LIMIT, seconds))
         try:
             while not (await asyncio.wait({answer}, timeout=chunk * QUIET))[0]:
-                probe = asyncio.ensure_future(self._context.host.open(stream.peer_id, OUTCOME_PROTOCOL, timeout=chunk * PROBED))
-                probe.add_done_callback(hang_up)
+                if not pairing.needed.is_set():  # while training goes on the wait costs nothing
+                    continue
+                probe = asyncio.ensure_future(self._state.transfers.probe(stream.peer_id, chunk * PROBED))
+                probe.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
                 try:
                     await asyncio.wait({answer, probe}, return_when=asyncio.FIRST_COMPLETED)
                     if not answer.done():

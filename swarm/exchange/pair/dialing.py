@@ -20,11 +20,10 @@ async def open_unless(called: asyncio.Event, opening: Coroutine[Any, Any, Stream
     finally:
         call.cancel()
         if not wanted:
-            stream.add_done_callback(hang_up)
+            stream.add_done_callback(_hang_up)
             stream.cancel()
 
 
-def hang_up(stream: asyncio.Future[Stream]) -> None:
-    """Close a stream that nobody wants any more, as soon as it is open."""
+def _hang_up(stream: asyncio.Future[Stream]) -> None:
     if not stream.cancelled() and stream.exception() is None:
         stream.result().close()

@@ -40,6 +40,7 @@ from shoal.swarm.exchange.stats import Problem
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.digest import HashList
 from shoal.swarm.wire.envelope import M, Message, pack, unpack
+from shoal.swarm.wire.nonce import fresh_nonce
 from shoal.swarm.wire.pair import Abort, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
 
 if TYPE_CHECKING:
@@ -192,11 +193,20 @@ class PairTransfer:
             return False
         return reply.outcome == "committed"
 
-    async def _asked(self, peer: str, nonce: bytes) -> OutcomeReply:
-        again = await self._host.open(peer, OUTCOME_PROTOCOL, timeout=ASK_S)
+    async def probe(self, peer: str, seconds: float) -> None:
+        """Ask ``peer`` for an outcome that it does not know: libp2p opens a stream without its help, so only an answer shows that
+        it is there. Raises NetworkError or MessageError.
+        """
         try:
-            await again.send(pack(OutcomeRequest(nonce=nonce)), ASK_S)
-            return unpack(await again.receive(OutcomeReply.LIMIT, ASK_S), OutcomeReply)
+            await asyncio.wait_for(self._asked(peer, fresh_nonce(), seconds), seconds)
+        except asyncio.TimeoutError:
+            raise NetworkError(f"peer {short(peer)} did not answer within {seconds:.3g} s.", "timeout") from None
+
+    async def _asked(self, peer: str, nonce: bytes, seconds: float = ASK_S) -> OutcomeReply:
+        again = await self._host.open(peer, OUTCOME_PROTOCOL, timeout=seconds)
+        try:
+            await again.send(pack(OutcomeRequest(nonce=nonce)), seconds)
+            return unpack(await again.receive(OutcomeReply.LIMIT, seconds), OutcomeReply)
         finally:
             again.close()
 

@@ -93,7 +93,11 @@ def no_deadline(patch):
         await asyncio.wait({sender, bulk.arrived})
         sender.result(), bulk.arrived.result()
 
+    async def probe(self, peer, seconds):
+        await asyncio.sleep(seconds)
+
     patch.setattr(stream.Stream, "_watch", watch)
+    patch.setattr(PairTransfer, "probe", probe)
     patch.setattr(TrainingTime, "budget", lambda *args: 1e6)
 
 
