@@ -60,10 +60,9 @@ def describe(info: RoundRecord) -> str:
     alone = f"without a partner ({printable(info.why)})" if info.why else "without a partner"
     partner = alone if info.partner is None else f"with {printable(info.partner)}"
     part = f", fragment {info.fragment + 1} of {info.fragments}," if info.fragment < info.fragments > 1 else ""
-    return (
-        f"round {info.round // info.fragments}{part} {partner}: loss {_number(info.loss, '.4f')}, "
-        f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB, wait {info.wait_s:.2f} s{lag}"
-    )
+    loss = "" if (known := _number(info.loss, ".4f")) == "-" else f"loss {known}, "  # none where no step was between two exchanges
+    moved = f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB"
+    return f"round {info.round // info.fragments}{part} {partner}: {loss}{moved}, wait {info.wait_s:.2f} s{lag}"
 
 
 class LineDisplay:

@@ -124,6 +124,7 @@ def test_lines_name_the_round_and_hold_progress_back():
     display.update(1, 5.0, 100.0)
     display.round(info())
     display.round(info(partner=None, members=1, loss=math.nan, why="bert broke off"))
+    display.round(info(loss=None))
     display.round(info(round=14, fragment=2, fragments=4))
     display.round(info(round=16, fragment=4, fragments=4))
     now[0] = LINE_EVERY_S
@@ -134,7 +135,8 @@ def test_lines_name_the_round_and_hold_progress_back():
     display.close()
     assert stream.getvalue().splitlines() == [
         "round 3 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
-        "round 3 without a partner (bert broke off): loss -, up 0.54 MB, down 0.54 MB, wait 0.25 s",
+        "round 3 without a partner (bert broke off): up 0.54 MB, down 0.54 MB, wait 0.25 s",
+        "round 3 with bob: up 0.54 MB, down 0.54 MB, wait 0.25 s",
         "round 3, fragment 3 of 4, with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
         "round 4 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",  # the last average, of all fragments
         "step 2 of 1000: loss 4.5000, 100.0 steps/s",
