@@ -28,12 +28,13 @@ INSTALL = PIP_USE_PEP517=1 $(BIN)/python -m pip install --quiet --disable-pip-ve
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo install test test-slow coverage lint format bench clean distclean
+.PHONY: help demo install test test-slow arm64-check coverage lint format bench clean distclean
 
 help:
 	@echo "make demo       train with PEERS=$(PEERS) nodes on this machine for ROUNDS=$(ROUNDS) rounds"
 	@echo "make test       run the tests, but for the slow ones"
 	@echo "make test-slow  run the slow ones"
+	@echo "make arm64-check  a node for arm64, under an emulator, in a swarm with one of this machine"
 	@echo "make coverage   unit tests of optim, swarm and verification; fails below $(COVERAGE_FLOOR) % of lines and branches"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     lay the code out by ruff"
@@ -47,13 +48,16 @@ demo: $(CORE)
 install: $(CORE)
 
 # Else each of their hundreds of processes would compile Shoal anew where the environment says to write no bytecode.
-test test-slow coverage: export PYTHONDONTWRITEBYTECODE =
+test test-slow arm64-check coverage: export PYTHONDONTWRITEBYTECODE =
 
 test: $(TEST)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --durations=25 $(ARGS)
 
 test-slow: $(TEST)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+arm64-check: $(TEST)
+	$(BIN)/python -m pytest -m slow tests/e2e/test_platforms.py $(ARGS)
 
 coverage: $(TEST)
 	$(BIN)/python -m pytest tests/optim tests/verification tests/swarm -m "not slow" -q \

@@ -32,8 +32,11 @@ def python(tell: Tell) -> str:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info[:2] < OLDEST_PYTHON:  # pip does not check a checkout
         raise UnfitError(f"this is Python {found}: install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer.")
-    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        raise Note(f"{found}: the network daemon has a wheel for Linux x86_64 only, elsewhere pip builds it, which needs Go.")
+    place = platform.system(), platform.machine()
+    if place == ("Darwin", "arm64"):
+        raise Note(f"{found}: all packages have wheels for it, but it was not run by us; say how it went.")
+    if place not in (("Linux", "x86_64"), ("Linux", "aarch64")):
+        raise Note(f"{found}: PyTorch or the network daemon has no wheel for it; take Linux or Apple silicon, or WSL or Docker.")
     return found
 
 
@@ -47,8 +50,7 @@ def torch(tell: Tell) -> str:
     numbers = tuple(int(part) for part in found.__version__.split("+")[0].split(".")[:2])
     if numbers < OLDEST_TORCH:
         raise UnfitError(f"this is PyTorch {found.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} or newer.")
-    cuda = f"CUDA {found.version.cuda}" if found.version.cuda else "without CUDA"
-    return f"{found.__version__}, {cuda}"
+    return f"{found.__version__}, " + (f"CUDA {found.version.cuda}" if found.version.cuda else "without CUDA")
 
 
 def device(tell: Tell) -> str:

@@ -65,8 +65,8 @@ class Loader(Iterator[Any]):
     def __init__(self, task: Task, batches: Iterator[Any], *, workers: int = 0, pin: bool = False, seed: int = 0) -> None:
         if workers and task.draws_with_model:
             raise LoadingError("This task draws its batches with the model, which workers do not have: set train.workers to 0.")
-        if workers and sys.platform == "win32":
-            raise LoadingError("Workers are forked, which Windows cannot do: set train.workers to 0.")
+        if workers and sys.platform != "linux":  # on macOS a fork of a process with threads may crash in the system's libraries
+            raise LoadingError("Workers are forked, which is safe on Linux alone: set train.workers to 0.")
         # Else torch takes SIGCHLD, also for DataLoaders in the task, and raises the error of a worker that died wherever the main
         # thread is, as in the middle of an outer step. It finds dead workers without the signal too, when a batch is drawn.
         signal_handling._SIGCHLD_handler_set = True

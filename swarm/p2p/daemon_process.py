@@ -37,7 +37,7 @@ Relay = Literal["auto", "only", "off"]
 SOCKET_PATH_LIMIT = 100  # bytes; the system's own limit for a socket's path is 104 (macOS) or 108
 CONNECTIONS = (256, 512)
 YOUNG = 10.0  # seconds: a younger run folder may not be locked yet
-_REMEDY = "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on Linux x86-64, or use WSL or Docker"
+_REMEDY = "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on Linux or macOS, or use WSL or Docker"
 
 
 def daemon_path() -> Path:
@@ -265,11 +265,9 @@ async def follow(output: asyncio.StreamReader, lines: deque[str], ready: asyncio
 
 def _failed_start(lines: Sequence[str]) -> StartupError:
     text = " ".join(lines)
-    if f"[{errno.ENOEXEC}]" in text and "cannot run" in text:
-        return StartupError(
-            f"the network daemon is built for another kind of machine than this {platform.machine()} "
-            f"({platform.system()}): {_REMEDY}."
-        )
+    if any(f"[{number}]" in text for number in (errno.ENOEXEC, 86)) and "cannot run" in text:  # 86: EBADARCH, of macOS alone
+        here = f"{platform.machine()} ({platform.system()})"
+        return StartupError(f"the network daemon is built for another kind of machine than this {here}: {_REMEDY}.")
     if "address already in use" in text:
         return StartupError("the listen address is taken by another program: choose another port with --listen.")
     last = lines[-1] if lines else "nothing"

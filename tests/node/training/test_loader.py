@@ -287,6 +287,14 @@ def test_a_task_that_draws_with_its_model_has_no_workers():
         Loader(task, generated(), workers=1)
 
 
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_workers_are_forked_on_linux_alone(monkeypatch, system):
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(LoadingError, match=r"safe on Linux alone: set train\.workers to 0"):
+        loader(generated, 1)
+    assert len(list(islice(loader(generated, 0), 2))) == 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_workers_end_when_the_loader_is_closed_and_one_that_is_killed_is_named():
     before = children()

@@ -130,6 +130,11 @@ def test_binary_for_another_machine(monkeypatch, tmp_path):
     assert list(base().iterdir()) == []
 
 
+def test_what_macos_says_of_a_binary_for_another_machine():
+    found = daemon_process._failed_start(["cannot run /x/p2pd: [86] Bad CPU type in executable"])
+    assert "built for another kind of machine than this" in str(found)
+
+
 def fake_daemon(monkeypatch, tmp_path, text):
     (tmp_path / "p2pd").write_text(f"#!{sys.executable}\n{text}\n")
     (tmp_path / "p2pd").chmod(0o755)
