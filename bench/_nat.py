@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import re
 import shutil
@@ -181,6 +182,11 @@ class Internet:
             _call("ip", "-n", self.full(router), *change, "dev", "out")
         _call("ip", "-n", self.full(router), "route", "replace", "default", "via", f"{net}.1")
         return self._ips[router]
+
+    def received(self, place: str) -> int:
+        """The bytes that a place has received. OSError."""
+        found = json.loads(_call("ip", "-n", self.full(place), "-s", "-j", "link", "show", "out"))
+        return int(found[0]["stats64"]["rx"]["bytes"])
 
     def close(self) -> None:
         """Remove the namespaces, and with them the rules."""

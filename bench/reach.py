@@ -2,12 +2,13 @@
 
 For each pair of `bench._nat.KINDS`: a bootstrap node with a relay on a public machine, and one node behind each router, each in a
 network namespace. The first creates a swarm, the second joins by its link, and both average a small model by pairs, as in any
-training. A pair is `direct` if a connection of its own joins it at the end, `relayed` if only one through the relay does, and else
-`failed`; with it the seconds until the first exchange and, where there was one, until the direct connection. --listen quic adds a
-QUIC address to those that all listen on, by which libp2p can punch holes. --seeds has that many bootstrap nodes, each at its own
-address, of which the first relays: libp2p learns its own address from four others. --reuse: TCP is dialled from the port that is
-listened on. --dials is no swarm: two daemons that know each other's public address and port dial each other by QUIC, the second
-0.3 s after the first.
+training. A pair is `direct` if a connection of its own joins it at the end, `punched` if one of their second daemons does,
+`relayed` if one through the relay does, and else `failed`; with it the seconds until the first exchange and, where there was one,
+until the direct connection, the exchanges in the 15 s after, and the megabytes that reached the bootstrap node in that time.
+--listen quic adds a QUIC address to those that all listen on, by which libp2p can punch holes. --seeds has that many bootstrap
+nodes, each at its own address, of which the first relays: libp2p learns its own address from four others. --reuse: TCP is dialled
+from the port that is listened on. --dials is no swarm: two daemons that know each other's public address and port dial each other
+by QUIC, the second 0.3 s after the first.
 
 A row is appended to --results as soon as it is measured, and not measured again. Needs root on Linux, and about 30 seconds a pair.
 """
@@ -40,8 +41,10 @@ from bench._nat import KINDS, Internet, NatError, enter_here  # noqa: E402
 RESULTS = ROOT / "bench" / "results" / "reach.jsonl"
 PORT = 4001
 DEADLINE_S = 240.0  # seconds for a pair to make its first exchange
+CARRIED_S = 15.0
 AFTER_S = 20.0  # seconds that it then has to connect directly
 EVERY, STEP_S = 10, 0.05
+PUNCHED = "punched"
 LATE_S = 0.3  # seconds between two dials that are meant to be at the same moment
 
 fork = mp.get_context("fork")  # a node takes over what is imported: the import of torch costs more than all the rest of a pair
@@ -144,14 +147,11 @@ def _joined(link: str, model: Any, network: Any, tell: Connection) -> Any:
 
 def _connections(place: Any) -> list[str]:
     """The remote addresses of the connections to the other members."""
-    from shoal.swarm.identity import b58encode
-    from shoal.swarm.p2p.multiaddr import to_text
-
     membership = place._membership
-    members = set(membership.directory.members()) - {membership.identity.peer_id}
-    found = membership.host.call(membership.host._supervisor.running().request("LIST_PEERS"), 5.0)
-    found[1].close()
-    return [to_text(address) for peer in found[2].peers if b58encode(peer.id) in members for address in peer.addrs]
+    host, members = membership.host, set(membership.directory.members()) - {membership.identity.peer_id}
+    ways = host.call(host._supervisor.running().ways(), 5.0)
+    past = [PUNCHED for peer in members if peer in host.puncher.reached]
+    return past + [way for peer in members for way in ways.get(peer, [])]
 
 
 def _settle(namespace: str, setup: Setup) -> None:
@@ -185,7 +185,7 @@ def pair(setup: Setup, first: str, second: str) -> dict[str, Any]:
         nodes = [start(node, "home-0", bootstrap, "")]
         link = _received(nodes[0], 60.0)[1]
         nodes.append(start(node, "home-1", bootstrap, link))
-        return _watched(nodes, began)
+        return _watched(nodes, began) | _carried(nodes, net)
     except (EOFError, TimeoutError) as error:
         return {"outcome": "failed", "why": str(error) or "a node ended"}
     finally:
@@ -194,6 +194,17 @@ def pair(setup: Setup, first: str, second: str) -> dict[str, Any]:
         for process in processes:
             process.join()
         net.close()
+
+
+def _carried(nodes: list[Connection], net: Internet) -> dict[str, Any]:
+    """Count what a pair exchanges from now on, and what reaches the bootstrap node meanwhile."""
+    before, end = net.received("seed"), time.monotonic() + CARRIED_S
+    made = 0
+    while (left := end - time.monotonic()) > 0:
+        for each in wait(nodes, left):
+            assert isinstance(each, Connection)
+            made += each.recv()[0] == "round"
+    return {"rounds_then": made / len(nodes), "seed_mb_then": round((net.received("seed") - before) / 1e6, 3)}
 
 
 def _dialled(net: Internet, start: Callable[..., Connection]) -> dict[str, Any]:
@@ -246,7 +257,8 @@ def _watched(nodes: list[Connection], began: float) -> dict[str, Any]:
         direct = (direct or now) if own else None
         if met is not None and direct is not None and all(a > b + 2 for a, b in zip(exchanges, counted, strict=True)):
             break
-    outcome = "failed" if met is None else "direct" if direct is not None else "relayed"
+    past = any(PUNCHED in each for each in ways)
+    outcome = "failed" if met is None else "relayed" if direct is None else "punched" if past else "direct"
     return {"outcome": outcome, "met_s": met, "direct_s": direct, "refused": refused, "exchanges": exchanges, "ways": ways}
 
 

@@ -26,6 +26,7 @@ from shoal.swarm.membership.peer_exchange import AGE, LOOK, SHUFFLE
 from shoal.swarm.membership.peer_exchange import ALL as SHUFFLES
 from shoal.swarm.membership.peer_exchange import EACH as SHUFFLES_EACH
 from shoal.swarm.p2p.pubsub import MAX_MESSAGE
+from shoal.swarm.p2p.punch import PUNCH_PROTOCOL
 from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.p2p.reachability import ALL as DIALS
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, LOWEST_PORT
@@ -50,7 +51,7 @@ from shoal.swarm.wire.envelope import ENVELOPE, Message
 from shoal.swarm.wire.group import GroupDecision, GroupReady
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.pair import Offer
-from shoal.swarm.wire.seed import MAX_NAMED, SEED_PROTOCOL
+from shoal.swarm.wire.seed import MAX_NAMED, SEED_PROTOCOL, SEEN_PROTOCOL
 from shoal.swarm.wire.shuffle import MAX_OFFERED, SHUFFLE_PROTOCOL
 from shoal.swarm.wire.swarms import MAX_CONTACTS, MAX_LISTED, SWARMS_PROTOCOL, Announcement
 
@@ -77,7 +78,7 @@ def test_every_message_is_in_the_table_with_its_limit():
 def test_every_protocol_is_in_the_table():
     rows = re.findall(r"^\| `(/shoal/[a-z-]+/\d+)` \|", PAGE, re.M)
     served = [EXCHANGE_PROTOCOL, OUTCOME_PROTOCOL, LEADER_PROTOCOL, PAYLOAD_PROTOCOL, DECISION_PROTOCOL, MANIFEST_PROTOCOL]
-    served += [ADMISSION_PROTOCOL, DIAL_PROTOCOL, SPEED_PROTOCOL, SHUFFLE_PROTOCOL]
+    served += [ADMISSION_PROTOCOL, DIAL_PROTOCOL, SPEED_PROTOCOL, SHUFFLE_PROTOCOL, SEEN_PROTOCOL, PUNCH_PROTOCOL]
     served += [STATE_PROTOCOL, CHUNKS_PROTOCOL, BODY_PROTOCOL, SEED_PROTOCOL, EVIDENCE_PROTOCOL, LOG_PROTOCOL, SWARMS_PROTOCOL]
     assert sorted(rows) == sorted(served)
 

@@ -82,6 +82,8 @@ class Directory:
         """Seconds to add to this machine's clock for that of the others, which epochs and dates of records go by."""
         self.dialled: Reach = "unknown"
         """Who can dial this node without a relay, as peers found that were asked (`shoal.swarm.p2p.reachability.reach_of`)."""
+        self.punched: Callable[[], bool] = lambda: False
+        """Whether a member is reached past a relay now (`shoal.swarm.p2p.punch`)."""
         dates: dict[str, Callable[..., float]] = {"clock": self._now, "issued": lambda member: member.issued}
         self._index = Index(swarm, identity.peer_id, bucket=bucket, epoch_s=epoch_s, cap=cap, limit=limit, breadth=breadth, **dates)
         self._met = {} if met is None else met
@@ -269,7 +271,7 @@ class Directory:
             swarm=self._swarm,
             peer=self._identity.peer_id,
             addresses=addresses,
-            reach="relayed" if relayed else self.dialled,
+            reach=("punched" if self.punched() else "relayed") if relayed else self.dialled,
             issued=self._now(),
             admission=self.access_policy.ticket,
             **fields,

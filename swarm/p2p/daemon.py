@@ -275,8 +275,10 @@ class Daemon:
             raise ValueError("the network daemon has no address")
         return tuple(f"{address}/p2p/{self.peer_id}" for address in sorted(found, key=is_loopback))
 
-    async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
+    async def connect(self, peer_id: str, addresses: Sequence[str], *, seconds: int | None = None) -> None:
         """Connect to a peer, unless this node is connected to it. Addresses that failed lately are put off (`DialBackoff`).
+
+        ``seconds``: how long the daemon dials; by default as long as it likes.
 
         Raises ValueError if none of the addresses is one (a peer may send us anything), `PutOffError` if none is due, or another of
         `DAEMON_GONE`.
@@ -294,7 +296,7 @@ class Daemon:
             if peer_id in await self.peers():
                 return
             raise PutOffError("not dialled again yet")
-        ask = messages().ConnectRequest(peer=peer_bytes(peer_id), addrs=[bare[address] for address in due])
+        ask = messages().ConnectRequest(peer=peer_bytes(peer_id), addrs=[bare[address] for address in due], timeout=seconds)
         try:
             await self._ask("CONNECT", connect=ask)
         except (DaemonError, asyncio.CancelledError) as error:  # cancelled: it did not answer in time
@@ -320,15 +322,24 @@ class Daemon:
             self.backoff.meet(peer, host)
         return hosts
 
+    async def ways(self) -> dict[str, list[str]]:
+        """Return the addresses of each connected peer's connections, but of kinds that this node does not know."""
+        found: dict[str, list[str]] = {}
+        for peer in (await self._ask("LIST_PEERS")).peers:
+            ways = found.setdefault(b58encode(peer.id[:MAX_ID]), [])
+            for address in peer.addrs:
+                with contextlib.suppress(ValueError):
+                    ways.append(to_text(address))
+        return found
+
     async def disconnect(self, peer_id: str) -> None:
         """End all connections to a peer. Raises ValueError or one of `DAEMON_GONE`."""
         await self._ask("DISCONNECT", disconnect=messages().DisconnectRequest(peer=peer_bytes(peer_id)))
 
     async def is_local(self, peer_id: str) -> bool:
         """Return whether every connection to a peer stays on this machine. Raises one of `DAEMON_GONE`."""
-        found = [peer.addrs for peer in (await self._ask("LIST_PEERS")).peers if peer.id == peer_bytes(peer_id)]
-        addresses = [address for addresses in found for address in addresses]
-        return bool(addresses) and all(is_loopback(text) and "p2p-circuit" not in text for text in map(to_text, addresses))
+        addresses = (await self.ways()).get(peer_id, [])
+        return bool(addresses) and all(is_loopback(text) and "p2p-circuit" not in text for text in addresses)
 
     async def where(self, peer_id: str) -> tuple[str, ...]:
         """Return the full multiaddrs that a connected peer gave as its own; none if it gave none yet.

@@ -79,7 +79,7 @@ class DaemonSupervisor:
         self._relay = relay
         self._slots = RelaySlots(identity.peer_id, bootstrap, relay == "only")
         self._down: asyncio.Future[None] | None = None  # done as soon as the present daemon is gone
-        self._handlers: dict[str, Incoming] = {}
+        self.handlers: dict[str, Incoming] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def serve(self, protocol: str, incoming: Incoming) -> None:
@@ -87,7 +87,7 @@ class DaemonSupervisor:
 
         Tries until the daemon takes it, or others would read that this node does not offer it: the caller sets a limit.
         """
-        self._handlers[protocol] = incoming
+        self.handlers[protocol] = incoming
         while (daemon := self.daemon) is not None:
             try:
                 await daemon.serve(protocol, incoming)
@@ -179,7 +179,7 @@ class DaemonSupervisor:
         self._listen = self.known.listened = fixed_ports(self._listen, self.addresses)
         self._down = asyncio.get_running_loop().create_future()
         self.dht, self.daemon = dht, daemon
-        for protocol, incoming in list(self._handlers.items()):
+        for protocol, incoming in list(self.handlers.items()):
             await daemon.serve(protocol, incoming)
 
     async def _keep_up(self) -> None:

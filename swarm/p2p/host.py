@@ -31,14 +31,17 @@ from shoal.swarm.p2p.daemon import DAEMON_GONE, DaemonError, PutOffError, messag
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, report
 from shoal.swarm.p2p.listen import check_announced, check_free, obtain_ports
+from shoal.swarm.p2p.multiaddr import is_loopback
 from shoal.swarm.p2p.peerstore import Peerstore
 from shoal.swarm.p2p.pubsub import PubSub
+from shoal.swarm.p2p.punch import PUNCH_PROTOCOL, Puncher, tell_seen
 from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.budget import BandwidthLimiter
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.pacing.pace import PING, Echo, Pacer
 from shoal.swarm.wire.fields import MAX_ADDRESS
+from shoal.swarm.wire.seed import SEEN_PROTOCOL
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class Host:
         """Awaited before a stream is opened, with peer, protocol, addresses and timeout; raises NetworkError to prevent it."""
         self.met: Mapping[str, str] = supervisor.backoff.met
         self.pubsub = PubSub(supervisor, upload)
+        self.puncher = Puncher(supervisor, peer_id, resource_manager, self.traffic)
         self._supervisor = supervisor
         self._lock = contextlib.ExitStack()
         self._owner = os.getpid()
@@ -141,6 +145,10 @@ class Host:
             importlib.import_module("shoal.swarm.p2p.hivemind_adapter")  # with torch: seconds
             host._loop.call_soon_threadsafe(supervisor.bootstrapper.hivemind_loaded.set)
             host.call(asyncio.wait_for(asyncio.wrap_future(begun, loop=host._loop), None), timeout + 5.0)
+            if relay != "off" and not all(map(is_loopback, listen)):
+                host.serve(SEEN_PROTOCOL, lambda stream: tell_seen(supervisor.running(), stream))
+                host.serve(PUNCH_PROTOCOL, host.puncher.answer)
+                host.submit(host.puncher.run())
         except BaseException as error:
             host.close()
             if isinstance(error, NetworkError):
@@ -207,6 +215,8 @@ class Host:
 
         try:
             self.call(self._supervisor.serve(protocol, incoming), SERVE_S)
+            if self.puncher.daemon is not None:
+                self.call(self.puncher.serve(protocol, incoming), SERVE_S)
         except NetworkError:
             if not self._closed:
                 raise NetworkError(
@@ -248,7 +258,7 @@ class Host:
             ending.result(timeout * 0.8)
         except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             log.warning("the network did not close within %.3g s; its daemon is ended by force", timeout)
-        if (daemon := self._supervisor.daemon) is not None:  # the loop hangs: the guard takes the daemon down
+        for daemon in filter(None, (self._supervisor.daemon, self.puncher.daemon)):  # the loop hangs: the guard takes it down
             daemon.end_by_force()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -281,6 +291,8 @@ class Host:
             await self.introduce(peer_id, protocol, addresses, timeout)
 
         async def work() -> Stream:
+            if (past := await self.puncher.open(peer_id, protocol)) is not None:
+                return Stream(peer_id, *past, self.traffic)
             refusal: DaemonError | None = None
             if addresses:
                 # If these fail, the daemon may know better ones.
@@ -321,7 +333,9 @@ class Host:
         if await daemon.is_local(peer_id):
             yield None
             return
-        reader, writer = await asyncio.wait_for(daemon.open(peer_id, PING_PROTOCOL), ECHO_S)  # bulk waits for it
+        if (opened := await self.puncher.open(peer_id, PING_PROTOCOL)) is None:
+            opened = await asyncio.wait_for(daemon.open(peer_id, PING_PROTOCOL), ECHO_S)  # bulk waits for it
+        reader, writer = opened
         try:
             yield Echo(writer.write, lambda: reader.readexactly(PING))
         finally:
@@ -411,7 +425,7 @@ class Host:
             self.resource_manager.release(stream, protocol, stream.sent)
 
     async def _end(self, timeout: float) -> None:
-        await self._supervisor.end(timeout * 0.6)
+        await asyncio.gather(self.puncher.end(), self._supervisor.end(timeout * 0.6))
         if others := [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]:
             for task in others:
                 task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import socket
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 
 from shoal.swarm.access.link import address_problem
 from shoal.swarm.errors import StartupError
+from shoal.swarm.p2p.multiaddr import by_quic, is_loopback
 from shoal.swarm.wire.fields import MAX_ADDRESS
 
 
@@ -35,6 +37,18 @@ def check_free(listen: Sequence[str]) -> None:
                 probe.bind((found[2], int(found[4])))
         except OSError as error:
             raise StartupError(f"cannot listen on {address}: {_bind_problem(error)}.") from error
+
+
+def beside(listen: Sequence[str]) -> list[str]:
+    """Return where to listen by QUIC beside these addresses: at their TCP ports, where those are known and free."""
+    found = []
+    for address in listen:
+        quic = by_quic(address)
+        if quic not in listen and "/udp/0/" not in quic and not is_loopback(address):
+            with contextlib.suppress(StartupError):
+                check_free([quic])
+                found.append(quic)
+    return found
 
 
 def check_announced(announce: Sequence[str], peer_id: str) -> None:

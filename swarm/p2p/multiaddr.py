@@ -6,6 +6,7 @@ import contextlib
 import functools
 import ipaddress
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -132,6 +133,11 @@ def unix_address(path: Path) -> bytes:
 def without_peer(address: str) -> str:
     """Cut off the last ``/p2p/ID``, if there is one: the form in which the daemon takes an address."""
     return address.rpartition("/p2p/")[0] or address
+
+
+def by_quic(address: str) -> str:
+    """Return the address at which whoever listens at this one by TCP listens by QUIC, if so: at the same port."""
+    return re.sub("/tcp/([0-9]+)(?=/p2p/|$)", r"/udp/\1/quic-v1", address)
 
 
 def origin(address: bytes) -> str:

@@ -8,6 +8,7 @@ A refused stream is ended before anything of it is read, and counted under its r
                  the last kind the address range with the most gives one up to another range (`StreamPlaces`)
     rate         the peer opened too many streams in a minute, or all peers of its address range together did
     spent        the bytes that this protocol hands out to one peer in an hour are used up
+    punch        a request for a direct connection past a relay that may not be fulfilled (`shoal.swarm.p2p.punch`)
 
 The daemon has accepted the connection by then, for it knows no lists; its connection manager bounds the number of connections.
 """
@@ -22,17 +23,17 @@ from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.p2p.multiaddr import range_of
 from shoal.swarm.p2p.rate_limit import HOUR, Counters, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream_places import Caller, StreamPlaces
-from shoal.swarm.wire.seed import SEED_PROTOCOL
+from shoal.swarm.wire.seed import SEED_PROTOCOL, SEEN_PROTOCOL
 
 ADMISSION_PROTOCOL = "/shoal/admission/1"
-FREE = frozenset({"/shoal/manifest/1", ADMISSION_PROTOCOL, SEED_PROTOCOL})
-"""Protocols that need no invitation: without them nobody would know that one is needed, or could show it."""
+FREE = frozenset({"/shoal/manifest/1", ADMISSION_PROTOCOL, SEED_PROTOCOL, SEEN_PROTOCOL})
+"""Protocols that need no invitation: without them nobody would know of one, or could show it. A second daemon has none."""
 
 MAX_HANDLERS = 256  # incoming streams served at once: a few for each member of each group that is in flight
 MAX_HANDLERS_PER_PEER = 16
 MAX_FIRST = 256  # more of them, for members that have none yet: a few that hold all they may do not keep the others out
 MAX_STRANGERS = 64  # of those, streams of peers that are no members, so that they cannot keep the members out
-REASONS = ("denied", "uninvited", "crowded", "rate", "spent")
+REASONS = ("denied", "uninvited", "crowded", "rate", "spent", "punch")
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,10 @@ class ResourceManager:
         self._strangers.free(stream)
         if protocol in self._hourly:
             self._hourly[protocol].charge(stream.peer_id, sent)
+
+    def reject(self, reason: str) -> None:
+        """Count a request that its handler refused."""
+        self._counters.reject(reason)
 
     def refused(self) -> dict[str, int]:
         """Return reason -> number of streams and calls refused so far, if above 0; for any thread."""

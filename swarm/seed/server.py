@@ -14,8 +14,9 @@ from typing import Any
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
-from shoal.swarm.p2p.listen import check_announced, check_free, fixed_ports, obtain_ports
+from shoal.swarm.p2p.listen import beside, check_announced, check_free, fixed_ports, obtain_ports
 from shoal.swarm.p2p.multiaddr import range_of
+from shoal.swarm.p2p.punch import tell_seen
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
@@ -24,7 +25,7 @@ from shoal.swarm.seed.board import AnnouncementBoard
 from shoal.swarm.seed.forwarding import GossipForwarding
 from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedRequest
+from shoal.swarm.wire.seed import SEED_PROTOCOL, SEEN_PROTOCOL, SeedRequest
 from shoal.swarm.wire.swarms import SWARMS_PROTOCOL, SwarmsRequest
 
 log = logging.getLogger(__name__)
@@ -106,9 +107,10 @@ class Seed:
 
     async def _launch(self) -> Daemon:
         """Start a daemon that counts as reachable, and serve on it. Raises StartupError or NetworkError."""
+        quic = beside(self._listen)  # for members that ask by what port their packets come; it is in no link
         daemon = await Daemon.launch(
             self._identity,
-            listen=self._listen,
+            listen=[*self._listen, *quic],
             announce=self._announce,
             relay="auto" if self._relay else "off",
             public=True,
@@ -118,6 +120,7 @@ class Seed:
             await daemon.serve(SEED_PROTOCOL, self._handler(self._answer))
             await daemon.serve(SWARMS_PROTOCOL, self._handler(self._list))
             await daemon.serve(DIAL_PROTOCOL, self._handler(self._dial_back))
+            await daemon.serve(SEEN_PROTOCOL, self._handler(lambda stream: self._limited(stream, tell_seen(daemon, stream))))
             found = await asyncio.wait_for(daemon.addresses(), ANSWER_S)
         except BaseException as error:
             await daemon.shutdown()
@@ -127,7 +130,8 @@ class Seed:
         daemon.at_end.append(asyncio.ensure_future(self._share(daemon)).cancel)
         if self._relay:
             daemon.at_end.append(asyncio.ensure_future(self.forwarding.run(daemon)).cancel)
-        addresses = tuple(address for address in found if "/p2p-circuit" not in address)
+        mute = "/p2p-circuit" if any("/quic-v1" in each for each in self._listen) else "/quic-v1"
+        addresses = tuple(address for address in found if "/p2p-circuit" not in address and mute not in address)
         self._listen = fixed_ports(self._listen, addresses)
         self._on_ready(addresses)
         return daemon

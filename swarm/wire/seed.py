@@ -10,7 +10,7 @@ from shoal.swarm.wire.envelope import ENVELOPE, KIB, Message
 from shoal.swarm.wire.fields import Reason, SwarmId
 from shoal.swarm.wire.member import Member
 
-SEED_PROTOCOL = "/shoal/seed/1"
+SEED_PROTOCOL, SEEN_PROTOCOL = "/shoal/seed/1", "/shoal/seen/1"
 MAX_NAMED = 8  # members that a bootstrap node names at once
 MAX_TOPICS = 8  # of one swarm that a member names
 

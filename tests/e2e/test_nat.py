@@ -59,11 +59,16 @@ def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, 
     # More than a relay with libp2p's own limits lets through.
     eventually(lambda: sum(e["bytes_sent"] for e in met("bert")) > 200_000, 150, "200 kB sent through the relay")
 
-    def relayed():
+    def punched():
         report = shoal.start("status", link, "--json", before=internet.enter("seed")).json()
-        return {m["name"]: m["reach"] for m in report["members"]} == {"anna": "relayed", "bert": "relayed"}
+        return {m["name"]: m["reach"] for m in report["members"]} == {"anna": "punched", "bert": "punched"}
 
-    eventually(relayed, 60, "both said to be relayed")
+    eventually(punched, 60, "both said to be reached past their relay")
+    before = internet.received("seed")
+    rounds = len(met("anna"))
+    eventually(lambda: len(met("anna")) > rounds + 10, 60, "further exchanges")
+    sent = sum(e["bytes_sent"] for e in met("anna")[rounds:])
+    assert internet.received("seed") - before < sent, "what two exchange that are connected goes through no relay"
     watcher = shoal.start("watch", link, "--json", before=internet.enter("peer-1"))
 
     def watched():

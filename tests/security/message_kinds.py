@@ -107,6 +107,7 @@ OWN = {
     "claim-material": {"tokens": (bytes(8),), "snapshot": 1}, "training-material": {"snapshot": 1, "projection": b"x"},
     "rollout": {"completions": ("x",), "tokens": (bytes(8),), "logps": (bytes(8),), "tokenizer": "0" * 64},
     "claim": {"model": bytes(32)}, "view": {"table": bytes(32)}, "verdict": {"marks": ("valid", "absent")},
+    "punch": {"addresses": ("/ip4/1.2.3.4/udp/4001/quic-v1",), "proof": bytes(64)},
 }  # fmt: skip
 """The same of one kind of message."""
 

@@ -31,7 +31,9 @@ from shoal.swarm.gossip.body_store import BodyRequest, BodyStore
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import admission, manifest_exchange, peer_exchange
 from shoal.swarm.p2p.memory_stream import stream_pair
+from shoal.swarm.p2p.punch import Punch, Puncher
 from shoal.swarm.p2p.reachability import DialRequest, ReachabilityProbe
+from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.throughput import SpeedRequest, ThroughputProbe
 from shoal.swarm.pacing.meter import TrafficMeter
@@ -125,6 +127,11 @@ def served(host):
     peer_exchange.PeerExchange(host, directory, ME, SWARM)
     BodyStore(host, SWARM)
     LogServer(host, SWARM, lambda since: b"x")
+
+    async def punch(stream):
+        stream.origin = ""  # relayed
+        await Puncher(SimpleNamespace(), ME.peer_id, ResourceManager(), TrafficMeter()).answer(stream)
+
     reachability, speed, seed = ReachabilityProbe(), ThroughputProbe(), Seed(ME, listen=())
     others = {
         "dial": reachability.answer,
@@ -132,6 +139,7 @@ def served(host):
         "seed": seed._answer,
         "swarms": seed._list,
         "dial at a seed": seed._dial_back,
+        "punch": punch,
     }
     questions = {
         "manifest": ManifestRequest,
@@ -144,6 +152,7 @@ def served(host):
         "seed": SeedRequest,
         "swarms": SwarmsRequest,
         "dial at a seed": DialRequest,
+        "punch": Punch,
     }
     names = {protocol.split("/")[2]: handler for protocol, handler in host.handlers.items()} | others
     assert names.keys() == questions.keys()
@@ -224,6 +233,8 @@ def test_every_protocol_is_asked():
         "LOG_PROTOCOL",
         "DIAL_PROTOCOL",
         "SPEED_PROTOCOL",
+        "SEEN_PROTOCOL",
+        "PUNCH_PROTOCOL",
         "SEED_PROTOCOL",
         "SWARMS_PROTOCOL",
     }

@@ -156,7 +156,7 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
     monkeypatch.setattr("shoal.swarm.membership.manifest_exchange.SMALL_S", 0.5)
     monkeypatch.setattr("shoal.swarm.p2p.resource_manager.MAX_HANDLERS_PER_PEER", 256)  # all must reach their handlers
     monkeypatch.setattr("shoal.swarm.state.selection.MAKE_S", 0.1)  # a minute, for the valid request that no snapshot answers
-    served = sorted(host._supervisor._handlers)
+    served = sorted(host._supervisor.handlers)
     assert len(served) >= 10
     with Host.start(Identity.ephemeral(), bootstrap=host.addresses(), timeout=60) as attacker:
 

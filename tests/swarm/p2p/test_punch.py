@@ -1,0 +1,313 @@
+"""Connections past a relay: who is asked and answered, which addresses are dialled and how often.
+
+The daemons only pretend."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p import punch
+from shoal.swarm.p2p.daemon import DaemonError
+from shoal.swarm.p2p.listen import beside
+from shoal.swarm.p2p.memory_stream import stream_pair
+from shoal.swarm.p2p.punch import ALL, EACH, HOST, PUNCH_PROTOCOL, Punch, Puncher, Seen, usable
+from shoal.swarm.p2p.resource_manager import ResourceManager
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.wire.envelope import pack, unpack
+
+FIRST, SECOND = sorted(Identity.ephemeral().peer_id for _ in range(2))
+SEED, OWN = Identity.ephemeral().peer_id, "/ip4/9.9.9.9/udp/4001/quic-v1"
+THERE = "/ip4/8.8.8.8/udp/4001/quic-v1"
+
+
+def asked(by, of, side=None, address=THERE, key=None):
+    """Return the message of ``by``, whose second daemon has the identity ``side``, for ``of``; signed with ``key``."""
+    side = side or Identity.ephemeral()
+    return pack(Punch(peer=side.peer_id, addresses=(address,), proof=(key or side).sign(PUNCH_PROTOCOL, f"{by} {of}".encode())))
+
+
+class FakeDaemon:
+    """The second daemon: its dials, who is connected to it, and what it serves."""
+
+    def __init__(self, identity):
+        self.peer_id, self.here, self.dialled, self.served = identity.peer_id, {SEED}, [], {}
+        self.gone, self.nobody, self.hangs = asyncio.Event(), False, False
+
+    async def peers(self):
+        return tuple(self.here)
+
+    async def addresses(self):
+        return (f"/ip4/192.168.1.2/udp/4001/quic-v1/p2p/{self.peer_id}", f"/ip6/fe80::1/udp/4001/quic-v1/p2p/{self.peer_id}")
+
+    async def connect(self, peer, addresses, *, seconds):
+        if peer == SEED:
+            assert addresses == [f"/ip4/203.0.113.9/udp/4001/quic-v1/p2p/{SEED}"]
+            return
+        self.dialled += addresses
+        if self.nobody:
+            raise DaemonError("nobody answers")
+        self.here.add(peer)
+
+    async def open(self, peer, protocol):
+        if self.hangs:
+            await asyncio.Event().wait()
+        mine, theirs = stream_pair()
+        if peer == SEED:
+            theirs[1].write(len(told := pack(Seen(address=OWN))).to_bytes(4, "big") + told)
+        return mine
+
+    async def serve(self, protocol, incoming):
+        self.served[protocol] = incoming
+
+    async def ended(self):
+        await self.gone.wait()
+        return 1
+
+    async def shutdown(self):
+        self.gone.set()
+
+
+class World:
+    """A node, ``me``; ``relayed``: the peers that its first daemon is connected to, each with its IP address."""
+
+    def __init__(self, monkeypatch, me=FIRST, other=SECOND):
+        self.me, self.other, self.started, self.origins, self.calls = me, other, [], {other: ""}, []
+        self.members = {other}
+        self.resources = ResourceManager()
+        self.resources.known = lambda peer: peer in self.members
+        self.side = Identity.ephemeral()
+
+        async def launch(identity, **options):
+            self.started.append(FakeDaemon(identity))
+            return self.started[-1]
+
+        async def origins():
+            return self.origins
+
+        async def opened(peer, protocol):
+            self.calls.append((peer, protocol))
+            mine, theirs = stream_pair()
+            theirs[1].write(len(told := asked(peer, me, self.side)).to_bytes(4, "big") + told)
+            return mine
+
+        monkeypatch.setattr(punch.Daemon, "launch", launch)
+        self.supervisor = SimpleNamespace(
+            running=lambda: SimpleNamespace(origins=origins, open=opened),
+            bootstrapper=SimpleNamespace(seeds={SEED: (f"/ip4/203.0.113.9/tcp/4001/p2p/{SEED}",)}),
+            known=SimpleNamespace(addresses=list),
+            handlers={},
+        )
+        self.puncher = Puncher(self.supervisor, me, self.resources, TrafficMeter())
+
+    async def asks(self, data, peer=None, origin=""):
+        """Have a peer ask; return its answer."""
+        mine, theirs = stream_pair()
+        mine[1].write(len(data).to_bytes(4, "big") + data)
+        await self.puncher.answer(Stream(peer or self.other, *theirs, TrafficMeter(), origin))
+        return unpack(await Stream(self.me, *mine, TrafficMeter()).receive(Punch.LIMIT, 5), Punch)
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return World(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("address", "may"),
+    [
+        (THERE, True),
+        ("/ip6/2606:4700::1111/udp/1024/quic-v1", True),
+        ("/ip4/192.168.1.7/udp/4001/quic-v1", False),
+        ("/ip4/100.64.0.1/udp/4001/quic-v1", False),
+        ("/ip4/224.0.0.251/udp/5353/quic-v1", False),
+        ("/ip6/ff0e::1/udp/4001/quic-v1", False),
+        ("/ip4/127.0.0.1/udp/4001/quic-v1", False),
+        ("/ip6/::ffff:127.0.0.1/udp/4001/quic-v1", False),
+        ("/ip6/::ffff:10.0.0.1/udp/4001/quic-v1", False),
+        ("/ip6/64:ff9b::a00:1/udp/4001/quic-v1", False),
+        ("/ip6/2002:a00:1::1/udp/4001/quic-v1", False),
+        ("/ip4/8.8.8.8/udp/1023/quic-v1", False),
+        ("/ip4/8.8.8.8/udp/65536/quic-v1", False),
+        ("/ip4/8.8.8.8/udp/²/quic-v1", False),
+        ("/ip4/8.8.8.8/tcp/4001/quic-v1", False),
+        ("/dns4/a.example/udp/4001/quic-v1", False),
+        (f"{THERE}/p2p/{SEED}/p2p-circuit", False),
+    ],
+)
+def test_only_public_addresses_by_quic_and_no_port_of_the_system(address, may):
+    assert usable(address) is may
+
+
+def test_a_member_is_answered_and_dialled_at_once(world):
+    async def main():
+        side = Identity.ephemeral()
+        answer = await world.asks(asked(SECOND, FIRST, side))
+        (daemon,) = world.started
+        assert (answer.peer, answer.addresses) == (daemon.peer_id, (OWN,))
+        assert daemon.dialled == [f"{THERE}/p2p/{side.peer_id}"]
+        assert world.puncher.reached == {SECOND}
+        assert await world.puncher.open(SECOND, "/x/1")
+        daemon.here.clear()  # the connection ended
+        assert await world.puncher.open(SECOND, "/x/1") is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("why", "request_of"),
+    [
+        ("is no member", lambda: {"data": asked(SECOND, FIRST), "peer": SEED}),
+        ("is connected directly", lambda: {"data": asked(SECOND, FIRST), "origin": "8.8.8.8"}),
+        ("another's key", lambda: {"data": asked(SECOND, FIRST, key=Identity.ephemeral())}),
+        ("another's key", lambda: {"data": asked(SEED, FIRST)}),  # of another member
+        ("another's key", lambda: {"data": asked(SECOND, SEED)}),  # for another
+        ("not public", lambda: {"data": asked(SECOND, FIRST, address="/ip4/192.168.1.7/udp/4001/quic-v1")}),
+    ],
+)
+def test_what_is_refused_starts_no_daemon_is_counted_and_logged_once(world, caplog, why, request_of):
+    async def main():
+        for _ in range(3):
+            with pytest.raises(NetworkError, match=why):
+                await world.asks(**request_of())
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert world.started == []
+    assert world.resources.refused() == {"punch": 3}
+    assert len(caplog.records) == 1
+
+
+def test_a_thousand_requests_are_six_and_two_dials_of_one_host(world, caplog):
+    async def main():
+        for number in range(1000):
+            address = f"/ip4/8.8.8.{number // 3}/udp/{2000 + number}/quic-v1"
+            try:
+                await world.asks(asked(SECOND, FIRST, address=address))
+            except NetworkError:
+                continue
+        return world.started[0].dialled
+
+    dialled = asyncio.run(main())
+    hosts = [address.split("/")[2] for address in dialled]
+    assert hosts == ["8.8.8.0"] * HOST + ["8.8.8.1"] * HOST
+    assert len(hosts) + 2 == EACH
+    assert world.resources.refused() == {"punch": 996}
+    assert len(caplog.records) == 2  # the host, and the rate
+
+
+def test_all_members_together_are_answered_seldom(world):
+    async def main():
+        peers = [Identity.ephemeral().peer_id for _ in range(ALL + 5)]
+        world.members |= set(peers)
+        for number, peer in enumerate(peers):
+            if number == ALL:
+                break
+            await world.asks(asked(peer, FIRST, address=f"/ip4/8.8.8.{number}/udp/4001/quic-v1"), peer)
+        with pytest.raises(NetworkError, match="too often"):
+            await world.asks(asked(peers[-1], FIRST), peers[-1])
+
+    asyncio.run(main())
+
+
+def test_no_message_is_a_refusal_of_its_own(world):
+    async def main():
+        with pytest.raises(MessageError):
+            await world.asks(b"x")
+
+    asyncio.run(main())
+    assert world.started == []
+
+
+def test_one_of_two_relayed_members_asks_and_not_again_soon(monkeypatch):
+    async def look(me, other, **changes):
+        world = World(monkeypatch, me, other)
+        vars(world).update(changes)
+        wanted = await world.puncher._look()
+        assert await world.puncher._look() == []
+        return wanted
+
+    async def main():
+        assert await look(FIRST, SECOND) == [SECOND]
+        assert await look(SECOND, FIRST) == []
+        assert await look(FIRST, SECOND, members=set()) == []
+        assert await look(FIRST, SECOND, origins={SECOND: "8.8.8.8"}) == []
+
+    asyncio.run(main())
+
+
+def test_the_asking_member_dials_and_what_it_serves_is_served_there_as_to_the_member(world):
+    served = []
+
+    async def incoming(peer, origin, reader, writer):
+        served.append((peer, origin))
+
+    async def main():
+        world.supervisor.handlers["/x/1"] = incoming
+        await world.puncher._try(SECOND)
+        (daemon,) = world.started
+        assert world.calls == [(SECOND, PUNCH_PROTOCOL)]
+        assert daemon.dialled == [f"{THERE}/p2p/{world.side.peer_id}"]
+        reader, writer = stream_pair()[0]
+        await daemon.served["/x/1"](world.side.peer_id, "8.8.8.8", reader, writer)
+        await daemon.served["/x/1"](SEED, "8.8.8.8", reader, writer)  # nobody that this node knows
+        assert served == [(SECOND, "8.8.8.8")]
+        assert writer.transport.is_closing()
+        await world.puncher.serve("/y/1", incoming)
+        assert "/y/1" in daemon.served
+
+    asyncio.run(main())
+
+
+def test_where_nobody_answers_the_member_stays_relayed_and_is_asked_again_later(world):
+    async def main():
+        await world.puncher._start()
+        world.started[0].nobody = True
+        assert await world.puncher._look() == [SECOND]
+        await world.puncher._try(SECOND)
+        assert world.started[0].dialled
+        assert await world.puncher.open(SECOND, "/x/1") is None
+        assert await world.puncher._look() == []
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_opens_no_stream_is_left_for_the_relay(world, monkeypatch):
+    monkeypatch.setattr(punch, "OPEN_S", 0.01)
+
+    async def main():
+        await world.puncher._try(SECOND)
+        assert await world.puncher.open(SECOND, "/x/1")
+        world.started[0].hangs = True
+        assert await world.puncher.open(SECOND, "/x/1") is None
+        world.started[0].hangs = False
+        assert await world.puncher.open(SECOND, "/x/1") is None
+
+    asyncio.run(main())
+
+
+def test_a_second_daemon_that_ended_is_started_again_for_the_next_member(world):
+    async def main():
+        await world.puncher._try(SECOND)
+        world.started[0].gone.set()
+        await world.puncher._watching
+        assert (world.puncher.daemon, world.puncher.reached) == (None, frozenset())
+        assert await world.puncher.open(SECOND, "/x/1") is None
+        assert await world.puncher._look() == [SECOND]
+        await world.puncher._try(SECOND)
+        assert len(world.started) == 2
+        await world.puncher.end()
+        assert world.started[1].gone.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_bootstrap_node_listens_by_quic_beside_its_tcp_ports():
+    assert beside(["/ip4/127.0.0.1/tcp/4001", "/ip4/0.0.0.0/tcp/0"]) == []
+    (port,) = [address.split("/")[4] for address in beside(["/ip4/0.0.0.0/tcp/43117"])]
+    assert port == "43117"
+    assert beside(["/ip4/0.0.0.0/tcp/43117", "/ip4/0.0.0.0/udp/43117/quic-v1"]) == []
