@@ -31,10 +31,10 @@ class PassedOver:
         """
         count, last, cost = self.misses.get(peer, (0, 0, False))
         # Several meetings with one peer that fail at once, with a fragment each, count as one failure.
-        if not count or round >= last + self._fragments:
+        if not count or abs(round - last) >= self._fragments:
             most = len(TERMS) if over else max(count, BROKEN)
             count, last = min(count + 1 if round < self._until(peer) + FORGOTTEN * self._fragments else 1, most), round
-        while over > TERMS[count - 1] * self._fragments and count < len(TERMS):
+        while 1 < count < len(TERMS) and over > TERMS[count - 1] * self._fragments:  # not at first: this node itself may have slept
             count += 1
         self.misses[peer] = count, last, cost or over > 0
         self.misses.move_to_end(peer)
@@ -46,8 +46,9 @@ class PassedOver:
         self.misses.pop(peer, None)
 
     def at(self, peer: str, round: int) -> bool:
-        """Return whether ``peer`` is passed over in ``round``."""
-        return round < self._until(peer)
+        """Return whether ``peer`` is passed over in ``round``; not in one far before its failure, to which this node went back."""
+        _, last, _ = self.misses.get(peer, (0, 0, False))
+        return last - self._fragments < round < self._until(peer)
 
     def costly(self, peer: str) -> bool:
         """Return whether it was time that ``peer`` spent of late."""

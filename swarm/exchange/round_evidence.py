@@ -15,7 +15,8 @@ in an earlier round than it has stated has lied, and its word has this effect no
 
 A node that is ahead of all others, because its checkpoint or its snapshot was, meets nobody, and they do not believe it. After
 `ALONE` rounds without an exchange it goes back to where those are that call it, if that is more than as many rounds behind; after
-twice as many wherever they are. Of two peers that are all there are one goes back at once.
+twice as many wherever they are. Of two peers that are all there are one goes back at once. Before those twice as many rounds it goes
+back no further than its last exchange with who calls, and on no stranger's word while one that it has met is there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class RoundEvidence:
         self._context, self._fragments = context, fragments
         self._met: dict[str, int] = {}
         """Peers with which this node has exchanged -> the furthest round that they stated to it."""
+        self._shared: dict[str, int] = {}
+        """The round of the last exchange with each."""
         self._said: dict[str, int] = {}
         """Peers that it has not met -> the round that they stated to it last."""
         self._pushes: set[str] = set()
@@ -91,12 +94,12 @@ class RoundEvidence:
         for peer in peers:
             self._said.pop(peer, None)
             stated = self._met.pop(peer, 0)
-            self._met[peer] = max(round, stated)
+            self._met[peer], self._shared[peer] = max(round, stated), round
             if stated < round + self._fragments:
                 self._pushes.add(peer)
         while len(self._met) > REMEMBERED:
             oldest = next(iter(self._met))
-            del self._met[oldest]
+            del self._met[oldest], self._shared[oldest]
             self._pushes.discard(oldest)
 
     def heard(self, peer: str, round: int) -> None:
@@ -147,10 +150,15 @@ class RoundEvidence:
         rounds = self._alone // self._fragments
         if rounds < 1 or not self._behind:
             return None
-        behind = dict(self._behind)  # the host's loop goes on meanwhile
-        callers = {peer: at for peer, at in behind.items() if peer in self._met} or behind
+        behind, others = dict(self._behind), self._others()  # the host's loop goes on meanwhile
+        last = self._shared if rounds < 2 * ALONE else {}
+        callers = {peer: max(at, last.get(peer, 0)) for peer, at in behind.items() if peer in self._met}
+        if not callers and (rounds >= 2 * ALONE or self._met.keys().isdisjoint(others)):
+            callers = behind
+        if not callers:
+            return None
         distance = round - median_low(callers.values())
-        patience = 2 * ALONE if distance <= ALONE * self._fragments else ALONE if len(self._others()) > 1 else 1
+        patience = 2 * ALONE if distance <= ALONE * self._fragments else ALONE if len(others) > 1 else 1
         if distance < self._fragments or rounds < patience:
             return None
         self._alone, self._ahead, self._began = 0, 0, None

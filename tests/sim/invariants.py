@@ -39,6 +39,7 @@ REMEMBERED = {
     "misses": 64,
     "_met": 64,
     "_said": 64,
+    "_shared": 64,
     "_begins": 64,
     "_pushes": 64,
     "holds": 16,

@@ -149,6 +149,15 @@ def test_a_node_that_is_ahead_and_alone_goes_back_to_those_who_call_it():
     assert node.back(back) is None
 
 
+def test_nobody_takes_a_node_back_to_before_their_last_exchange():
+    """A liar that called for round 0 did, and those whom it passed over were so for as many rounds again."""
+    node = trained({"liar": Record(FAR), "friend": Record(50)}, until=40, met=["liar", "friend"])
+    for _ in range(ALONE):
+        node.called("liar", 0)
+        node.missed()
+    assert node.back(50) == 40
+
+
 def test_strangers_do_not_take_a_node_back_that_exchanges_nor_one_that_met_callers_know():
     node = trained({}, until=100)
     for n in range(20):

@@ -147,13 +147,22 @@ def test_two_that_pass_each_other_over_come_back_in_the_same_round(mine, theirs,
     pytest.fail("they never meet again")
 
 
-def test_who_costs_time_is_passed_over_for_as_long_as_it_takes_and_longer_each_time():
-    for over, terms in ((1, (8, 32, 128, 512, 1024)), (20, (32, 128, 512, 1024)), (100, (128, 512, 1024))):
+def test_who_costs_time_again_is_passed_over_for_as_long_as_it_takes_and_longer_each_time():
+    """The first time this node itself may have slept: two that are all there are did not meet for 128 rounds."""
+    for over, terms in ((1, (8, 32, 128, 512, 1024)), (100, (8, 128, 512, 1024)), (500, (8, 512, 1024))):
         passed, round = PassedOver(1), 0
         for back in terms:
             passed.missed("peer", round, over)
             assert [passed.at("peer", back - 1), passed.at("peer", back)] == [True, False]
             round = back
+
+
+def test_who_was_passed_over_is_not_in_rounds_to_which_this_node_went_back():
+    passed = PassedOver(1)
+    passed.missed("peer", 100, 1)
+    assert [passed.at("peer", round) for round in (50, 100, 103, 104)] == [False, True, True, False]
+    passed.missed("peer", 50)
+    assert [passed.at("peer", round) for round in (50, 63, 64)] == [True, True, False]
 
 
 def test_without_anybody_else_a_node_trains_on_alone_rather_than_with_one_that_costs_time():

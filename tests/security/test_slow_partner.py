@@ -1,0 +1,89 @@
+"""Two public nodes, and a third that keeps every rule of an exchange and takes 108 s for it: they train on as if it were not there.
+
+python -m tests.security.test_slow_partner SECONDS      # prints the figures of docs/security.md
+"""
+
+import json
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import Forks, Shoal, until
+
+pytestmark = pytest.mark.slow(reason="nodes train for a minute, four times")
+
+PROGRAM = Path(__file__).with_name("slow_member.py")
+TASK = f"{Path(__file__).parents[1] / 'e2e' / 'uneven_task.py'}:Uneven"
+STEP_S = 0.1  # in which the processor is free: steps do not depend on how busy the machine is
+KEPT = 0.9
+MUCH = 700 << 20  # bytes of memory of a node
+HONEST = ("anna", "bert")
+
+
+def swarm(shoal, seconds, lag, slow):
+    """Train for so many seconds; return the honest nodes' inner steps a second, exchanges and memory."""
+    seed = shoal.start("seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "seed.key")
+    (address,) = json.loads(seed.line())["addresses"]
+    settings = shoal.toml(
+        swarm={"name": "common"}, outer={"every": 20, "lag": lag}, train={"steps": 0}, options={"quick_s": STEP_S, "slow_s": STEP_S}
+    )
+    nodes = {"anna": shoal.node("up", settings, "anna", "--hooks", TASK, "--public", "--bootstrap", address)}
+    link = nodes["anna"].line()
+    nodes["bert"] = shoal.node("join", link, "bert", "--hooks", TASK, "--yes")
+    nodes["bert"].line()
+    if slow:
+        third = shoal.node("join", link, "third", "--hooks", TASK, "--yes", program=(PROGRAM,))
+        third.line()
+
+    def rounds(name):
+        return [event for event in shoal.metrics(name) if event["event"] == "round"]
+
+    until(lambda: all(any(event["partner"] for event in rounds(name)) for name in HONEST), 120, "meetings")
+    began = time.time()
+    until(lambda: time.time() > began + seconds, seconds + 60)
+    rows = {}
+    for name in HONEST:
+        assert nodes[name].popen.poll() is None, nodes[name].said()
+        there = [event for event in rounds(name) if event["time"] > began]
+        took = there[-1]["time"] - there[0]["time"]
+        rows[name] = {
+            "steps_per_s": round((there[-1]["step"] - there[0]["step"]) / took, 3),
+            "exchanges": sum(event["members"] > 1 for event in there),
+            "with the slow one": sum(event["partner"] == "third" for event in there),
+            "bytes": psutil.Process(nodes[name].popen.pid).memory_info().rss,
+        }
+        nodes[name].signal(signal.SIGINT)
+    return rows
+
+
+def compare(seconds, lag):
+    """A swarm without and one with the slow member."""
+    found = {}
+    for what in ("without", "slow"):
+        forks = Forks()
+        with tempfile.TemporaryDirectory() as home:
+            shoal = Shoal(Path(home), forks)
+            try:
+                found[what] = swarm(shoal, seconds, lag, what == "slow")
+            finally:
+                shoal.stop()
+                forks.close()
+    found["kept"] = {name: found["slow"][name]["steps_per_s"] / found["without"][name]["steps_per_s"] for name in HONEST}
+    return found
+
+
+@pytest.mark.parametrize("lag", ["auto", 0])
+def test_a_slow_partner_costs_a_tenth_of_the_steps_at_most(lag):
+    found = compare(60.0, lag)
+    assert min(found["kept"].values()) >= KEPT
+    assert all(found["slow"][name]["bytes"] < MUCH for name in HONEST)
+    assert all(found["slow"][name]["exchanges"] > 0 for name in HONEST)
+
+
+if __name__ == "__main__":
+    print(json.dumps({lag: compare(float(sys.argv[1]), lag) for lag in ("auto", 0)}, indent=1))
