@@ -14,9 +14,9 @@ word that effect, a liar would drive two honest nodes before it, one round each 
 in an earlier round than it has stated has lied, and its word has this effect no more.
 
 A node that is ahead of all others, because its checkpoint or its snapshot was, meets nobody, and they do not believe it. After
-`ALONE` rounds without an exchange it goes back to where those are that call it, if that is more than as many rounds behind; after
-twice as many wherever they are. Of two peers that are all there are one goes back at once. Before those twice as many rounds it goes
-back no further than its last exchange with who calls, and on no stranger's word while one that it has met is there.
+`ALONE` rounds without an exchange it goes back to where those are that call it, if that is more than as many rounds behind, but not
+to before its last exchange with them, nor on a stranger's word while one that it has met is there. After twice as many it goes back
+wherever they are. Of two peers that are all there are one goes back at once.
 """
 
 from __future__ import annotations
