@@ -28,7 +28,7 @@ INSTALL = PIP_USE_PEP517=1 $(BIN)/python -m pip install --quiet --disable-pip-ve
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo install test test-slow arm64-check coverage lint format bench clean distclean
+.PHONY: help demo install test test-slow arm64-check coverage libp2p lint format bench clean distclean
 
 help:
 	@echo "make demo       train with PEERS=$(PEERS) nodes on this machine for ROUNDS=$(ROUNDS) rounds"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-slow  run the slow ones"
 	@echo "make arm64-check  a node for arm64, under an emulator, in a swarm with one of this machine"
 	@echo "make coverage   unit tests of optim, swarm and verification; fails below $(COVERAGE_FLOOR) % of lines and branches"
+	@echo "make libp2p     install py-libp2p too, without a compiler"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     lay the code out by ruff"
 	@echo "make bench      an exchange against raw TCP and hivemind"
@@ -62,6 +63,14 @@ arm64-check: $(TEST)
 coverage: $(TEST)
 	$(BIN)/python -m pytest tests/optim tests/verification tests/swarm -m "not slow" -q \
 	    --cov=shoal --cov-report=term --cov-fail-under=$(COVERAGE_FLOOR) $(ARGS)
+
+# libp2p pins a release of fastecdsa that has to be compiled; a later one has wheels. pip cannot override a pin: so first it comes alone,
+# then all that it needs. What pip says of the pin afterwards can be ignored.
+libp2p: $(TEST)
+	@$(INSTALL) --no-deps libp2p==0.8.1
+	@$(BIN)/python -c 'from importlib.metadata import requires; print(*(need for need in requires("libp2p") \
+	    if not need.startswith("fastecdsa") and "extra ==" not in need), "fastecdsa>=4", sep="\n")' > $(VENV)/libp2p.txt
+	@$(INSTALL) --only-binary fastecdsa -r $(VENV)/libp2p.txt
 
 lint: $(TEST)
 	$(BIN)/python -m ruff check .

@@ -1,12 +1,13 @@
 """Peer on another implementation of libp2p than Shoal's daemon: it asks a node for the manifest and prints what nodes publish.
 
-    pip install -c constraints.txt -e '.[libp2p]'      # builds fastecdsa, which needs a C compiler and libgmp-dev
+    make libp2p      # needs no compiler; or see docs/install.md
     python examples/py_libp2p.py 'shoal://LINK'
 
 py-libp2p is Python alone. This file is a start for a client of your own, where no daemon runs. It also shows that docs/wire.md is
 enough to write one: it uses streams, framed messages, signed records and GossipSub. It prints a line of JSON for the manifest's
 title and for each status, until Ctrl-C. It dials the addresses in the link and no others; `shoal watch` finds further ones.
-It must not share a process with hivemind: both register the same protobuf names.
+To have hivemind in the same process, import `libp2p.crypto.pb.crypto_pb2` first and make it
+`sys.modules["hivemind.proto.crypto_pb2"]`: both register the same names in protobuf.
 """
 
 from __future__ import annotations

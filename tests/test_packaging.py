@@ -177,6 +177,7 @@ def test_watching_needs_nothing_that_must_be_compiled():
     extras = PROJECT["project"]["optional-dependencies"]
     assert {re.match(r"[\w-]+", line)[0] for line in extras["watch"]} == {"textual", "aiohttp", "segno"}
     assert extras["libp2p"] == ["libp2p==0.8.1"]
+    assert "--no-deps libp2p==0.8.1\n" in (ROOT / "Makefile").read_text()
     assert "libp2p" not in str([extras[name] for name in extras if name != "libp2p"])
 
 

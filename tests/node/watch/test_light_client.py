@@ -155,7 +155,7 @@ def test_a_host_that_failed_under_other_names_is_not_dialled_and_no_news(authors
 
 def test_another_implementation_of_libp2p_reads_the_same_node(node, until):
     """A client on py-libp2p, written from docs/wire.md, takes manifest and statuses of a node of ours."""
-    pytest.importorskip("trio", reason="py-libp2p is not installed")
+    pytest.importorskip("trio", reason="py-libp2p is not installed: make libp2p")
     command = [sys.executable, str(ROOT / "examples" / "py_libp2p.py"), str(node.link)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -175,3 +175,22 @@ def test_another_implementation_of_libp2p_reads_the_same_node(node, until):
             timer.cancel()
             process.kill()
     assert len(refused.splitlines()) == 1
+
+
+BOTH = """
+import sys
+import libp2p.crypto.pb.crypto_pb2 as theirs
+sys.modules["hivemind.proto.crypto_pb2"] = theirs
+import hivemind
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+peer = str(new_host(key_pair=create_new_key_pair()).get_id())
+assert PeerID.from_base58(peer).to_base58() == peer
+"""
+
+
+def test_it_lives_beside_hivemind_as_the_example_says():
+    pytest.importorskip("trio", reason="py-libp2p is not installed: make libp2p")
+    ended = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""Opens many connections to one node and keeps them, as several peers: a program of its own, for py-libp2p and hivemind do not mix.
+"""Opens many connections to one node and keeps them, as several peers: a program of its own, so that its load is not the nodes'.
 
     python flood.py ADDRESS CONNECTIONS IDENTITIES
 

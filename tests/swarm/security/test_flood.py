@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow(reason="hundreds of real connections wait for thei
 COUNT, IDENTITIES = 600, 20
 FEW = 64  # descriptors of the daemon's own, and connections that are being made or ended
 MUCH = 200 << 20  # bytes: some 60 kB for each connection, several times over
+pytest.importorskip("trio", reason="py-libp2p is not installed: make libp2p")
 FLOOD = Path(__file__).with_name("flood.py")
 
 
