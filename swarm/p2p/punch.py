@@ -46,7 +46,9 @@ DIAL_S = 3  # seconds of a dial, in which QUIC sends 8 packets to an address whe
 OPEN_S = 3.0  # seconds to open a stream past a relay
 ASK_S = 60.0  # seconds for one attempt, in which both may have to start their daemon
 LOOK_S = 1.0  # seconds between two looks at who is relayed
-AGAIN_S = (5.0, 60.0, 600.0)  # seconds before each further attempt with a member, the first if none was dialled; the last repeats
+FIRST_S = 3.0  # seconds that a member is relayed before it is asked: it has to learn of this one too
+AGAIN_S = (5.0, 15.0, 600.0)  # seconds before each further attempt, the first if nobody was dialled; the last repeats
+IDLE_S = 600.0  # seconds that the daemon stays when nobody is relayed any more
 ASKED = 4  # peers that are asked for this node's address, at most
 LOWEST_PORT = 1024
 EACH, ALL, HOST = 6, 60, 2  # requests in ten minutes of one member and of all; dials of one IP address in that time
@@ -99,6 +101,7 @@ class Puncher:
         self._ids: dict[str, str] = {}  # member -> the id of its second daemon
         self._owners: dict[str, str] = {}  # and back
         self._due: dict[str, tuple[float, int]] = {}  # member -> when it is asked again, and how often it was
+        self._needed = 0.0  # when a member was relayed, or reached past its relay
         self._starting = asyncio.Lock()
         self._told: set[str] = set()
         self._watching: asyncio.Future[None] | None = None
@@ -150,9 +153,14 @@ class Puncher:
         origins = await self._supervisor.running().origins()
         for gone in self._due.keys() - origins.keys():
             del self._due[gone]
-        for peer, host in origins.items():
-            due, tried = self._due.get(peer, (0.0, 0))
-            if not host and self._me < peer and now >= due and peer not in self.reached and self._resources.known(peer):
+        relayed = [peer for peer, host in origins.items() if not host and self._resources.known(peer)]
+        if relayed or self.reached:
+            self._needed = now
+        elif now > self._needed + IDLE_S:
+            await self.end()
+        for peer in relayed:
+            due, tried = self._due.setdefault(peer, (now + FIRST_S, 0))
+            if self._me < peer and now >= due and peer not in self.reached:
                 self._due[peer] = now + AGAIN_S[min(tried, len(AGAIN_S) - 1)], tried + 1
                 wanted.append(peer)
         return wanted
@@ -235,6 +243,8 @@ class Puncher:
             own = [address.rpartition("/p2p/")[0] for address in await daemon.addresses() if address.startswith("/ip6/")]
         addresses = tuple(dict.fromkeys(filter(usable, [seen, *own])))[:2]
         if not addresses:
+            if not self.reached:
+                await self.end()
             raise NetworkError("no bootstrap node tells this node's address by QUIC.")
         proof = self._identity.sign(PUNCH_PROTOCOL, f"{self._me} {peer}".encode())
         return pack(Punch(peer=daemon.peer_id, addresses=addresses, proof=proof))
@@ -271,7 +281,7 @@ class Puncher:
         return ""
 
     async def end(self) -> None:
-        """End the second daemon."""
+        """End the second daemon, if it runs."""
         daemon, self.daemon = self.daemon, None
         if daemon is not None:
             await daemon.shutdown()

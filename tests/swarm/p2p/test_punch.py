@@ -22,7 +22,13 @@ from shoal.swarm.wire.envelope import pack, unpack
 
 FIRST, SECOND = sorted(Identity.ephemeral().peer_id for _ in range(2))
 SEED, OWN = Identity.ephemeral().peer_id, "/ip4/9.9.9.9/udp/4001/quic-v1"
+SIX = "/ip6/2606:4700::7/udp/4001/quic-v1"
 THERE = "/ip4/8.8.8.8/udp/4001/quic-v1"
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr(punch, "FIRST_S", 0.0)
 
 
 def asked(by, of, side=None, address=THERE, key=None):
@@ -36,13 +42,14 @@ class FakeDaemon:
 
     def __init__(self, identity):
         self.peer_id, self.here, self.dialled, self.served = identity.peer_id, {SEED}, [], {}
+        self.own = ("/ip6/fe80::1/udp/4001/quic-v1", SIX)
         self.gone, self.nobody, self.hangs = asyncio.Event(), False, False
 
     async def peers(self):
         return tuple(self.here)
 
     async def addresses(self):
-        return (f"/ip4/192.168.1.2/udp/4001/quic-v1/p2p/{self.peer_id}", f"/ip6/fe80::1/udp/4001/quic-v1/p2p/{self.peer_id}")
+        return (f"/ip4/192.168.1.2/udp/4001/quic-v1/p2p/{self.peer_id}", *(f"{a}/p2p/{self.peer_id}" for a in self.own))
 
     async def connect(self, peer, addresses, *, seconds):
         if peer == SEED:
@@ -148,7 +155,7 @@ def test_a_member_is_answered_and_dialled_at_once(world):
         side = Identity.ephemeral()
         answer = await world.asks(asked(SECOND, FIRST, side))
         (daemon,) = world.started
-        assert (answer.peer, answer.addresses) == (daemon.peer_id, (OWN,))
+        assert (answer.peer, answer.addresses) == (daemon.peer_id, (OWN, SIX))
         assert daemon.dialled == [f"{THERE}/p2p/{side.peer_id}"]
         assert world.puncher.reached == {SECOND}
         assert await world.puncher.open(SECOND, "/x/1")
@@ -240,6 +247,17 @@ def test_one_of_two_relayed_members_asks_and_not_again_soon(monkeypatch):
     asyncio.run(main())
 
 
+def test_a_member_is_asked_once_it_had_time_to_learn_of_this_one(world, monkeypatch):
+    monkeypatch.setattr(punch, "FIRST_S", 1000.0)
+
+    async def main():
+        assert await world.puncher._look() == []
+        world.puncher._due[SECOND] = (0.0, 0)  # that time is over
+        assert await world.puncher._look() == [SECOND]
+
+    asyncio.run(main())
+
+
 def test_the_asking_member_dials_and_what_it_serves_is_served_there_as_to_the_member(world):
     served = []
 
@@ -302,6 +320,40 @@ def test_a_second_daemon_that_ended_is_started_again_for_the_next_member(world):
         assert len(world.started) == 2
         await world.puncher.end()
         assert world.started[1].gone.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_second_daemon_that_nobody_needs_any_more_is_ended(world, monkeypatch):
+    monkeypatch.setattr(punch, "IDLE_S", 0.0)
+
+    async def main():
+        await world.puncher._try(SECOND)
+        await world.puncher._look()
+        assert world.puncher.daemon is not None
+        world.origins = {}
+        world.started[0].here.clear()
+        await world.puncher._look()
+        assert world.puncher.daemon is None
+        assert world.started[0].gone.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_second_daemon_of_which_nobody_tells_the_address_is_ended(world):
+    world.supervisor.bootstrapper.seeds = {}
+
+    async def launch(identity, **options):
+        world.started.append(FakeDaemon(identity))
+        world.started[-1].own = ()
+        return world.started[-1]
+
+    async def main():
+        punch.Daemon.launch = launch  # the fixture puts it back
+        with pytest.raises(NetworkError, match="no bootstrap node"):
+            await world.asks(asked(SECOND, FIRST))
+        assert world.started[0].gone.is_set()
+        assert world.puncher.daemon is None
 
     asyncio.run(main())
 
