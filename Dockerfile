@@ -5,7 +5,7 @@
 # PIP_ARGS chooses the package index, and with it the build of PyTorch: for the CPU alone, which makes the smallest image,
 #   --build-arg PIP_ARGS="--extra-index-url INDEX" --build-arg TORCH_SPEC="torch==2.13.0+cpu"
 # where INDEX is the one that PyTorch's install page names. For CUDA likewise with +cu130 or another version; then run the image
-# with --gpus all. Linux on x86-64 or arm64; for both at once: docker buildx build --platform linux/amd64,linux/arm64 .
+# with --gpus all. For x86-64 and arm64 (not built by us): docker buildx build --platform linux/amd64,linux/arm64 .
 # docker/check.sh, which builds without a registry, names a base of its own.
 ARG BASE=python:3.11-slim
 FROM ${BASE} AS build
