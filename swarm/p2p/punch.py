@@ -98,6 +98,7 @@ class Puncher:
         self.daemon: Daemon | None = None
         self._supervisor, self._me, self._resources, self._traffic = supervisor, peer_id, resources, traffic
         self._identity = Identity.ephemeral()
+        self._lost: set[str] = set()  # members whose connection this node's daemon took with it, which they do not see yet
         self._ids: dict[str, str] = {}  # member -> the id of its second daemon
         self._owners: dict[str, str] = {}  # and back
         self._due: dict[str, tuple[float, int]] = {}  # member -> when it is asked again, and how often it was
@@ -153,6 +154,7 @@ class Puncher:
         origins = await self._supervisor.running().origins()
         for gone in self._due.keys() - origins.keys():
             del self._due[gone]
+            self._lost.discard(gone)
         relayed = [peer for peer, host in origins.items() if not host and self._resources.known(peer)]
         if relayed or self.reached:
             self._needed = now
@@ -160,7 +162,7 @@ class Puncher:
             await self.end()
         for peer in relayed:
             due, tried = self._due.setdefault(peer, (now + FIRST_S, 0))
-            if self._me < peer and now >= due and peer not in self.reached:
+            if (self._me < peer or peer in self._lost) and now >= due and peer not in self.reached:
                 self._due[peer] = now + AGAIN_S[min(tried, len(AGAIN_S) - 1)], tried + 1
                 wanted.append(peer)
         return wanted
@@ -232,6 +234,7 @@ class Puncher:
             await asyncio.wait_for(self.daemon.connect(other.peer, full, seconds=DIAL_S), 2 * DIAL_S)
             self.reached |= {peer}
             self._due.pop(peer, None)
+            self._lost.discard(peer)
             log.info("peer %s is reached past its relay", short(peer))
 
     async def _offer(self, peer: str) -> bytes:
@@ -250,6 +253,7 @@ class Puncher:
         return pack(Punch(peer=daemon.peer_id, addresses=addresses, proof=proof))
 
     async def _start(self) -> Daemon:
+        self._identity = Identity.ephemeral()  # with an earlier key it would seem to be connected where that was
         daemon = await Daemon.launch(self._identity, listen=LISTEN, relay="off", light=True, idle="", timeout=20.0)
         self.daemon = daemon
         self._watching = asyncio.ensure_future(self._ended(daemon))
@@ -262,6 +266,7 @@ class Puncher:
         status = await daemon.ended()
         if self.daemon is daemon:
             log.warning("the second network daemon stopped (status %s); it starts again when it is needed", status)
+            self._lost |= self.reached
             self.daemon, self.reached = None, frozenset()
             self._due.clear()
             await daemon.shutdown()

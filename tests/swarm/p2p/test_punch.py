@@ -308,16 +308,19 @@ def test_a_connection_that_opens_no_stream_is_left_for_the_relay(world, monkeypa
     asyncio.run(main())
 
 
-def test_a_second_daemon_that_ended_is_started_again_for_the_next_member(world):
+@pytest.mark.parametrize(("me", "other"), [(FIRST, SECOND), (SECOND, FIRST)], ids=["asks", "answered"])
+def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_its_members_are_asked(monkeypatch, me, other):
+    world = World(monkeypatch, me, other)
+
     async def main():
-        await world.puncher._try(SECOND)
+        await world.puncher._try(other)
         world.started[0].gone.set()
         await world.puncher._watching
         assert (world.puncher.daemon, world.puncher.reached) == (None, frozenset())
-        assert await world.puncher.open(SECOND, "/x/1") is None
-        assert await world.puncher._look() == [SECOND]
-        await world.puncher._try(SECOND)
-        assert len(world.started) == 2
+        assert await world.puncher.open(other, "/x/1") is None
+        assert await world.puncher._look() == [other]
+        await world.puncher._try(other)
+        assert len({daemon.peer_id for daemon in world.started}) == 2
         await world.puncher.end()
         assert world.started[1].gone.is_set()
 
