@@ -43,7 +43,7 @@ class TrainingTime:
         if self.holds and fragment < self._fragments:
             # At the end training waits for all of an exchange, which else goes on meanwhile.
             whole = LONGER * median_low(self.took.values()) - before if self.took else 0.0
-            return max(LEAST_S, SEVERAL * median_low(self.holds.values()), half, whole) + self._timeouts.trial
+            return max(LEAST_S, SEVERAL * median_low(self.holds.values()), half, whole)  # trials of a contribution are in them
         # The last average is of all weights, and so larger than what was measured.
         return max(FIRST_S, nbytes / FIRST_RATE, half) + self._timeouts.trial
 
@@ -67,17 +67,23 @@ class TrainingTime:
         costs = {peer: max(held - free, 0.0) if whole or not before else held}
         if len(before) == 1 and peer not in before:
             costs |= {first: max(seconds - max(OFTEN * held, FREE_S), 0.0) for first, seconds in before.items()}
-        over = {}
-        for one, cost in costs.items():
-            owed, since = self._owed.pop(one, (0.0, round))
-            owed = max(owed - max(round - since, 0) * GIVES * period, 0.0) + cost
-            self._owed[one] = owed, round
-            if cost and owed > max(COSTLY_S, COSTLY * period):
-                over[one] = math.ceil(owed / (GIVES * period))
-        for table, most in ((self.holds, PARTNERS), (self.took, PARTNERS), (self._owed, PEERS)):
-            while len(table) > most:
+        for table in (self.holds, self.took):
+            while len(table) > PARTNERS:
                 table.popitem(last=False)
-        return over
+        return {one: rounds for one, cost in costs.items() if (rounds := self.cost(one, round, cost, period))}
+
+    def cost(self, peer: str, round: int, seconds: float, period: float) -> int:
+        """Note that ``peer`` cost ``seconds`` in a round of ``period`` seconds; return for how many rounds it is passed over."""
+        owed, since = self._owed.pop(peer, (0.0, round))
+        owed = max(owed - max(round - since, 0) * GIVES * period, 0.0) + seconds
+        self._owed[peer] = owed, round
+        while len(self._owed) > PEERS:
+            self._owed.popitem(last=False)
+        return math.ceil(owed / (GIVES * period)) if seconds and owed > max(COSTLY_S, COSTLY * period) else 0
+
+    def waited(self, peer: str, round: int, fragment: int, held: float) -> int:
+        """Note that training waited ``held`` seconds in vain for ``peer`` to come; return for how many rounds it is passed over."""
+        return self.cost(peer, round, held, max(self._round_s(fragment), LEAST_S))
 
     def _round_s(self, fragment: int) -> float:
         """Return the seconds of a round; 0 while they are not known."""

@@ -110,14 +110,20 @@ class PairMatchmaker:
                 del self.state.under_way[fragment]
 
     async def _until_needed(self, pairing: PairingAttempt) -> PartnerContribution | None:
-        """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does."""
-        loop = asyncio.get_running_loop()
-        usual = loop.time() + self._patience.of(self._timeouts, pairing.key.fragment)
+        """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does, nor
+        than an exchange may hold training.
+        """
+        loop, fragment, time = asyncio.get_running_loop(), pairing.key.fragment, self.state.time
+        usual = loop.time() + self._patience.of(self._timeouts, fragment)
         needed = pairing.needed
         meeting, waiting = asyncio.ensure_future(self._meet(pairing)), asyncio.ensure_future(needed.wait())
         try:
             await asyncio.wait({meeting, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({meeting}, timeout=max(usual - loop.time(), 0))
+            since = loop.time()
+            await asyncio.wait({meeting}, timeout=max(min(usual - since, time.budget(0, fragment)), 0))
+            awaited = None if meeting.done() or pairing.accepted or pairing.engaged is not None else pairing.partner
+            if awaited is not None and (over := time.waited(awaited, pairing.key.round, fragment, loop.time() - since)):
+                self._selector.passed.missed(awaited, pairing.key.round, over)
             while not meeting.done() and (pairing.accepted or pairing.engaged is not None):  # within a transfer's own deadlines
                 await asyncio.wait({meeting}, timeout=self._timeouts.chunk)
             return meeting.result() if meeting.done() else None
