@@ -21,7 +21,8 @@ from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack, unpack
 
 FIRST, SECOND = sorted(Identity.ephemeral().peer_id for _ in range(2))
-SEED, OWN = Identity.ephemeral().peer_id, "/ip4/9.9.9.9/udp/4001/quic-v1"
+SEED = "12D3KooWQjxpyme8TkkXzPr5BZTMb8TfDP6XtSy1961RU2ktii6W"  # in the names of tests, which must be the same in all workers
+OWN = "/ip4/9.9.9.9/udp/4001/quic-v1"
 SIX = "/ip6/2606:4700::7/udp/4001/quic-v1"
 THERE = "/ip4/8.8.8.8/udp/4001/quic-v1"
 
