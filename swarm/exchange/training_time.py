@@ -55,7 +55,7 @@ class TrainingTime:
         """Note that an exchange with ``peer`` held training for ``held`` of the seconds that it ``took``; ``whole``: it was not
         given up. Return the peers to be passed over, and for how many rounds: it, or the first one, now that there is a measure.
         """
-        period, before = max(self._round_s(fragment), LEAST_S), dict(self.holds)
+        before = dict(self.holds)
         self.holds[peer] = held
         self.holds.move_to_end(peer)
         usual = max(OFTEN * median_low(before.values()), FREE_S) if before else math.inf  # over a satellite the first ones are dear
@@ -70,20 +70,17 @@ class TrainingTime:
         for table in (self.holds, self.took):
             while len(table) > PARTNERS:
                 table.popitem(last=False)
-        return {one: rounds for one, cost in costs.items() if (rounds := self.cost(one, round, cost, period))}
+        return {one: rounds for one, cost in costs.items() if (rounds := self.cost(one, round, fragment, cost))}
 
-    def cost(self, peer: str, round: int, seconds: float, period: float) -> int:
-        """Note that ``peer`` cost ``seconds`` in a round of ``period`` seconds; return for how many rounds it is passed over."""
+    def cost(self, peer: str, round: int, fragment: int, seconds: float) -> int:
+        """Note that ``peer`` cost training ``seconds``, or did not come in these; return for how many rounds it is passed over."""
+        period = max(self._round_s(fragment), LEAST_S)
         owed, since = self._owed.pop(peer, (0.0, round))
         owed = max(owed - max(round - since, 0) * GIVES * period, 0.0) + seconds
         self._owed[peer] = owed, round
         while len(self._owed) > PEERS:
             self._owed.popitem(last=False)
         return math.ceil(owed / (GIVES * period)) if seconds and owed > max(COSTLY_S, COSTLY * period) else 0
-
-    def waited(self, peer: str, round: int, fragment: int, held: float) -> int:
-        """Note that training waited ``held`` seconds in vain for ``peer`` to come; return for how many rounds it is passed over."""
-        return self.cost(peer, round, held, max(self._round_s(fragment), LEAST_S))
 
     def _round_s(self, fragment: int) -> float:
         """Return the seconds of a round; 0 while they are not known."""

@@ -395,18 +395,14 @@ def policy_snapshot():
     return save({name: value.detach().clone() for name, value in policy().named_parameters()})
 
 
-MATERIAL = encode(
-    material_of(
-        Coordinates("strings", "1", b"{}", 5, 6),
-        [[1, 2]],
-        ["stop"],
-        proof=b"p",
-        policy="tiny",
-        dtype="float32",
-        kernel="k",
-        snapshot=1,
-    )
-)
+def material(data=b"{}"):
+    return material_of(
+        Coordinates("strings", "1", data, 5, 6), [[1, 2]], ["stop"],
+        proof=b"p", policy="tiny", dtype="float32", kernel="k", snapshot=1,
+    )  # fmt: skip
+
+
+MATERIAL = encode(material())
 
 
 @functools.cache
@@ -421,24 +417,14 @@ def inspected(data):
     (HERE / "one.claim").write_bytes(data)
     found = claims.load(HERE / "one.claim")
     try:
-        material = decode_material(found.material)
+        read = decode_material(found.material)
     except MessageError:
         return found
-    return inspection._environment(material, None)
+    return inspection._environment(read, None)
 
 
 def environment(data):
-    material = material_of(
-        Coordinates("strings", "1", data[:4096], 5, 6),
-        [[1, 2]],
-        ["stop"],
-        proof=b"p",
-        policy="tiny",
-        dtype="float32",
-        kernel="k",
-        snapshot=1,
-    )
-    return inspection._environment(material, None)
+    return inspection._environment(material(data[:4096]), None)
 
 
 def current(data):

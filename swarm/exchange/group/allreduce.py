@@ -77,12 +77,8 @@ class AllReduce:
 
     def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float, longest: float) -> None:
         mine = attempt.contribution
-        self._me, self.group, self._mine, self._until = (
-            me,
-            group,
-            mine,
-            max(until, longest),
-        )  # each part of it has a deadline of its own
+        self._me, self.group, self._mine = me, group, mine
+        self._until = max(until, longest)  # each part of it has a deadline of its own
         self._mean: Tensor | None = None
         self._called: set[str] = set()
         # A node whose contribution cannot be all-reduced reports that it holds nothing, and the leader gathers.

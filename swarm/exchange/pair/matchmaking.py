@@ -122,7 +122,7 @@ class PairMatchmaker:
             since = loop.time()
             await asyncio.wait({meeting}, timeout=max(min(usual - since, time.budget(0, fragment)), 0))
             awaited = None if meeting.done() or pairing.accepted or pairing.engaged is not None else pairing.partner
-            if awaited is not None and (over := time.waited(awaited, pairing.key.round, fragment, loop.time() - since)):
+            if awaited is not None and (over := time.cost(awaited, pairing.key.round, fragment, loop.time() - since)):
                 self._selector.passed.missed(awaited, pairing.key.round, over)
             while not meeting.done() and (pairing.accepted or pairing.engaged is not None):  # within a transfer's own deadlines
                 await asyncio.wait({meeting}, timeout=self._timeouts.chunk)

@@ -198,6 +198,6 @@ def test_tables_are_bounded():
 def test_who_is_waited_for_in_vain_is_passed_over():
     """Of two public nodes and one that holds calls each waited eight seconds in every other round of two."""
     time = timed({0: 2.0})
-    assert time.waited("peer", 0, 0, 0.5) == 0
-    assert time.waited("peer", 1, 0, 1.0) == math.ceil((0.5 - 2 * GIVES + 1.0) / (2 * GIVES))
-    assert time.waited("other", 1, 0, 0.9) == 0
+    assert time.cost("peer", 0, 0, 0.5) == 0
+    assert time.cost("peer", 1, 0, 1.0) == math.ceil((0.5 - 2 * GIVES + 1.0) / (2 * GIVES))
+    assert time.cost("other", 1, 0, 0.9) == 0
