@@ -23,7 +23,7 @@ from bench._attacks import ATTACKS, Scene
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import NoLoCo, RoundKey
 from shoal.optim.exchange.robust import TRUSTING
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group.allreduce import _Runner
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -108,6 +108,8 @@ class Worker:
         self.say("host", peer=self.host.peer_id, addresses=self.host.addresses())
 
     def do_meet(self, other, screen=None, attack=None, overlap=False, **timeouts):
+        # What an exchange may hold of training follows from the time of a round, and rounds of real nodes take minutes.
+        Patience.period = lambda *_: 4 * timeouts["wait"]
         self.screen = TRUSTING if screen is None else DistanceScreen(**screen)
         if attack is not None:
             self.lie(ATTACKS[attack])
