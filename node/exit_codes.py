@@ -26,6 +26,9 @@ class ExitCode(IntEnum):
     REFUSED = 4
     """`shoal verify` checked a claim and refuses it."""
 
+    DEVICE_FAILED = 5
+    """The device reported that an operation on it failed; the last checkpoint remains."""
+
     UNFIT_MACHINE = 10
     """`shoal doctor`: Python, PyTorch, device, memory, disk or clock are in the way."""
 
@@ -48,6 +51,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.BAD_INPUT: "bad input, or your own task failed: a sentence on stderr says what to mend",
     ExitCode.SWARM_FAILED: "the swarm or one of its nodes failed",
     ExitCode.REFUSED: "a claim was checked and refused (`shoal verify`)",
+    ExitCode.DEVICE_FAILED: "the device (a GPU) failed; the last checkpoint remains",
     ExitCode.UNFIT_MACHINE: "`shoal doctor`: Python, PyTorch, device, memory, disk or clock are in the way",
     ExitCode.NO_DAEMON: "`shoal doctor`: the network daemon does not start, or the port is taken",
     ExitCode.UNREACHED: "`shoal doctor`: nobody behind the link can be reached",

@@ -6,16 +6,29 @@ What goes wrong behind it is the user's to mend: one sentence names the function
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 
+from shoal.node.exit_codes import ExitCode
 from shoal.swarm.errors import ShoalError
 
 SMALLER = "make the model or its batches smaller, or end other programs"
 """The remedy where memory ran out."""
+_OF_DEVICE = re.compile(
+    r"\b(?:CUDA|HIP|XPU|MPS|NCCL) (?:driver |internal )?error\b|\bUR_RESULT_ERROR_|\bcommand buffer (?:exited|execution)",
+    re.IGNORECASE,
+)
+"""What torch says of failures of a GPU: NVIDIA's, AMD's, Intel's, Apple's."""
+_NO_MEMORY = (
+    "can't allocate memory", "out of memory", "_status_alloc_failed", "_out_of_device_memory", "_out_of_host_memory",
+    "_out_of_resources",
+)  # fmt: skip
+_SERIAL = {"HIP": "AMD_SERIALIZE_KERNEL=3", "CUDA": "CUDA_LAUNCH_BLOCKING=1"}
+"""What has a device report an error where it arises, by the word that begins it."""
 _folders: set[str] = set()  # in which files of the user's lie
 _modules: set[str] = set()  # top-level modules of the user's
 
@@ -26,6 +39,22 @@ class UserCodeError(ShoalError):
     def __init__(self, text: str, trace: str = "") -> None:
         super().__init__(text)
         self.trace = trace
+
+
+class DeviceError(ShoalError):
+    """Failure that the device reported, most often some operations after the one that failed, and from then on at each."""
+
+    exit_code = ExitCode.DEVICE_FAILED
+
+    def __init__(self, error: BaseException) -> None:
+        said = next(iter(str(error).splitlines()), "")[:200].rstrip(" .:") or type(error).__name__
+        kind = next((kind for kind in _SERIAL if f"{kind} " in said), None)
+        which = f"; {_SERIAL[kind]} shows which one it was" if kind else ""
+        super().__init__(
+            f"An operation on the device failed ({said}), often because an index is too large, and this came up only now{which}: "
+            "mend that, or the driver, and go on from the last checkpoint with --resume."
+        )
+        self.trace = user_trace(error) if any(_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__)) else ""
 
 
 def belongs_to_user(*, folder: Path | None = None, module: str = "") -> None:
@@ -69,8 +98,10 @@ class _Boundary(AbstractContextManager[None]):
             raise failed(self._subject, self._function, error) from error
 
 
-def failed(subject: str, function: str, error: BaseException) -> UserCodeError:
-    """Return what ``error`` in the user's ``function`` means to the user."""
+def failed(subject: str, function: str, error: BaseException) -> ShoalError:
+    """Return what ``error`` in the user's ``function`` means to the user: UserCodeError, or DeviceError."""
+    if device_failed(error):
+        return DeviceError(error)
     said = f"{subject} failed in {function}: {summary(error)}"
     return UserCodeError(f"{said}: {SMALLER if out_of_memory(error) else 'mend it'}.", user_trace(error))
 
@@ -106,8 +137,11 @@ def blamed(error: BaseException, owner: object) -> bool:
 def explained(error: Exception) -> ShoalError | None:
     """Return what an error that nobody foresaw means if it is the user's to mend; None if it is Shoal's own.
 
-    It is the user's if his code is on the way to it, such as a hook of a module, or if memory ran out.
+    It is the user's if his code is on the way to it, such as a hook of a module, or if memory ran out. What a device reports is
+    nobody's, wherever it came up.
     """
+    if device_failed(error):
+        return DeviceError(error)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
     if frames:
         return failed("Your code", f"{frames[-1].f_code.co_name}()", error)
@@ -118,10 +152,19 @@ def explained(error: Exception) -> ShoalError | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, on whatever device. Torch is not imported for it."""
+    """Return whether memory ran out, on whatever device, as ``error`` says or what caused it. Torch is not imported for it."""
     text = str(error).lower()
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or (isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text))
+    if named or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)):
+        return True
+    return error.__cause__ is not None and out_of_memory(error.__cause__)
+
+
+def device_failed(error: BaseException) -> bool:
+    """Return whether a device reports that it failed, other than for want of memory. Torch is not imported for it."""
+    if not isinstance(error, RuntimeError) or isinstance(error, ShoalError) or out_of_memory(error):
+        return False
+    return type(error).__name__ == "AcceleratorError" or _OF_DEVICE.search(str(error)) is not None
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.store import ABLE, Packed, UnpackableError, pack, save
+from shoal.node.user_code import device_failed, out_of_memory
 
 PATIENCE_S = 60.0  # seconds that the last save may take, besides ...
 SLOWEST = 20e6  # ... its bytes over so many a second
@@ -48,20 +49,12 @@ class Snapshots:
         """Return a copy of ``state``, consistent if nothing changes it meanwhile. The previous copy is overwritten.
 
         Raises:
-            CheckpointError: memory does not suffice.
+            MemoryError, RuntimeError: memory does not suffice.
             TypeError: a checkpoint cannot hold ``state``.
         """
         packed = state if isinstance(state, Packed) else pack(state)
         free = {shaped: list(buffers) for shaped, buffers in self._buffers.items()}
-        try:
-            copies = {name: self._copy(tensor, free) for name, tensor in packed.tensors.items()}
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "memory" not in str(error):
-                raise
-            raise CheckpointError(
-                "There is no memory for the copy that a checkpoint is written from: train a smaller model, or save at the end only "
-                "(node.checkpoint_every_rounds = 0)."
-            ) from error
+        copies = {name: self._copy(tensor, free) for name, tensor in packed.tensors.items()}
         for device in {tensor.device for tensor in packed.tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         for shaped, buffers in free.items():  # what was not needed now will not be needed next time
@@ -157,6 +150,10 @@ class CheckpointWriter:
                 packed = self._pack()
             except UnpackableError as error:
                 raise _as_failure(error) from error
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                self._tried = True  # a later save says so
         if self.due:
             self.due = False
             self._begin(step, packed)
@@ -193,7 +190,9 @@ class CheckpointWriter:
             copied = not last and self._copies(max(self._size - self._snapshots.nbytes, 0))
             if copied:
                 packed = self._snapshots.take(packed)
-        except (CheckpointError, TypeError) as error:
+        except (CheckpointError, TypeError, MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not out_of_memory(error):
+                raise
             self._failure = _as_failure(error)
             return
         if not copied:
@@ -242,9 +241,19 @@ class CheckpointWriter:
 
 
 def _as_failure(error: Exception) -> CheckpointError:
-    """Return the error as CheckpointError. Any other error is caused by the task: a type that no file holds, a state too large."""
+    """Return the error as CheckpointError. What is not known here is caused by the task: a type that no file holds."""
     if isinstance(error, CheckpointError):
         return error
+    if out_of_memory(error):
+        return CheckpointError(
+            "There is no memory for the copy that a checkpoint is written from: train a smaller model, or save at the end only "
+            "(node.checkpoint_every_rounds = 0)."
+        )
+    if device_failed(error):
+        said = next(iter(str(error).splitlines()), "")[:200]
+        return CheckpointError(
+            f"Cannot save a checkpoint, for the device has failed ({said}): go on from the last one with --resume."
+        )
     if isinstance(error, UnpackableError):
         holder = next((HOLDERS[key] for key in error.place if key in HOLDERS), "the state")
         where = "".join(f"[{key!r:.40}]" for key in error.place)

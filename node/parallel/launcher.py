@@ -23,7 +23,11 @@ from shoal.node.parallel.job import FOLDER, LAUNCHER, STARTS
 from shoal.swarm.errors import ShoalError
 
 STOP_S = 30  # seconds that the other ranks may take to end when one has died
-FINAL = (ExitCode.BAD_INPUT, ExitCode.INTERRUPTED)  # exit codes of a rank after which it is not started again
+FINAL = (
+    ExitCode.BAD_INPUT,
+    ExitCode.DEVICE_FAILED,
+    ExitCode.INTERRUPTED,
+)  # exit codes of a rank after which it is not started again
 
 
 class RanksFailedError(ShoalError):

@@ -35,6 +35,7 @@ from shoal.node.training.partner_trial import try_partners
 from shoal.node.training.priority import compute_last
 from shoal.node.training.throughput import Rates
 from shoal.node.training.trainer import Progress, Trainer
+from shoal.node.user_code import out_of_memory
 from shoal.node.verify.start import start_verification
 from shoal.node.verify.terms import make_terms
 from shoal.optim import RoundInfo
@@ -275,6 +276,10 @@ class TrainingNode:
                 )
             if self.shutdown.requested:
                 self.display.message("stopping: this node leaves the swarm and saves; a second signal ends it at once, unsaved")
+        except Exception as error:
+            if out_of_memory(error) and not trainer.stepping and self.ranks is None:  # other ranks are in the middle of a step
+                self._save_whole_step()
+            raise
         finally:
             p.member.leave(self._loss, *astuple(self._rates))
         result.interrupted = self.shutdown.requested
@@ -305,6 +310,12 @@ class TrainingNode:
         for line in summary(result, self.folder, self._loss):
             self.display.message(line)
         return result
+
+    def _save_whole_step(self) -> None:
+        """Save the weights of the last step, which are whole though what came after it failed."""
+        with self._activity.doing("saving", bounded=True):
+            step = self.parts.trainer.opt.steps
+            self.display.message(self.saver.last(step) or f"step {step} was whole and is saved: --resume goes on from it")
 
     def _evaluate(self) -> float | None:
         # Ranks that evaluate together have no time to hand out weights, of which each holds a part.

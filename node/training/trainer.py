@@ -140,6 +140,8 @@ class Trainer:
         """The outer optimizer as one process has it, whatever the layout: for rank 0, between two steps and in ``on_round``."""
         self.schedule = Schedule(task, train, self.opt, train.steps if schedule_steps is None else schedule_steps)
         self.throughput = Throughput(self.device, self.inner_step.dtype)
+        self.stepping = False
+        """True while the weights are being stepped, and after that has failed: they are those of no whole step then."""
         self._batches: Loader | None = None
         self._recent = _MeanLoss()
         self._of_round = _MeanLoss()
@@ -222,11 +224,13 @@ class Trainer:
         loss, tokens = self.layout.mean(gradients), tokens_in(self.task, batch)
         self.opt.count(tokens)
         self.throughput.stepped(tokens)
+        self.stepping = True
         if self.inner_step.step(self.opt, self.opt.inner):
             self._recent.add(loss)
             self._of_round.add(loss)
         self.schedule.step()
         self.opt.zero_grad()
+        self.stepping = False
 
     def _next_batch(self) -> Any:
         """Return the next batch, on the device. TrainingError if there is none."""

@@ -234,6 +234,66 @@ def test_memory_that_runs_out_in_the_built_in_task_is_no_bug(tmp_path, capsys, m
     assert "not enough memory" in err
 
 
+OF_DEVICES = [
+    ("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later", "CUDA_LAUNCH_BLOCKING=1"),
+    ("CUDA driver error: invalid argument", "CUDA_LAUNCH_BLOCKING=1"),
+    ("HIP error: an illegal memory access was encountered", "AMD_SERIALIZE_KERNEL=3"),
+    ("Native API failed. Native API returns: 20 (UR_RESULT_ERROR_DEVICE_LOST)", None),
+    ("MPS error: command buffer exited with error status 4", None),
+]
+
+
+@pytest.mark.parametrize(("text", "variable"), OF_DEVICES)
+@pytest.mark.parametrize("users", [False, True])
+def test_what_a_device_reports_is_nobodys_bug_wherever_it_comes_up(task, text, variable, users, capsys, monkeypatch):
+    task.write_text(TASK.replace("raise SystemExit(7)", f"raise RuntimeError({text!r})"))
+
+    def run(node):
+        if users:
+            live(node.settings)
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(NodeRun, "run", run)
+    code, err = said(["up", "--task", f"{task}:Exit"], capsys, monkeypatch)
+    *trace, last = err.rstrip("\n").split("\n")
+    assert code == ExitCode.DEVICE_FAILED == 5
+    assert last.startswith(f"Error: An operation on the device failed ({text.splitlines()[0]}), ")
+    assert ("LAUNCH_BLOCKING" in last or "SERIALIZE" in last) == (variable is not None)
+    assert variable is None or f"; {variable} shows which" in last
+    assert "bug in shoal" not in err
+    assert bool(trace) == users
+
+
+@pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch has this error since 2.8")
+def test_torchs_own_error_of_devices_is_one_whatever_it_says(capsys, monkeypatch):
+    def run(node):
+        raise torch.AcceleratorError("something new")
+
+    monkeypatch.setattr(NodeRun, "run", run)
+    code, err = said(["up"], capsys, monkeypatch)
+    assert (code, err.count("\n")) == (ExitCode.DEVICE_FAILED, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB",
+        "CUDA error: out of memory",
+        "MPS backend out of memory (MPS allocated: 1 GB)",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    ],
+)  # fmt: skip
+def test_a_devices_memory_that_runs_out_is_no_failure_of_the_device(text, capsys, monkeypatch):
+    def run(node):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(NodeRun, "run", run)
+    code, err = said(["up"], capsys, monkeypatch)
+    assert (code, err.count("\n")) == (ExitCode.BAD_INPUT, 1)
+    assert "not enough memory" in err
+
+
 @pytest.mark.parametrize("fault", ["Model", "Frozen", "Constructor"])
 @pytest.mark.parametrize("command", ["up", "demo", "chaos", "join", "pull", "doctor"])
 def test_every_command_that_makes_a_task_names_its_fault(task, fault, command, tmp_path, capsys, monkeypatch):

@@ -287,6 +287,30 @@ def test_no_memory_for_the_copy_is_told_and_other_errors_are_not_hidden(tmp_path
         run.train(due=True)
 
 
+def test_a_state_for_which_the_device_has_no_memory_costs_its_checkpoint_only(tmp_path, monkeypatch):
+    run = Training(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.saver, "_state", lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory")))
+        run.train()  # the first look at whether a checkpoint can hold the state
+        run.train(due=True)
+        assert "There is no memory for the copy" in run.said[0]
+    run.train(due=True)
+    run.written()
+    assert steps(tmp_path) == [3]
+
+
+def test_a_device_that_fails_while_the_last_state_is_written_is_named(tmp_path, monkeypatch):
+    run = Training(tmp_path)
+    run.train()
+
+    def save(*_args, **_kwargs):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("shoal.node.checkpoint.writer.save", save)
+    said = run.saver.last(1)
+    assert "the device has failed (CUDA error: an illegal memory access was encountered): go on from the last one" in said
+
+
 def test_copies_use_the_same_memory_again_and_what_is_not_needed_any_more_is_given_back():
     snapshots = Snapshots()
     state = {"a": torch.ones(4), "b": [torch.ones(4), torch.ones(2, 2).t()], "n": torch.tensor(1)}

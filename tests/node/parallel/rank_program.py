@@ -18,6 +18,8 @@ def work():
     sys.stderr.flush()
     if how == "mend":
         raise ShoalError("Mend it.")
+    if how == "device":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
     if how == "bug":
         raise RuntimeError("oops")
     if how in ("killed", "killed-once") and job.rank == 1 and (how == "killed" or job.restarts == 0):

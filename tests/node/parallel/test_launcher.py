@@ -53,6 +53,14 @@ def test_what_the_user_can_mend_is_shown_once_and_never_tried_again(launch):
     assert [line for line in said.splitlines() if "rank" not in line] == ["Error: Mend it."]
 
 
+def test_a_device_that_fails_is_not_tried_again(launch):
+    process = launch("device", 3)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 5
+    assert {line.rpartition(", ")[2] for line in starts(said)} == {"start 0"}
+    assert "Error: An operation on the device failed (CUDA error: an illegal memory access was encountered)" in said
+
+
 def test_a_rank_that_is_killed_restarts_all_of_whom_only_rank_0_is_heard(launch):
     process = launch("killed-once", 1)
     out, said = process.communicate(timeout=120)

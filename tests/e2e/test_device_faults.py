@@ -1,0 +1,91 @@
+"""Nodes whose device fails, or has no memory left: one sentence, the documented exit code, and the last whole step saved."""
+
+import pytest
+import torch
+
+from shoal.node.exit_codes import ExitCode
+
+STAND_IN = torch.cuda.is_available() and not torch.backends.cuda.is_built()
+"""Whether "cuda" is the software of tests/standin, which can be made to fail."""
+on_stand_in = pytest.mark.skipif(not STAND_IN, reason="only the stand-in GPU fails on demand: make standin")
+AS_PROGRAM = ("-m", "shoal")  # which loads the stand-in anew, with its environment
+
+TASK = """
+from pathlib import Path
+
+import torch
+from shoal.node.task import Task
+
+class Fit(Task):
+    def __init__(self):
+        self.fails, at = Path(__file__).with_name("fails").read_text().split(",")
+        self.at, self.calls = int(at), {"loss": 0, "evaluate": 0}
+
+    def model(self):
+        return torch.nn.Linear(4, 1)
+
+    def batches(self, shard):
+        generator = torch.Generator().manual_seed(shard.index)
+        while True:
+            yield torch.randn(8, 4, generator=generator)
+
+    def starve(self, where):
+        self.calls[where] += 1
+        if self.fails == where and self.calls[where] == self.at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def loss(self, model, batch):
+        self.starve("loss")
+        return (model(batch).squeeze(1) - batch.sum(1)).square().mean()
+
+    @torch.no_grad()
+    def evaluate(self, model):
+        self.starve("evaluate")
+        device = next(model.parameters()).device
+        return float((model(torch.ones(4, 4, device=device)) - 4).square().mean())
+"""
+
+
+def up(shoal, *arguments, fails="", at=7, program=None):
+    path = shoal.home / "fit.py"
+    path.write_text(TASK)
+    path.with_name("fails").write_text(f"{fails},{at}")
+    return shoal.start(
+        "up", "--name", "anna", "--folder", shoal.home / "anna", "--identity", shoal.home / "anna.key", "--task", f"{path}:Fit",
+        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", "--json",
+        "--every", "5", "--set", "outer.wait_s=1.0", "--set", "node.checkpoint_every_rounds=0", *arguments, program=program,
+    )  # fmt: skip
+
+
+def steps(shoal):
+    return sorted(int(path.name.removeprefix("step-")) for path in (shoal.home / "anna").glob("step-*"))
+
+
+@pytest.mark.parametrize(("fails", "at", "whole"), [("loss", 7, 6), ("evaluate", 3, 8)])
+def test_where_memory_runs_out_between_two_steps_the_last_one_is_saved_and_gone_on_from(shoal, fails, at, whole):
+    node = up(shoal, "--steps", "20", "--set", "train.eval_every=4", fails=fails, at=at)
+    assert node.wait() == ExitCode.BAD_INPUT, node.said()
+    *_, last = node.said().splitlines()
+    assert last.startswith(f"Error: Your task 'Fit' failed in {fails}(): OutOfMemoryError"), node.said()
+    assert f"step {whole} was whole and is saved" in node.said()
+    assert steps(shoal) == [whole]
+    again = up(shoal, "--steps", "20", "--resume").json()
+    assert again["steps"] == 20
+
+
+@pytest.mark.gpu
+@on_stand_in
+@pytest.mark.parametrize("breaks", [40, 60])
+def test_a_device_that_fails_for_good_ends_with_a_sentence_and_keeps_the_last_checkpoint(shoal, breaks):
+    shoal.env["STANDIN_BREAKS"] = str(breaks)
+    every_round = ("--device", "cuda", "--set", "node.checkpoint_every_rounds=1")
+    node = up(shoal, "--steps", "200", *every_round, program=AS_PROGRAM)
+    assert node.wait() == ExitCode.DEVICE_FAILED, node.said()
+    *_, last = node.said().splitlines()
+    assert last.startswith("Error: An operation on the device failed (CUDA error: device-side assert triggered"), node.said()
+    assert "CUDA_LAUNCH_BLOCKING=1 shows which" in last
+    assert "bug in shoal" not in node.said()
+    del shoal.env["STANDIN_BREAKS"]
+    before = steps(shoal)[-1]
+    again = up(shoal, "--steps", str(before + 5), *every_round, "--resume", program=AS_PROGRAM).json()
+    assert again["steps"] == before + 5
