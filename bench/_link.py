@@ -97,9 +97,7 @@ class Namespaces:
     def _make(self, node: int, rate: float) -> None:
         name, device = self._names[node], f"shoal{os.getpid() % 100_000}-{node}"
         _call("ip", "netns", "add", name)
-        file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._files.append(file)
-        fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH", device.encode(), IFF_TUN | IFF_NO_PI))
+        self._files.append(tun(device))
         _call("ip", "link", "set", device, "netns", name)
         _call("ip", "-n", name, "link", "set", device, "name", DEVICE)
         _call("ip", "-n", name, "link", "set", "lo", "up")
@@ -168,6 +166,17 @@ class Namespaces:
         for name in self._names:
             with contextlib.suppress(LinkError):
                 _call("ip", "netns", "del", name)
+
+
+def tun(device: str) -> int:
+    """Make a TUN interface in the namespace of the calling thread; return the file that is its other end. OSError."""
+    file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH", device.encode(), IFF_TUN | IFF_NO_PI))
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 def destination(packet: bytes) -> int | None:
