@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 RESERVE = b"\x02\x08\x00"  # a HopMessage, its length before it; type: RESERVE
+NO_SLOT = "gave no slot"
 STATUS, OK = 5, 100  # the field of the answer with the status, and the good one
 RENEW_S = 15.0  # seconds between two requests to a relay
 ASK_S, CONNECT_S = 8.0, 5.0  # seconds for the answer, and for a connection to it
-LATER_S = 60.0  # seconds until a peer that is no relay is asked again
+LATER_S = 60.0  # seconds until a peer is asked again that is no relay, or gives no slot
 STUCK_S, RESTART_S = 30.0, 300.0  # seconds without a slot until the daemon is restarted, and between two such restarts
 
 
@@ -103,7 +104,7 @@ class RelaySlots:
                 self._put_off[relay] = self._held[relay] + RENEW_S
             else:
                 self._held.pop(relay, None)
-        if "protocols not supported" in reason:
+        if "protocols not supported" in reason or NO_SLOT in reason:
             self._put_off[relay] = self._clock() + LATER_S
         return "dial backoff" not in reason
 
@@ -135,4 +136,4 @@ async def reserve(daemon: Daemon, relay: str) -> None:
     finally:
         writer.close()
     if status != OK:
-        raise NetworkError(f"relay {short(relay)} gave no slot (status {status}).")
+        raise NetworkError(f"relay {short(relay)} {NO_SLOT} (status {status}).")

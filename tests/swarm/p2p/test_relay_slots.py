@@ -144,6 +144,7 @@ def test_a_relay_that_has_no_slot_left_is_no_reason_for_a_restart(monkeypatch):
     world.daemon.answers[SEED] = FULL
     assert not any(world.look() for _ in range(100))
     assert world.at() == []
+    assert len(world.daemon.asked) == 9  # in 500 seconds: members relay too, but not for who comes over a relay
 
 
 def test_after_a_restart_of_the_daemon_a_slot_is_asked_for_at_once(monkeypatch):
