@@ -75,7 +75,9 @@ class Punch(Message):
 async def tell_seen(daemon: Daemon, stream: Stream) -> None:
     """Answer one stream of `SEEN_PROTOCOL`. Raises NetworkError or another of `DAEMON_GONE`."""
     ways = (await daemon.ways()).get(stream.peer_id, [])
-    await stream.send(pack(Seen(address=next((way for way in ways if "/quic-v1" in way), "")[:128])), SMALL_S)
+    own = [way for way in ways if "/quic-v1" in way and host_of(way) == stream.origin]
+    # An asker that has moved is for half a minute connected from where it was too; the newest is the last.
+    await stream.send(pack(Seen(address=own[-1][:128] if own else "")), SMALL_S)
 
 
 def usable(address: str) -> bool:

@@ -14,7 +14,7 @@ from shoal.swarm.p2p import punch
 from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.listen import beside
 from shoal.swarm.p2p.memory_stream import stream_pair
-from shoal.swarm.p2p.punch import ALL, EACH, HOST, PUNCH_PROTOCOL, Punch, Puncher, Seen, usable
+from shoal.swarm.p2p.punch import ALL, EACH, HOST, PUNCH_PROTOCOL, Punch, Puncher, Seen, tell_seen, usable
 from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
@@ -123,6 +123,27 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     return World(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("ways", "told"),
+    [
+        (["/ip4/9.9.9.9/tcp/4001", OWN], OWN),
+        ([THERE, OWN], OWN),  # it was there before
+        ([OWN, THERE], OWN),
+        ([OWN.replace("4001", "4002"), OWN], OWN),  # its router took another port since
+        ([THERE], ""),
+        ([], ""),
+    ],
+)
+def test_who_asks_is_told_the_address_from_which_it_asks(ways, told):
+    async def ask():
+        daemon = SimpleNamespace(ways=lambda: asyncio.sleep(0, {FIRST: ways}))
+        mine, theirs = stream_pair()
+        await tell_seen(daemon, Stream(FIRST, *theirs, TrafficMeter(), "9.9.9.9"))
+        return unpack(await Stream(SEED, *mine, TrafficMeter()).receive(Seen.LIMIT, 5), Seen).address
+
+    assert asyncio.run(ask()) == told
 
 
 @pytest.mark.parametrize(
