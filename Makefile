@@ -28,12 +28,13 @@ INSTALL = PIP_USE_PEP517=1 $(BIN)/python -m pip install --quiet --disable-pip-ve
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo install test test-slow arm64-check coverage libp2p lint format bench clean distclean
+.PHONY: help demo install test test-slow standin gpu-test arm64-check coverage libp2p lint format bench clean distclean
 
 help:
 	@echo "make demo       train with PEERS=$(PEERS) nodes on this machine for ROUNDS=$(ROUNDS) rounds"
 	@echo "make test       run the tests, but for the slow ones"
 	@echo "make test-slow  run the slow ones"
+	@echo "make gpu-test   those for GPUs, on the GPU of this machine or else on a stand-in for one, which g++ builds"
 	@echo "make arm64-check  a node for arm64, under an emulator, in a swarm with one of this machine"
 	@echo "make coverage   unit tests of optim, swarm and verification; fails below $(COVERAGE_FLOOR) % of lines and branches"
 	@echo "make libp2p     install py-libp2p too, without a compiler"
@@ -49,13 +50,23 @@ demo: $(CORE)
 install: $(CORE)
 
 # Else each of their hundreds of processes would compile Shoal anew where the environment says to write no bytecode.
-test test-slow arm64-check coverage: export PYTHONDONTWRITEBYTECODE =
+test test-slow gpu-test arm64-check coverage: export PYTHONDONTWRITEBYTECODE =
 
 test: $(TEST)
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --durations=25 $(ARGS)
 
 test-slow: $(TEST)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The folder that makes this machine's CPU play a GPU, for PYTHONPATH (tests/standin).
+standin: $(TEST)
+	@$(BIN)/python tests/standin/build.py
+
+# Two devices: some tests want both.
+gpu-test: $(TEST)
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then standin=; else \
+	    standin=$$($(BIN)/python tests/standin/build.py) || exit 1; fi; set -x; \
+	PYTHONPATH=$$standin STANDIN_DEVICES=2 $(BIN)/python -m pytest -m gpu -n $(WORKERS) --durations=10 $(ARGS)
 
 arm64-check: $(TEST)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_platforms.py $(ARGS)

@@ -6,6 +6,7 @@ garbage collector that does not look at torch and at thousands of tests again an
 import functools
 import gc
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def pytest_xdist_make_scheduler(config, log):
 
     config.option.loadscopereorder = False
     return Shares(config, log)
+
+
+def pytest_runtest_setup(item):
+    for mark in item.iter_markers("gpu"):
+        devices = mark.kwargs.get("devices", 1)
+        if mark.kwargs.get("standin", False) and "standin" not in sys.modules:
+            pytest.skip("needs the stand-in for a GPU: make gpu-test")
+        if torch.cuda.device_count() < devices:
+            pytest.skip(f"needs {'a GPU' if devices == 1 else f'{devices} GPUs'}, or the stand-in: make gpu-test")
 
 
 def pytest_runtest_teardown():

@@ -328,7 +328,6 @@ def test_copies_use_the_same_memory_again_and_what_is_not_needed_any_more_is_giv
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpus_tensors_are_copied_to_pinned_memory():
     snapshots, state = Snapshots(), [torch.ones(1000, device="cuda"), torch.ones(3)]
     first = snapshots.take(state)

@@ -14,7 +14,7 @@ from shoal.node.training.trainer import TrainingError
 from shoal.swarm.manifest.outer import TrainSettings
 from tests.node.training.loops import CPU, STEPS, Overflows, Small, float16, near, plain, run, same, trainer
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])

@@ -5,10 +5,7 @@ import torch
 
 from shoal.optim import codec_named
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 NAMES = ["float32", "float16", "bfloat16", "int8", "e3m0", "sign", "topk2", "auto:3", "topk2+ef:0.95", "auto:3+ef"]
 
 

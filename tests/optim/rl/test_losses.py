@@ -383,7 +383,6 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @EVERY
 @PER
 def test_on_a_gpu_it_is_the_same(name, per):
