@@ -52,7 +52,7 @@ from shoal.node.logs import log_to_stderr
     help="The task to train.",
 )
 @click.option("--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Set an option of the task, such as width=256.")
-@click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ... or mps.")
+@click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ..., xpu or mps.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders and logs here.  [default: a temporary one]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Let the nodes log what the network does.")

@@ -34,7 +34,7 @@ from shoal.node.logs import log_to_stderr
 @click.option("--rounds", type=click.IntRange(1), default=40, show_default=True, help="Rounds to train.")
 @click.option("--every", type=click.IntRange(1), default=25, show_default=True, help="Inner steps in a round.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of weights, shards and pairing.")
-@click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ... or mps.")
+@click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ..., xpu or mps.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
 @click.option("--no-compare", is_flag=True, help="Leave out training alone, which takes as long again.")
 @click.option("--cheat", type=click.IntRange(0, 63), default=0, help="rl, --verify: so many nodes cheat, and are found.")

@@ -178,8 +178,8 @@ node_options = joined(
         click.option("--name", help="Name that other peers see, and name of the folder runs/NAME."),
         click.option(
             "--device",
-            shell_complete=one_of("auto", "cpu", "cuda", "mps"),
-            help="auto, cpu, cuda, cuda:1 and so on, or mps.  [default: auto]",
+            shell_complete=one_of("auto", "cpu", "cuda", "mps", "xpu"),
+            help="auto, cpu, cuda, cuda:1 and so on, xpu, or mps.  [default: auto]",
         ),
         click.option("--folder", type=click.Path(path_type=Path), help="Folder for checkpoints and metrics.  [default: runs/NAME]"),
         click.option("--identity", type=click.Path(path_type=Path), help="Key file.  [default: ~/.config/shoal/identity.key]"),

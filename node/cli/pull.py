@@ -82,7 +82,7 @@ def pull(
 @click.option("--top-k", type=click.IntRange(1), metavar="K", help="Draw among the K likeliest tokens.  [default: all]")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the draws.  [default: another each time]")
 @click.option("--tokenizer", metavar="NAME|PATH", help="Your copy of the swarm's tokenizer.  [default: by its name]")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1 and so on, or mps.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1 and so on, xpu, or mps.")
 @json_option
 def sample(folder: Path, as_json: bool, **options: Any) -> int:
     """Continue a text with the weights in DIR, which `shoal pull` wrote, of a swarm of the built-in task `text`.

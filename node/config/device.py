@@ -1,4 +1,8 @@
-"""The device and the threads that a node computes with. torch is imported inside: it takes a second."""
+"""The device and the threads that a node computes with. torch is imported inside: it takes a second.
+
+Kinds of devices go through ``torch.accelerator``: cuda (NVIDIA, and AMD by ROCm), xpu (Intel), mps (Apple). A build of PyTorch has one
+of them at most.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +15,59 @@ from shoal.node.config.settings import ConfigError
 if TYPE_CHECKING:
     import torch
 
+CHOICES = "auto, cpu, cuda, cuda:N (of NVIDIA or AMD), xpu, xpu:N (Intel) or mps (Apple)"
+NO_DRIVER = "Found no NVIDIA driver"
+
 
 def resolve_device(text: str) -> torch.device:
-    """Return the device that ``text`` names: auto, cpu, cuda, cuda:N or mps. Raises ConfigError."""
+    """Return the device that ``text`` names: auto, cpu, or a kind of accelerator with or without a number. Raises ConfigError."""
     import torch
 
-    mps, count = torch.backends.mps.is_available(), torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if text == "auto":
-        return torch.device("cuda", 0) if count else torch.device("mps" if mps else "cpu")
-    found = re.fullmatch(r"cpu|mps|cuda(?::([0-9]{1,3}))?", text)
+    found = re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(?::([0-9]{1,3}))?", text)
     if not found:
-        raise ConfigError(f"There is no device {text!r}: choose auto, cpu, cuda, cuda:N or mps.")
-    if text == "mps" and not mps:
-        raise ConfigError("The device 'mps' is not available here: choose cpu or auto.")
-    if text.startswith("cuda"):
-        if not count:
-            raise ConfigError(
-                f"The device {text!r} is not available here: install a CUDA build of PyTorch and a driver, or choose cpu or auto."
-            )
-        index = int(found[1] or 0)
-        if index >= count:
-            raise ConfigError(f"There is no device {text!r}: this machine has cuda:0 to cuda:{count - 1}.")
-        return torch.device("cuda", index)
-    return torch.device(text)
+        raise ConfigError(f"There is no device {text!r}: choose {CHOICES}.")
+    kind, count = accelerator()
+    if text == "cpu" or (text == "auto" and not count):
+        return torch.device("cpu")
+    wanted, index = (kind if text == "auto" else found[1] or text), int(found[2] or 0)
+    if not count or wanted != kind:
+        there = f"there is {kind}" if count else trouble() or "this build of PyTorch has no accelerator"
+        raise ConfigError(
+            f"The device {text!r} is not available here ({there}): install its driver and a build of PyTorch for it, or choose auto."
+        )
+    if index >= count:
+        there = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"{kind}:0 only"
+        raise ConfigError(f"There is no device {text!r}: this machine has {there}.")
+    return torch.device(kind) if kind == "mps" else torch.device(kind, index)
+
+
+def accelerator() -> tuple[str, int]:
+    """Return the kind of accelerator that this build of PyTorch can use here, and how many there are; "cpu" and 0 without one."""
+    import torch
+
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu", 0) if found is None else (found.type, torch.accelerator.device_count())
+
+
+def trouble() -> str:
+    """Return why the accelerator of this build of PyTorch cannot be used, in the driver's words; empty if the build has none."""
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return next(iter(str(error).splitlines()), "")[:200].rstrip(" .:")
+    return ""
+
+
+def make_current(device: torch.device) -> None:
+    """Let this thread compute on ``device`` where none is named, as in a user's ``.cuda()``; else that is the first of its kind."""
+    import torch
+
+    if device.index is not None and device.type != "cpu":
+        torch.accelerator.set_device_index(device)
 
 
 def use_threads(count: int = 0, processes: int = 1) -> None:

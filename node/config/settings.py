@@ -154,7 +154,7 @@ class NodeSettings(_Table, RankSettings):
     """Settings of this machine. The swarm is informed of the name and the addresses only."""
 
     name: Name = Field(default_factory=host_name, description="Name that other peers see; by default the machine's.")
-    device: str = Field(default="auto", description="Where to train: auto, cpu, cuda, cuda:1 and so on, or mps.")
+    device: str = Field(default="auto", description="Where to train: auto, cpu, cuda, cuda:1 and so on, xpu, or mps.")
     listen: list[str] = Field(
         default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"], max_length=8,
         description="Addresses to listen on; port 0 lets the system choose.",

@@ -20,7 +20,7 @@ GB = 1e9
 MIN_DISK, SMALL_DISK = 0.25 * GB, 2 * GB
 MIN_MEMORY, SMALL_MEMORY = 0.5 * GB, 1.5 * GB
 OLDEST_PYTHON = (3, 10)
-OLDEST_TORCH = (2, 4)
+OLDEST_TORCH = (2, 7)
 
 
 class UnfitError(ShoalError):
@@ -50,14 +50,16 @@ def torch(tell: Tell) -> str:
     numbers = tuple(int(part) for part in found.__version__.split("+")[0].split(".")[:2])
     if numbers < OLDEST_TORCH:
         raise UnfitError(f"this is PyTorch {found.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} or newer.")
-    return f"{found.__version__}, " + (f"CUDA {found.version.cuda}" if found.version.cuda else "without CUDA")
+    kinds = {"CUDA": found.version.cuda, "ROCm": found.version.hip, "XPU": getattr(found.version, "xpu", None)}
+    made = next((f"for {kind} {version}" for kind, version in kinds.items() if version), "for no GPU but Apple's")
+    return f"{found.__version__}, {made}"
 
 
 def device(tell: Tell) -> str:
     """Check a small product on the device that ``auto`` chooses."""
     import torch as found
 
-    from shoal.node.config.device import resolve_device
+    from shoal.node.config.device import NO_DRIVER, resolve_device, trouble
 
     chosen = resolve_device("auto")
     try:
@@ -68,9 +70,12 @@ def device(tell: Tell) -> str:
         raise UnfitError(f"{chosen} does not compute ({first}): mend its driver, or train with --device cpu.") from error
     if not right:
         raise UnfitError(f"{chosen} computes wrongly: do not train on it, take --device cpu or another machine.")
-    if chosen.type == "cuda":
-        free, total = found.cuda.mem_get_info(chosen)
-        return f"{chosen}, {found.cuda.get_device_name(chosen)}, {free / GB:.1f} of {total / GB:.1f} GB free"
+    if chosen.type in ("cuda", "xpu"):
+        of_kind = found.get_device_module(chosen)
+        free, total = of_kind.mem_get_info(chosen)
+        return f"{chosen}, {of_kind.get_device_name(chosen)}, {free / GB:.1f} of {total / GB:.1f} GB free"
+    if chosen.type == "cpu" and (why := trouble()) and not why.startswith(NO_DRIVER):
+        raise Note(f"a GPU cannot be used ({why}), so a node trains on the processor: install its driver, or a build that fits it.")
     return f"{chosen}, {os.cpu_count() or 1} processors"
 
 

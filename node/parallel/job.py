@@ -68,23 +68,25 @@ def rank_device(settings: Settings, job: Job) -> torch.device:
     """Return the device of this rank. ConfigError if torchrun started other ranks than the settings ask for, or too many."""
     import torch
 
+    from shoal.node.config.device import accelerator
+
     node = settings.node
     if node.gpus not in (None, "all", str(job.world)):
         raise ConfigError(f"--gpus {node.gpus} does not go with the {job.world} ranks that torchrun has started: leave it out.")
     if node.device.partition(":")[0] == "mps" or ":" in node.device:
         raise ConfigError(f"Each rank has a device of its own, so {node.device!r} cannot be used: use cuda or cpu, or neither.")
-    devices = torch.cuda.device_count()
+    kind, devices = accelerator()
     if node.device == "cpu" or (node.device == "auto" and not devices):
         return torch.device("cpu")
     if job.world > devices:
         raise ConfigError(
             f"{job.world} ranks need as many GPUs, and this machine has {devices}: start fewer, or pass --device cpu."
         )
-    return torch.device("cuda", job.rank)
+    return torch.device(kind, job.rank)
 
 
 def ranks_wanted(settings: Settings, devices: int | None = None) -> int:
-    """Return the number of ranks that the settings ask for. ``devices``: CUDA devices here; None asks torch.
+    """Return the number of ranks that the settings ask for. ``devices``: GPUs here; None asks torch.
 
     Raises:
         ConfigError: there are fewer GPUs, or the device goes with one process only.
@@ -102,9 +104,9 @@ def ranks_wanted(settings: Settings, devices: int | None = None) -> int:
             raise ConfigError("--gpus all counts GPUs, which --device cpu does not use: pass a number, such as --gpus 2.")
         return int(node.gpus)
     if devices is None:
-        import torch  # here, because it takes a second, and most nodes need no count
+        from shoal.node.config.device import accelerator  # here, because torch takes a second, and most nodes need no count
 
-        devices = torch.cuda.device_count()
+        devices = accelerator()[1]
     wanted = devices if node.gpus == "all" else int(node.gpus)
     if wanted > devices or not devices:
         seen = "no GPU that PyTorch can use" if not devices else "1 GPU" if devices == 1 else f"{devices} GPUs"

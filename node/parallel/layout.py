@@ -82,7 +82,7 @@ class WholeModels(RanksLayout):
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Return the wrapper, which begins with rank 0's weights on all ranks."""
-        self._wrapped = Replicated(model.to(device), device_ids=[device] if device.type == "cuda" else None)
+        self._wrapped = Replicated(model.to(device), device_ids=None if device.index is None else [device])
         return self._wrapped
 
     def unsynchronised(self) -> AbstractContextManager[Any]:

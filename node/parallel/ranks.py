@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from shoal.node.config.device import make_current
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.parallel.ends import RankLostError, RankMissingError
 from shoal.node.parallel.job import Job, rank_device
@@ -49,11 +50,11 @@ class NodeRanks:
         """Meet the other ranks. ConfigError for settings that several ranks cannot have; RankLostError if they are not there."""
         check(settings)
         device = rank_device(settings, job)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        make_current(device)
         if sys.platform.startswith("linux"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, whose name may lead nowhere
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        kind = device.type
+        backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(device)}"
         try:
             store = _all_started(job)
             in_thread(lambda: _join(backend, store, job)).result(MEET_S)

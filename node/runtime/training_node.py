@@ -11,7 +11,7 @@ import torch
 from shoal.node.checkpoint.disk_budget import room_maker
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.writer import CheckpointWriter
-from shoal.node.config.device import resolve_device
+from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.factory import about
 from shoal.node.metrics.log import Metrics, RoundRecord
@@ -86,6 +86,7 @@ class TrainingNode:
     def run(self, membership: Membership | None) -> Result:
         """Create a swarm, if this node has joined none; train and leave. ShoalError for what the user can mend."""
         device = resolve_device(self.settings.node.device) if self.ranks is None else self.ranks.device
+        make_current(device)
         settings, trainer = self.settings, None
         if membership is None:
             settings, trainer, membership = self._create(self._identity, self._saved, device)

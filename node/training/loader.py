@@ -86,7 +86,7 @@ class Loader(Iterator[Any]):
                 batch_size=None,
                 sampler=None if numbered is None else _Count(numbered.next_number),
                 num_workers=self.workers,
-                collate_fn=_unchanged,
+                collate_fn=_in_pieces if pin else _unchanged,
                 pin_memory=pin,
                 multiprocessing_context=_telling(multiprocessing.get_context("fork")) if ahead else None,
                 worker_init_fn=_begin_worker(os.getpid(), threading.current_thread() is threading.main_thread()) if ahead else None,
@@ -250,15 +250,30 @@ def _own(batch: Any) -> Any:
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True)) if leaf.numel() else 0
-        if leaf.layout is not torch.strided or not leaf.numel() <= span <= WIDE * leaf.numel():
+        if leaf.layout is not torch.strided or not leaf.numel() <= _span(leaf) <= WIDE * leaf.numel():
             return leaf.detach().clone()
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu").copy_(leaf.detach())
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
+def _span(tensor: torch.Tensor) -> int:
+    """Return how many elements the tensor's strides reach over."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+
+
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _in_pieces(batch: Any) -> Any:
+    """Return ``batch`` with each tensor in one piece of memory: of a view with gaps the copy to a GPU would be waited for."""
+
+    def whole(leaf: Any) -> Any:
+        gaps = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and _span(leaf) != leaf.numel()
+        return leaf.contiguous() if gaps else leaf
+
+    return mapped(batch, whole)
 
 
 def _find(state: Any) -> Any:

@@ -28,6 +28,7 @@ from shoal.node.training.loader import Loader
 from shoal.node.training.schedule import Schedule, make_inner
 from shoal.node.training.throughput import Rates, Throughput
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
+from shoal.optim.device import copies_beside
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.training.outer_factory import make_outer, round_length
 
@@ -156,7 +157,7 @@ class Trainer:
     def _load(self, batches: Iterator[Any]) -> None:
         """Draw from ``batches`` from now on."""
         self.close()
-        seed, pin = (self.shard.seed + self.shard.index) % 2**63, self.device.type == "cuda"
+        seed, pin = (self.shard.seed + self.shard.index) % 2**63, copies_beside(self.device)
         self._batches = Loader(self.task, batches, workers=self.inner_step.own.workers, pin=pin, seed=seed)
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from shoal.node.verify.feed import Feed, standings
 from shoal.node.verify.history.file import NAME
 from shoal.node.verify.history.history import History
 from shoal.node.verify.peers import rules_of
+from shoal.optim.device import current_device
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.verification.consensus.log import decode_log
 from shoal.verification.consensus.log import encode as encode_log
@@ -69,7 +70,7 @@ class Verification:
         self._inbox: deque[tuple[Signed, float]] = deque(maxlen=INBOX)
         self._pull_at = 0.0
         self._began, self._counts, self._reported = timer(), Counter[str](), self._participant.table
-        self._stop = threading.Event()
+        self._stop, self._use_device = threading.Event(), current_device()
         self._thread = threading.Thread(target=self._run, name="verification", daemon=True)
         network.open(self._take, self._log, self.is_banned)
 
@@ -134,6 +135,7 @@ class Verification:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
+        self._use_device()
         try:
             self.prepare()
             while not self._stop.wait(TICK_S):

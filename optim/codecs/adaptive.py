@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape, check_finite, check_payload
 from shoal.optim.codecs.bit_allocation import allocate
+from shoal.optim.device import wide
 
 REFRESH = 20
 """Rounds after which the errors are measured again."""
@@ -115,7 +116,7 @@ class AutoCodec:
             row = []
             for codec in self.candidates:
                 (decoded,) = codec.decode(codec.encode([tensor]).to(tensor.device), [shape])
-                row.append(float((tensor.float() - decoded).double().square().sum()))
+                row.append(float((tensor.float() - decoded).to(wide(tensor.device)).square().sum()))
             errors.append(row)
         return allocate(errors, self._sizes(shapes), self._budget(shapes))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from shoal.optim.device import wide
 from shoal.optim.outer.fsdp import local
 from shoal.optim.outer.parameters import Inner
 
@@ -81,7 +82,7 @@ def step_unless_overflow(inner: torch.optim.Optimizer, scale: Tensor | None, ove
 @torch.no_grad()
 def unscale(params: Iterable[Tensor], scale: Tensor) -> None:
     """Divide the gradients by ``scale``, by the very operations of ``GradScaler.unscale_``."""
-    inverse = (scale if scale.device.type == "mps" else scale.double()).reciprocal().float()
+    inverse = scale.to(wide(scale.device)).reciprocal().float()
     found: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     for param in params:
         if param.grad is not None:

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from shoal.optim.device import to_host
+
 NUMBERS = 4
 PROJECTED = 16  # the relative error of a distance of two peers is about 1 / sqrt(2 PROJECTED), 18 %
 BLOCK = 1 << 16  # values for which there are signs; the blocks after it have the same ones, some of the sums turned
@@ -28,7 +30,7 @@ def sketch(tensors: Iterable[Tensor]) -> tuple[float, ...]:
     difference if its values are independent. Two machines that round differently differ by about 1e-7 of the weights; two swarms
     that learnt from different data, by as much as they have moved.
     """
-    return total(_sums(tensor) for tensor in tensors)
+    return total(sketches(tensors))
 
 
 def total(rows: Iterable[Tensor]) -> tuple[float, ...]:
@@ -39,15 +41,25 @@ def total(rows: Iterable[Tensor]) -> tuple[float, ...]:
     return tuple(sums.tolist())
 
 
-def _sums(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    whole = flat.numel() // WIDTH * WIDTH
-    mine = torch.zeros(NUMBERS, dtype=torch.float64, device=flat.device)
-    for chunk in torch.split(flat[:whole], CHUNK):
-        mine += chunk.view(-1, WIDTH).float().sum(0).view(-1, NUMBERS).sum(0, dtype=torch.float64)
-    for place in range(NUMBERS):
-        mine[place] += flat[whole + place :: NUMBERS].sum(dtype=torch.float64)
-    return mine.cpu()
+def sketches(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the sums of each tensor, (4,) float64 on the CPU. A device is waited for once; it need not have float64."""
+    chunks: list[list[Tensor]] = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        whole = flat.numel() // WIDTH * WIDTH
+        rows = [chunk.view(-1, WIDTH).float().sum(0) for chunk in torch.split(flat[:whole], CHUNK)]
+        chunks.append([*rows, flat[whole:]])
+    read = iter(to_host([piece for pieces in chunks for piece in pieces]))
+    found = []
+    for pieces in chunks:
+        mine = torch.zeros(NUMBERS, dtype=torch.float64, device="cpu")
+        for _ in pieces[:-1]:
+            mine += next(read).view(-1, NUMBERS).sum(0, dtype=torch.float64)
+        rest = next(read)
+        for place in range(NUMBERS):
+            mine[place] += rest[place::NUMBERS].sum(dtype=torch.float64)
+        found.append(mine)
+    return found
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
@@ -60,21 +72,25 @@ def projection(tensors: Iterable[Tensor]) -> tuple[float, ...]:
 
     The sums are linear, so the norm of the difference of two peers' sums estimates that of the difference of their weights.
     """
-    sums, square, number = torch.zeros(PROJECTED, dtype=torch.float64, device="cpu"), 0.0, 0
+    found: list[Tensor] = []
     for tensor in tensors:
         for block in torch.split(tensor.detach().reshape(-1), BLOCK):
             values = block.float()
-            signed = values * _signs()[: block.numel()].to(block.device)
+            signed = values * _signs(block.device)[: block.numel()]
             padded = torch.nn.functional.pad(signed, (0, -block.numel() % PROJECTED))
-            sums += padded.view(-1, PROJECTED).sum(0).double().cpu() * _turns(number)
-            square += values.square().sum().item()
-            number += 1
+            found += [padded.view(-1, PROJECTED).sum(0), values.square().sum()]
+    read = to_host(found)
+    sums, square = torch.zeros(PROJECTED, dtype=torch.float64, device="cpu"), 0.0
+    for number, (row, squares) in enumerate(zip(read[::2], read[1::2], strict=True)):
+        sums += row.double() * _turns(number)
+        square += squares.item()
     return (*sums.tolist(), math.sqrt(square))
 
 
 @functools.cache
-def _signs() -> Tensor:
-    return torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(0), device="cpu").float() * 2 - 1
+def _signs(device: torch.device) -> Tensor:
+    signs = torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(0), device="cpu").float() * 2 - 1
+    return signs.to(device)
 
 
 def _turns(number: int) -> Tensor:

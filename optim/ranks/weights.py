@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.optim.codecs.base import Shape
 from shoal.optim.outer.fsdp import local, reshard
-from shoal.optim.outer.sketch import NUMBERS, sketch, total
+from shoal.optim.outer.sketch import sketches, total
 from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.ranks.group import RankGroup
 
@@ -108,11 +108,8 @@ class RankWeights(ModelWeights):
 
     def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
         """Return the sketch with the bits that one process would have, on all ranks."""
-        rows = torch.zeros(len(part), NUMBERS, dtype=torch.float64, device="cpu")
-        for place, index in enumerate(part):
-            if self.owns(index):
-                rows[place] = torch.tensor(sketch([self.slow[index]]), dtype=torch.float64, device="cpu")
-        return total(self.group.sum(rows))
+        rows = sketches(self.slow[index] for index in part)  # of what this rank does not own they are 0
+        return total(self.group.sum(torch.stack(rows)))
 
     def shapes_of(self, part: Sequence[int], tensors: Sequence[Tensor]) -> list[Shape]:
         """Return the whole shapes of tensors like those of a ``Rule``: tensor i has that of parameter i % n of ``part``, or ()."""

@@ -45,7 +45,7 @@ class PublicSwarm:
     memory: int
     """Bytes beyond training alone; 0: not measured."""
     device: str
-    """On what the member that announced it computes: cpu, cuda or mps."""
+    """On what the member that announced it computes: cpu, cuda, xpu or mps."""
     addresses: tuple[str, ...]
     """Of the bootstrap node that listed it, and of members."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim import OuterOptimizer
+from shoal.optim.device import current_device
 
 BATCHES = 2
 TOO_LONG_S = 10.0
@@ -45,7 +46,7 @@ class LossTrial:
         self._model = copy.deepcopy(model, shared).eval()
         self._params = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         self._task_loss, self._batches, self._opt, self._autocast, self._log = loss, batches, opt, autocast, log
-        self._lock, self._ended = threading.Lock(), False
+        self._lock, self._ended, self._begin = threading.Lock(), False, current_device()
 
     @torch.no_grad()
     def __call__(self, fragment: int, own: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float, float] | None:
@@ -54,6 +55,7 @@ class LossTrial:
             if self._ended:
                 return None
             began = time.monotonic()
+            self._begin()
             places = self._opt.positions(fragment)
             mine, other = self._weights(places, own), self._weights(places, theirs)
             for place in {*range(len(self._params))}.difference(places):

@@ -21,7 +21,7 @@ class Announcement(Message):
 
     ``manifest``: the swarm's sealed manifest, whose hash is ``swarm``. The rest is as the member ``peer`` says: ``params``, the
     number of parameters; ``round_bytes``, bytes that a node sends in a round; ``memory``, bytes of main memory that averaging takes
-    beyond training alone, 0 where it was not measured; ``device``, on what it computes: cpu, cuda or mps.
+    beyond training alone, 0 where it was not measured; ``device``, on what it computes: cpu, cuda, xpu or mps.
     """
 
     KIND, VERSION, LIMIT, AUTHOR = "announcement", 2, 13 * KIB, "peer"

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from shoal.node.config import settings as config
 from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import ConfigError, Settings, assignment, known_keys, load
+from shoal.node.doctor import machine_checks
+from shoal.node.doctor.checkup import Note
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "swarm.toml"
 
@@ -149,19 +151,71 @@ def test_shard_pair():
     assert load().node.shard_pair is None
 
 
-def test_devices(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
-    for text, words in [("cuda", "install a CUDA build"), ("mps", "not available"), ("gpu", "choose auto, cpu")]:
-        with pytest.raises(ConfigError, match=words):
-            resolve_device(text)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 0)
-    assert resolve_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match="cuda:0 to cuda:1"):
-        resolve_device("cuda:2")
+@pytest.fixture
+def machine(monkeypatch):
+    """Lets PyTorch have so many accelerators of a kind."""
+
+    def has(kind, count):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind) if kind else None)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+    return has
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "text", "chosen"),
+    [
+        (None, 0, "auto", "cpu"),
+        ("cuda", 2, "auto", "cuda:0"),
+        ("cuda", 2, "cuda", "cuda:0"),
+        ("cuda", 2, "cuda:1", "cuda:1"),
+        ("cuda", 2, "cpu", "cpu"),
+        ("xpu", 1, "auto", "xpu:0"),
+        ("xpu", 1, "xpu", "xpu:0"),
+        ("mps", 1, "auto", "mps"),
+        ("mps", 1, "mps", "mps"),
+    ],
+)
+def test_devices_of_every_kind(machine, kind, count, text, chosen):
+    machine(kind, count)
+    assert resolve_device(text) == torch.device(chosen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "text", "words"),
+    [
+        (None, 0, "cuda", r"'cuda' is not available here \(this build of PyTorch has no accelerator\): install its driver"),
+        (None, 0, "xpu", r"'xpu' is not available here"),
+        (None, 0, "mps", r"'mps' is not available here"),
+        ("cuda", 1, "xpu", r"'xpu' is not available here \(there is cuda\)"),
+        ("cuda", 2, "cuda:7", r"no device 'cuda:7': this machine has cuda:0 to cuda:1\."),
+        ("xpu", 1, "xpu:1", r"no device 'xpu:1': this machine has xpu:0 only\."),
+        ("cuda", 1, "rocm", r"no device 'rocm': choose auto, cpu, cuda, cuda:N \(of NVIDIA or AMD\), xpu"),
+        ("mps", 1, "mps:0", r"no device 'mps:0': choose"),
+    ],
+)
+def test_a_device_that_there_is_not_is_one_sentence(machine, kind, count, text, words):
+    machine(kind, count)
+    with pytest.raises(ConfigError, match=words) as caught:
+        resolve_device(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_driver_that_is_too_old_for_the_build_is_named(machine, monkeypatch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update\nyour driver")
+
+    machine(None, 0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(
+        ConfigError, match=r"not available here \(The NVIDIA driver on your system is too old \(found version 11040"
+    ):
+        resolve_device("cuda")
+    assert resolve_device("auto").type == "cpu"
+    with pytest.raises(Note, match=r"a GPU cannot be used .*too old.*: install its driver, or a build that fits it"):
+        machine_checks.device(lambda said: None)
 
 
 def test_host_name_is_a_file_name(monkeypatch):

@@ -19,7 +19,7 @@ from shoal.node.config.train import OwnTraining
 from shoal.node.task import Batches, Shard, Task, iterator_of
 from shoal.node.tasks.guarded import Guarded
 from shoal.node.tasks.text import TextTask
-from shoal.node.training.loader import Loader, LoadingError
+from shoal.node.training.loader import Loader, LoadingError, _in_pieces
 from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
@@ -190,6 +190,31 @@ def test_global_random_numbers_are_left_to_the_model_and_those_of_workers_are_fi
     assert found
     if workers:
         assert_same(first(loader(drawing, workers)), first(loader(drawing, workers)))
+
+
+def test_what_is_pinned_is_in_one_piece_first_and_other_layouts_stay(monkeypatch):
+    """A pinned view with gaps would be copied to a GPU by way of memory that is not pinned, and waited for."""
+    held = torch.arange(24.0).view(4, 6)
+    batch = {"inputs": held[:, :-1], "whole": held, "images": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)}
+    (inputs, whole, images) = _in_pieces(batch).values()
+    assert inputs.is_contiguous()
+    assert torch.equal(inputs, held[:, :-1])
+    assert whole is held
+    assert images is batch["images"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_of_the_built_in_task_reach_the_device_without_a_wait(workers, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fish swims over the lazy shoal " * 2000)
+    task = TextTask(data=str(tmp_path), context=16, batch=4)
+    loader = Loader(task, iterator_of(task.batches(Shard(0, 1, 0)), Shard(0, 1, 0)), workers=workers, pin=True)
+    try:
+        batch = next(loader)
+    finally:
+        loader.close()
+    assert [(tensor.is_pinned(), tensor.is_contiguous()) for tensor in batch] == [(True, True)] * 2
 
 
 def test_a_view_is_sent_without_its_storage():

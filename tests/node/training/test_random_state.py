@@ -74,11 +74,29 @@ def test_a_checkpoint_without_them_leaves_them_alone():
 @pytest.mark.parametrize("kind", ["mps", "cuda"])
 def test_the_devices_generator_is_saved_and_set(kind, monkeypatch):
     module, set_to = getattr(torch, kind), []
-    monkeypatch.setattr(module, "get_rng_state", lambda *device: torch.tensor([7], dtype=torch.uint8))
+    monkeypatch.setattr(module, "get_rng_state", lambda *device: torch.full((16,), 7, dtype=torch.uint8))
     monkeypatch.setattr(module, "set_rng_state", lambda state, *device: set_to.append(state.tolist()))
     state = random_state.saved(torch.device(kind))
     random_state.restore(state, torch.device(kind))
-    assert set_to == [[7]]
+    assert set_to == [[7] * 16]
     random_state.restore({**state, "rng_device": None}, torch.device(kind))  # it was saved on a CPU
     random_state.restore(state, torch.device("cpu"))
-    assert set_to == [[7]]
+    assert set_to == [[7] * 16]
+
+
+@pytest.mark.parametrize(("saved_on", "size", "kind"), [("mps", 44, "cuda"), ("cuda", 16, "mps"), ("xpu", 16, "cuda")])
+@pytest.mark.parametrize("said", [True, False])
+def test_the_state_of_another_kind_of_device_is_left_out(saved_on, size, kind, said, monkeypatch):
+    if saved_on == "xpu" and not said:
+        return  # older versions saved none of it
+    set_to = []
+    for name in ("mps", "cuda", "xpu"):
+        monkeypatch.setattr(getattr(torch, name), "set_rng_state", lambda state, *device: set_to.append(len(state)))
+    state = {**random_state.saved(torch.device("cpu")), "rng_device": torch.zeros(size, dtype=torch.uint8)}
+    state.pop("rng_device_kind")
+    if said:
+        state["rng_device_kind"] = saved_on
+    random_state.restore(state, torch.device(kind))
+    assert set_to == []
+    random_state.restore(state, torch.device(saved_on))
+    assert set_to == [size]

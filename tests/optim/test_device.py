@@ -1,0 +1,193 @@
+"""What kinds of devices can do, and how tensors come from them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.optim.device import copies_beside, current_device, to_host, wide
+from shoal.optim.outer.sketch import projection, sketch, sketches
+
+CPU = torch.device("cpu")
+STAND_IN = torch.cuda.is_available() and not torch.backends.cuda.is_built()
+"""Whether "cuda" is the software of tests/standin."""
+on_stand_in = pytest.mark.skipif(not STAND_IN, reason="only the stand-in GPU can play such a device: make standin")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Refuses:
+    """Plays a device on which torch makes no float64."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __call__(self, *args, **kwargs):
+        raise self.error
+
+
+@pytest.fixture
+def forgotten():
+    wide.cache_clear()
+    yield
+    wide.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."),
+        RuntimeError("Required aspect fp64 is not supported on the device"),
+    ],
+    ids=["mps", "xpu"],
+)
+def test_a_device_without_float64_is_known_by_a_trial(error, forgotten, monkeypatch):
+    monkeypatch.setattr(torch, "ones", Refuses(error))
+    assert wide(torch.device("mps")) == torch.float32
+    monkeypatch.undo()
+    assert wide(CPU) == torch.float64
+
+
+def test_another_failure_is_not_taken_for_a_lack_of_float64(forgotten, monkeypatch):
+    monkeypatch.setattr(torch, "ones", Refuses(RuntimeError("CUDA error: an illegal memory access was encountered")))
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        wide(torch.device("cuda", 0))
+
+
+def test_kinds_whose_copies_can_be_awaited():
+    assert [kind for kind in ("cpu", "cuda", "xpu", "mps", "meta") if copies_beside(torch.device(kind))] == ["cuda", "xpu"]
+
+
+def test_tensors_on_the_cpu_are_returned_as_they_are():
+    tensors = [torch.ones(3), torch.ones(2, 2, dtype=torch.int64)]
+    assert all(one is other for one, other in zip(to_host(tensors), tensors, strict=True))
+
+
+SIZES = [0, 1, 3, 1023, 1024, 1025, 65_536, 70_001, (1 << 20) + 1027]
+
+
+def by_definition(tensor):
+    """The sketch by its definition: sums over every fourth value."""
+    flat = tensor.double().reshape(-1)
+    return [float(flat[place::4].sum()) for place in range(4)]
+
+
+def test_sketches_are_the_sums_of_every_fourth_value():
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in SIZES]
+    for tensor, row in zip(tensors, sketches(tensors), strict=True):
+        torch.testing.assert_close(row.tolist(), by_definition(tensor), rtol=1e-4, atol=1e-3)
+    wanted = torch.tensor([by_definition(tensor) for tensor in tensors], dtype=torch.float64).sum(0)
+    torch.testing.assert_close(torch.tensor(sketch(tensors), dtype=torch.float64), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_several_tensors_of_a_device_come_in_one_copy():
+    tensors = [torch.arange(6.0, device="cuda").view(2, 3), torch.ones(3), torch.tensor(2.0, device="cuda")]
+    found = to_host(tensors)
+    assert found[1] is tensors[1]
+    assert [tensor.tolist() for tensor in found] == [[[0, 1, 2], [3, 4, 5]], [1, 1, 1], 2]
+
+
+@pytest.mark.gpu
+@on_stand_in
+@pytest.mark.parametrize("of", [sketch, projection])
+def test_a_sketch_waits_for_the_device_once_whatever_the_size(of):
+    lib = sys.modules[next(name for name in sys.modules if name.endswith("_standin"))]
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in SIZES]
+    there = [tensor.cuda() for tensor in tensors]
+    of(there[:1])  # signs are taken to the device once
+    before = lib.waits()
+    found = of(there)
+    assert lib.waits() - before == 1
+    assert found == of(tensors)
+
+
+WITHOUT_FLOAT64 = """
+import torch
+from shoal.optim import Simulation, codec_named
+from shoal.optim.methods.registry import METHODS
+
+try:
+    torch.ones(1, dtype=torch.float64, device="cuda")
+    raise SystemExit("this device has float64")
+except TypeError:
+    pass
+
+def peer(device, method, codec):
+    def run(exchange):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)).to(device)
+        inner = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
+        knobs = dict(every=10 if method == "decoupled" else 4) if "every" in METHODS[method].knobs else {}
+        if codec:
+            knobs["codec"] = codec_named(codec)
+        opt = METHODS[method].make(inner, exchange, model=model, slow_device=device, run="r", **knobs)
+        generator = torch.Generator().manual_seed(int(exchange.peer))
+        for _ in range(12):
+            model(torch.randn(4, 8, generator=generator).to(device)).square().mean().backward()
+            opt.count(4)
+            opt.step()
+            opt.zero_grad()
+            opt._weights.projection([0, 1])
+            opt._weights.sketch([0, 1])
+        opt.finish(average=True)
+        return [p.detach().cpu() for p in model.parameters()]
+    return run
+
+for method in METHODS:
+    for codec in (None, "int8") if METHODS[method].sends == "weights" else (None, "auto:2+ef"):
+        size = {"pair": 2, "everyone": 2, "nobody": 1}[METHODS[method].group]
+        there, here = (Simulation(["0", "1"], seed=1, size=size).run(peer(device, method, codec)) for device in ("cuda", "cpu"))
+        for name in here:
+            for one, other in zip(there[name], here[name], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+"""
+
+
+@pytest.mark.gpu
+@on_stand_in
+def test_every_method_runs_with_slow_weights_on_a_device_without_float64(monkeypatch):
+    monkeypatch.setenv("STANDIN_NO_FLOAT64", "1")
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_FLOAT64], capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+OTHER_THREADS = """
+import threading
+import torch
+from shoal.node.config.device import make_current, resolve_device
+from shoal.optim.device import current_device
+
+make_current(resolve_device("cuda:1"))
+assert torch.ones(1).cuda().device.index == 1
+found = []
+begin = current_device()
+
+def work(first):
+    first()
+    found.append(torch.ones(1, device="cuda").device.index)
+
+for first in (begin, lambda: None):
+    thread = threading.Thread(target=work, args=(first,))
+    thread.start()
+    thread.join()
+assert found == [1, 0], found
+"""
+
+
+@pytest.mark.gpu
+@on_stand_in
+def test_the_chosen_device_is_the_current_one_and_other_threads_can_be_given_it(monkeypatch):
+    monkeypatch.setenv("STANDIN_DEVICES", "2")
+    ended = subprocess.run([sys.executable, "-c", OTHER_THREADS], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def test_without_an_accelerator_there_is_nothing_to_make_current():
+    if not torch.accelerator.is_available():
+        assert current_device()() is None
+    source = Path(__file__).resolve().parents[2]
+    kinds = [file.name for file in (source / "optim").rglob("*.py") if '"mps"' in file.read_text(encoding="utf-8")]
+    assert kinds == [] or kinds == ["device.py"], "what a kind of device cannot is known in one place"
