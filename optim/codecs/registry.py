@@ -1,7 +1,7 @@
 """Codecs by their names.
 
     NAME[+ef[:BETA]]        NAME: float32, float16, bfloat16 (or fp32, fp16, bf16), int8, e3m0, topk2[:PART],
-                            topk2-senders[:PART], sign, auto:BITS
+                            topk2-senders[:PART], sign, auto:BITS, mod4 (without +ef)
 
 ``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual fades by 0.95 a round;
 ``topk2:0.1+ef`` keeps a tenth of the values in place of a 64th; ``auto:2`` spends 2 bits a value, more on some tensors than on
@@ -16,6 +16,7 @@ from shoal.optim.codecs.adaptive import AutoCodec
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
 from shoal.optim.codecs.e3m0 import E3M0Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
+from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.quantized import Int8Codec, SignCodec
 from shoal.optim.codecs.senders import TopK2SendersCodec
 from shoal.optim.codecs.topk import TopK2Codec
@@ -34,11 +35,11 @@ def codec_named(name: str) -> Codec:
     """Return the codec of that name, a new instance if it has state. ValueError for an unknown name lists the known ones."""
     match = _NAME.fullmatch(name) if len(name) <= 64 else None
     codec = _base(match["base"], match["number"]) if match else None
-    if match is None or codec is None:
+    if match is None or codec is None or (match["ef"] and isinstance(codec, Mod4Codec)):
         known = ", ".join(_CODECS)
         raise ValueError(
             f"unknown codec {name[:64]!r}: choose one of {known}, topk2:PART or auto:BITS, each with +ef or +ef:BETA for error "
-            "feedback"
+            "feedback, or mod4"
         )
     return ErrorFeedback(codec, float(match["beta"] or 1)) if match["ef"] else codec
 
@@ -46,6 +47,8 @@ def codec_named(name: str) -> Codec:
 def _base(base: str, number: str | None) -> Codec | None:
     if base == "auto":
         return AutoCodec(float(number), (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2)) if number else None
+    if base == "mod4":
+        return None if number else Mod4Codec()
     known = _CODECS.get(base) or _SHORT.get(base)
     if number is None:
         return known

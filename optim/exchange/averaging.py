@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec
+from shoal.optim.codecs.mod4 import PairMessage, Reading
 from shoal.optim.codecs.senders import beyond_senders
 from shoal.optim.exchange.base import Mean, counted_weights, weighted_mean
 from shoal.optim.exchange.on_demand import held_at_once
@@ -31,6 +32,28 @@ def mean_of(screen: UpdateScreen, codec: Codec, me: str, fragment: int, contribu
     weights = [weight for weight, _ in counted]
     means = [sender_mean(weights, [tensors[place] for _, tensors in counted]) for place in range(count)]
     return replace(rest, tensors=[*means, *rest.tensors])
+
+
+def pair_mean(
+    screen: UpdateScreen,
+    fragment: int,
+    mine: tuple[str, float, PairMessage],
+    theirs: tuple[str, float, Reading],
+    refused: bytes,
+    even: int = 0,
+) -> Mean:
+    """Return the mean of a committed exchange whose sides read each other by their own weights (`shoal.optim.codecs.mod4`).
+
+    The mean is taken of what the partner sent less what this peer sent, and of nothing, and added to the own tensors: so the two
+    sides move by opposite amounts. ``mine`` and ``theirs`` are peer id, weight and contribution; theirs is used up. ``refused``:
+    the blocks that the partner refused (`Reading.bits`).
+    """
+    me, weight, message = mine
+    peer, their_weight, read = theirs
+    moves = message.move(read, refused)
+    still = [torch.zeros_like(move) for move in moves]
+    mean = screen.mean(me, fragment, [(me, weight, still), (peer, their_weight, moves)], even)
+    return replace(mean, tensors=[move.add_(own) for move, own in zip(mean.tensors, message.tensors(), strict=True)])
 
 
 def sender_mean(weights: Sequence[float], tensors: Sequence[Tensor]) -> Tensor:

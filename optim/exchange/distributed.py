@@ -44,6 +44,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from shoal.optim.codecs.base import FLOAT32, Codec, all_finite
+from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.base import Handle, Mean, NoPartner, RoundKey
 from shoal.optim.exchange.gloo_groups import GIVEN_UP, GlooGroups, Payload
 from shoal.optim.exchange.pairing import groups
@@ -177,6 +178,7 @@ class Distributed:
 
         ``state``: as in ``ComparesStates``, if a round is over everyone. A contribution with NaN or infinity stays at home.
         """
+        check_no_pair(codec)
         if not 0 < weight < float("inf"):
             raise ValueError(f"weights must be positive and finite, got {weight}: a peer without weight calls absent(key)")
         try:

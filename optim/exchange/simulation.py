@@ -21,7 +21,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape
-from shoal.optim.exchange.averaging import mean_of
+from shoal.optim.codecs.mod4 import PairMessage, Reading, check_no_pair, for_pairs
+from shoal.optim.exchange.averaging import mean_of, pair_mean
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.optim.exchange.pairing import common, groups
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
@@ -89,10 +90,14 @@ class Simulation(Generic[T]):
         self._posted: dict[tuple[RoundKey, str], tuple[float, float, list[Tensor]]] = {}
         self._states: dict[tuple[RoundKey, str], tuple[float, ...]] = {}
         self._codecs: dict[tuple[RoundKey, str], Codec] = {}
+        self._messages: dict[tuple[RoundKey, str], PairMessage] = {}
+        """What each peer sent by a codec for pairs, while it is needed."""
+        self._readings: dict[tuple[RoundKey, str], tuple[Reading, bytes]] = {}
+        """The partner's contribution as such a peer reads it, and the blocks that the partner refuses."""
         self._among: dict[RoundKey, tuple[str, ...]] = {}
         """The only peers of a key, in place of all."""
-        self._first: dict[RoundKey, tuple[str, list[Shape]]] = {}
-        """The first peer of each round, and the shapes that it sent."""
+        self._first: dict[RoundKey, tuple[str, str, list[Shape]]] = {}
+        """The first peer of each round, its codec, and the shapes that it sent."""
         self._fetched: set[tuple[RoundKey, str]] = set()
         self._unpartnered: set[tuple[RoundKey, str]] = set()
         self._decided: dict[tuple[RoundKey, str], tuple[str, ...]] = {}
@@ -191,11 +196,19 @@ class Simulation(Generic[T]):
 
     def _decide(self, group: tuple[str, ...], key: RoundKey) -> None:
         """Fix the group's mean. The first member to see the group complete decides; every other then gets this mean, or dies."""
+        if (key, group[0]) in self._messages:
+            self._read(group, key)
         held = {place: self._held(place, group, key) for place in range(len(group))}
         mean, takers = common(held)
         for place, peer in enumerate(group):
             self._decided[key, peer] = group
             self._means[key, peer] = tuple(p for at, p in enumerate(group) if mean >> at & 1) if takers >> place & 1 else ()
+
+    def _read(self, pair: tuple[str, ...], key: RoundKey) -> None:
+        """Let two peers read each other's contribution by their own."""
+        messages = [self._messages[key, peer] for peer in pair]
+        one, other = (mine.read(theirs.payload) for mine, theirs in zip(messages, reversed(messages), strict=True))
+        self._readings |= {(key, pair[0]): (one, other.bits), (key, pair[1]): (other, one.bits)}
 
     def _held(self, me: int, group: tuple[str, ...], key: RoundKey) -> int:
         """Return the places of the members whose contributions member ``me`` accepts, as bits."""
@@ -203,6 +216,8 @@ class Simulation(Generic[T]):
         held = 1 << me
         for at, peer in enumerate(group):
             theirs = self._posted[key, peer][2]
+            if at != me and (key, group[me]) in self._readings:
+                theirs = self._messages[key, group[me]].seen(self._readings[key, group[me]][0])
             if at != me and all(bool(tensor.isfinite().all()) for tensor in theirs):
                 held |= (screen.problem(key, lambda: own, peer, theirs) is None) << at
         return held
@@ -222,6 +237,7 @@ class Simulation(Generic[T]):
         if all((key, peer) in self._fetched for peer in group):
             for peer in group:
                 self._posted[key, peer][2].clear()
+                self._messages.pop((key, peer), None)
 
 
 class SimulatedExchange:
@@ -254,13 +270,21 @@ class SimulatedExchange:
         simulation = self.simulation
         simulation._states[key, self.peer], simulation._codecs[key, self.peer] = tuple(state), codec
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        other, theirs = simulation._first.setdefault(key, (self.peer, shapes))
+        other, name, theirs = simulation._first.setdefault(key, (self.peer, codec.name, shapes))
+        if name != codec.name:
+            raise ValueError(f"peer {self.peer} sends {codec.name} in fragment {key.fragment} where peer {other} sends {name}")
         if theirs != shapes:
             raise ValueError(
                 f"peer {self.peer} sends {len(shapes)} tensors in fragment {key.fragment} where peer {other} sends {len(theirs)} "
                 "or other shapes: all must have the same model, fragments, buffers and method"
             )
-        arrived = codec.decode(codec.encode(tensors), shapes)
+        if simulation.size > 2:
+            check_no_pair(codec)
+        if (pairs := for_pairs(codec)) is None:
+            arrived = codec.decode(codec.encode(tensors), shapes)
+        else:
+            simulation._messages[key, self.peer] = message = pairs[0].post(tensors, pairs[1])
+            arrived = message.tensors()
         lost = simulation.faults.drop(self.peer, key)
         at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)
         simulation._posted[key, self.peer] = (at, weight, arrived)
@@ -289,10 +313,13 @@ class _SimulatedHandle:
             simulation._unpartnered.update((key, peer) for peer in group)  # else the rest would find each other complete
             simulation._groups.pop(key, None)
             simulation._posted[key, self.peer][2].clear()
+            simulation._messages.pop((key, self.peer), None)
             return None
         if (key, self.peer) not in simulation._decided:
             # A decided group leaves as a whole, so the groups of the others do not change.
             simulation._decide(group, key)
+        if (reading := simulation._readings.pop((key, self.peer), None)) is not None:
+            return self._pair_mean(*reading)
         contributions = []
         for peer in simulation._means[key, self.peer]:
             _, weight, tensors = simulation._posted[key, peer]
@@ -302,4 +329,17 @@ class _SimulatedHandle:
             screen, codec = simulation._screen(self.peer, key), simulation._codecs[key, self.peer]
             mean = mean_of(screen, codec, self.peer, key.fragment, contributions, self.even)
             self._mean = replace(mean, states=simulation._compared(group, key))
+        return self._mean
+
+    def _pair_mean(self, read: Reading, refused: bytes) -> Mean | None:
+        """Return the mean of two peers that read each other by their own weights, and let the codec learn from it."""
+        simulation, key, me = self.simulation, self.key, self.peer
+        pair, mine = simulation._means[key, me], simulation._messages[key, me]
+        pairs = for_pairs(simulation._codecs[key, me])
+        if pair and pairs is not None:
+            pairs[0].learn(mine, read)
+            screen, other = simulation._screen(me, key), next(peer for peer in pair if peer != me)
+            weights = [simulation._posted[key, peer][1] for peer in (me, other)]
+            self._mean = pair_mean(screen, key.fragment, (me, weights[0], mine), (other, weights[1], read), refused, self.even)
+        simulation._release(simulation._decided[key, me], me, key)
         return self._mean

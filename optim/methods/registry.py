@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
+from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.methods.optimizers import (
     CO2,
@@ -69,7 +70,9 @@ class Method:
         return self.optimizer(inner, exchange, **self.fixed, **arguments)
 
     def check_codec(self, codec: Codec) -> None:
-        """Raise ValueError if ``codec`` is too lossy for what this method sends."""
+        """Raise ValueError if ``codec`` is too lossy for what this method sends, or for pairs where this averages over everyone."""
+        if self.group == "everyone":
+            check_no_pair(codec)
         if self.sends == "weights":
             check_sends_weights(codec, self.name)
 

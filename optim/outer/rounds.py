@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.base import AnnouncesAbsence, Borrows, ComparesStates, Exchange, Handle, Mean, NoPartner, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
@@ -132,6 +133,9 @@ class OuterRounds(OuterState):
         pending = PendingExchange(
             self._weights, self._parts[fragment], context, sent, rules, self.steps, self.position, lag, absent=weight == 0
         )
+        if weight and isinstance(codec := self._codecs[fragment], Mod4Codec):
+            moved = self._weights.whole(self._parts[fragment], [f - s for f, s in zip(fast, slow, strict=True)])
+            codec.expect(f"{self.run}:{self.round}:{fragment}", moved)
         self._start(pending)
         if not at_once:
             pending.sent = replace(sent, tail=[tensor.clone() for tensor in tail])

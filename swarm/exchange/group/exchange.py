@@ -12,6 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
+from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
@@ -99,6 +100,7 @@ class GroupExchange(ExchangeBase):
         return self._begin(key, tensors, weight, codec, even)
 
     def _begin(self, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int) -> ExchangeHandle[Outcome]:
+        check_no_pair(codec)
         mine = replace(encode_contribution(self._context.swarm, key, tensors, weight, codec, even), sketch=self.sketch())
         self.moved = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)

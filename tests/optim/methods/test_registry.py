@@ -105,3 +105,9 @@ def test_heavy_ball_is_heavy_ball():
 def test_an_unknown_name():
     with pytest.raises(ValueError, match="unknown method 'dilco': choose one of noloco, local, "):
         method_named("dilco")
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.group == "everyone"])
+def test_the_codec_of_pairs_is_refused_where_groups_are_larger(name):
+    with pytest.raises(ValueError, match="mod4 is for pairs that read each other by their own weights, not for groups"):
+        method_named(name).check_codec(codec_named("mod4"))

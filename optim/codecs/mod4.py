@@ -1,0 +1,438 @@
+"""The codec for pairs: weights modulo a range in 4 bits a value, which the partner completes by its own weights.
+
+After Moniqua (2002.11787) and SwarmSGD's lattice coding: the weights of two peers lie near each other, so the high part of a number
+need not be sent. Blocks of 64 consecutive values of one tensor, whose last may be shorter, have a range each:
+
+    sigma = 2^(e/4), the rms distance to the partner that the sender expects;   D = 2 c sigma / 2^b,   b = 4, c = 4.5
+    z = round(w / D + u);   code = z mod 2^b;   digest = sum r_i floor(z_i / 2^b) mod 256
+    k = round((x / D + u - code) / 2^b);   w' = (code + 2^b k - u) D        with the receiver's own weights x, as it sent them
+
+The dither u in [-1/2, 1/2) and the odd r follow from the payload's seed. Where |w - x| < c sigma (1 - 2^-b), w' has the bits of the
+sender's lattice point (z - u) D. Elsewhere the digest differs (but for 1 of 256), and the receiver refuses the block; so it does if
+w' is further away than twice its own sigma, so no partner moves a peer by more than that expects. Both leave out what one refuses:
+
+    mean_i = w_i + s_j (w'_j - w'_i)        s_j: the partner's share in the mean, half of it between equals
+
+so what one gains the other loses, to the last bit, and the own rounding never enters the own weights.
+
+The range is the larger of 1.1 times the distance measured last and rho rms(w - slow), where rho is the measured distance over
+rms(w - slow) in the fragment's last exchange, 1.5 at first. D is at least 2^-20 of the largest value: z is exact in float32.
+
+* A refused block counts as 1.5 sigma; one in which the partner expected more as 0.7 of that, up to 1.5 sigma. Where one peer is far
+  from all others the word spreads; else nobody would send it what it can read, and it would stay away for good.
+* n rounds without a partner count as sqrt(1 + n), at most 4: a random walk.
+* In a short block of n values the range is sqrt(1 + 16/n) times as large: its rms says less.
+
+A payload is the seed (8 bytes), e of all blocks (1 byte each), the digests (1 byte each), and the codes: 32 bytes a block, of which
+byte j has value j in its lower half and value j + 32 in its higher one. Short blocks are filled up with zeros.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.optim.codecs.base import FLOAT32, Codec, Shape, buffer, check_payload
+from shoal.optim.codecs.bitpack import pack, packed_bytes, unpack
+from shoal.optim.codecs.blockwise import blocks, numel
+from shoal.optim.codecs.tail import BufferTailCodec
+
+BLOCK, HALF, BITS, LEVELS = 64, 32, 4, 16
+REACH = 4.5
+"""c: half of a range, in sigmas."""
+GROWTH, FIRST, REFUSED, APART, WORD = 1.1, 1.5, 1.5, 4.0, 0.7
+FAR = 2.0
+"""Own sigmas beyond which the partner's block is refused."""
+LARGEST, NONE = 127, -128
+"""The largest e, and what stands for a distance that is not known; the least is -127."""
+SEED = 8
+SLAB = 512  # blocks at a time, whose intermediate results stay in the cache; also the period of the dither
+
+
+def _steps() -> Tensor:
+    """Return D for each e from -128 to 127, by e + 128, with the same bits on every machine."""
+    quarters = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)
+    found = [math.ldexp(quarters[e % 4], e // 4) * 2 * REACH / LEVELS for e in range(-128, 128)]
+    return torch.tensor(found, dtype=torch.float32, device="cpu")
+
+
+STEPS = _steps()
+SIGMAS = STEPS * (LEVELS / (2 * REACH))
+
+
+class Mod4Codec:
+    """Codec of whole weights between two peers; ``post`` encodes, and what it returns reads the partner's payload.
+
+    State: the measured distances, as exponents, and rho, so that a resumed run goes on with the same bits.
+    """
+
+    name, displacement = "mod4", False
+
+    def __init__(self) -> None:
+        self._measured: Tensor | None = None
+        """Exponents of the distance measured last, int8, one a block."""
+        self._moved: Tensor | None = None
+        """Exponents of rms(w - slow) of the contribution to be sent, or in flight."""
+        self._rho, self._apart = FIRST, 0
+        self._seed = bytes(SEED)
+        self._pending = False
+
+    def nbytes(self, shapes: Sequence[Shape]) -> int:
+        """Return the size of the payload in bytes."""
+        return SEED + (2 + HALF) * _count(shapes)
+
+    @torch.no_grad()
+    def expect(self, exchange: str, moved: Sequence[Tensor]) -> None:
+        """Prepare ``post`` for an exchange, whose name gives the dither; ``moved``: w - slow, or slow - w, of each parameter.
+
+        Without it the weights themselves are taken for it, which is a range far too wide.
+        """
+        self._seed = hashlib.sha256(f"shoal/mod4/1:{exchange}".encode()).digest()[:SEED]
+        parts = [_rms(_rows([tensor]), _sizes([tuple(tensor.shape)])) for tensor in moved]
+        self._moved = _exponents(torch.cat(parts)) if parts else None
+
+    def encode(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the payload of ``post``."""
+        return self.post(tensors).payload
+
+    @torch.no_grad()
+    def post(self, tensors: Sequence[Tensor], tail: int = 0) -> PairMessage:
+        """Encode tensors of which the last ``tail`` travel as float32. ValueError for NaN, infinity, or values above 2^50."""
+        head = list(tensors[: len(tensors) - tail])
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        sizes, own = _sizes(shapes[: len(head)]), _rows(head)
+        exponents, moved = self._range(own, sizes)
+        payload = buffer(self.nbytes(shapes[: len(head)]) + _gap(len(own), tail) + FLOAT32.nbytes(shapes[len(head) :]))
+        message = PairMessage(payload, own, sizes, exponents, moved, shapes, tail, [t.float().cpu() for t in tensors[len(head) :]])
+        message.write(self._seed)
+        self._pending = True
+        return message
+
+    def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+        """Raise ValueError: what a payload means depends on who reads it (``PairMessage.read``)."""
+        raise ValueError("mod4 is for two peers, each of which reads it by its own weights: choose another codec for groups")
+
+    def fresh(self) -> Mod4Codec:
+        """Return the same codec without what it has measured."""
+        return Mod4Codec()
+
+    def learn(self, sent: PairMessage, read: Reading) -> None:
+        """Note the distances that the partner's contribution showed."""
+        widest = REFUSED * SIGMAS[sent.exponents.int() + 128]
+        seen = torch.where(read.kept, read.distance, widest)
+        self._measured = _exponents(torch.maximum(seen, torch.minimum(WORD * read.expected, widest)), up=False)
+        weights = sent.sizes * read.kept
+        moved = SIGMAS[sent.moved.int() + 128].masked_fill(sent.moved == NONE, 0.0)
+        total = float((weights * moved.square()).sum(dtype=torch.float64))
+        if total > 0:
+            self._rho = math.sqrt(float((weights * read.distance.square()).sum(dtype=torch.float64)) / total)
+
+    def _range(self, own: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the exponents of the blocks, and those of rms(w - slow)."""
+        if self._measured is not None and len(self._measured) != len(own):
+            self._measured = None  # other tensors than before: what was measured says nothing about them
+        moved = _exponents(_rms(own, sizes)) if self._moved is None else self._moved
+        if len(moved) != len(own):  # several tensors a parameter
+            moved = moved.repeat(len(own) // max(len(moved), 1))
+        expected = _known(moved) * self._rho
+        if self._measured is not None:
+            torch.maximum(expected, GROWTH * _known(self._measured), out=expected)
+        expected *= min(math.sqrt(1 + self._apart), APART)
+        expected *= torch.where(sizes < BLOCK, (1 + 16 / sizes).sqrt(), 1.0)
+        least = _largest(own).mul_(2.0**-20 * LEVELS / (2 * REACH))
+        if not bool((least <= SIGMAS[-1]).all()):
+            raise ValueError(
+                "a tensor to be sent holds NaN, infinity or values too large: lower the learning rate or clip gradients"
+            )
+        return _exponents(torch.maximum(expected, least)).clamp(min=-LARGEST), moved
+
+    # The outcome of a contribution (`Rejectable`, `Resendable`).
+
+    @property
+    def pending(self) -> bool:
+        """True between ``post`` and ``accepted`` or ``rejected``."""
+        return self._pending
+
+    @property
+    def payload(self) -> Tensor | None:
+        """None: what is in flight is encoded anew, with the same bits, from the saved state and the same tensors."""
+        return None
+
+    def accepted(self) -> None:
+        """Note that the contribution is in a mean."""
+        self._pending, self._apart = False, 0
+
+    def rejected(self, applied: Sequence[Tensor] = ()) -> None:
+        """Note that it is in none: the next partner is further away."""
+        self._pending, self._apart = False, self._apart + 1
+
+    def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
+        """Return the measured distances, what is needed to encode the contribution in flight again, and the codec's name."""
+        kept = {"measured": self._measured, "moved": self._moved if self._pending and unsent is None else None}
+        texts = {name: None if found is None else _text(found) for name, found in kept.items()}
+        return {"codec": self.name, **texts, "rho": self._rho, "apart": self._apart, "seed": self._seed.hex()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned. ValueError for another codec's state; nothing is changed then."""
+        if state_dict.get("codec") != self.name:
+            raise ValueError(f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}")
+        measured, moved = (None if (text := state_dict[name]) is None else _read_text(text) for name in ("measured", "moved"))
+        rho, apart, seed = float(state_dict["rho"]), int(state_dict["apart"]), bytes.fromhex(state_dict["seed"])
+        if not 0 <= rho < math.inf or apart < 0 or len(seed) != SEED:
+            raise ValueError("the saved state of mod4 has a range that no run measures: it was damaged")
+        self._measured, self._moved, self._rho, self._apart, self._seed = measured, moved, rho, apart, seed
+        self._pending = False
+
+
+@dataclass(frozen=True)
+class PairMessage:
+    """A contribution as it is sent to a partner, and what is needed to read the partner's."""
+
+    payload: Tensor
+    own: Tensor
+    """The own values in blocks, (blocks, 64) float32, short ones filled with zeros."""
+    sizes: Tensor
+    """Values in each block, float32."""
+    exponents: Tensor
+    """e of each block, int8."""
+    moved: Tensor
+    shapes: Sequence[Shape]
+    """Those of all tensors, the ``tail`` ones at the end, which travel as float32."""
+    tail: int
+    rest: Sequence[Tensor]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the own tensors, unrounded."""
+        return [*self._cut(self.own), *self.rest]
+
+    @torch.no_grad()
+    def write(self, seed: bytes) -> None:
+        """Fill the payload."""
+        count = len(self.own)
+        exponents, digests, codes = _parts(self.payload, count)
+        self.payload[:SEED].numpy().data[:] = seed
+        exponents.copy_(self.exponents.view(torch.uint8))
+        dither, odd = _stream(seed, count)
+        scale = STEPS[self.exponents.int() + 128].reciprocal().unsqueeze(1)
+        for span in _slabs(count):
+            u, width = dither[: span.stop - span.start], span.stop - span.start
+            z = torch.addcmul(u, self.own[span], scale[span]).round_()
+            high = torch.mul(z, 1 / LEVELS).floor_()
+            code = z.sub_(high, alpha=LEVELS).view(width, 2, HALF)
+            codes[span].copy_(torch.add(code[:, 0], code[:, 1], alpha=LEVELS))
+            digests[span].copy_(_digest(high, odd))
+        at = SEED + (2 + HALF) * count
+        if self.tail:
+            self.payload[at : at + _gap(count, self.tail)] = 0
+            self.payload[at + _gap(count, self.tail) :].copy_(FLOAT32.encode(self.rest))
+
+    @torch.no_grad()
+    def read(self, payload: Tensor) -> Reading:
+        """Read the partner's payload by the own values. ValueError unless it is one of these shapes."""
+        payload = check_payload(payload, self.payload.numel(), "mod4")
+        values, kept, distance = self._values(payload)
+        expected = SIGMAS[_parts(payload, len(self.own))[0].view(torch.int8).int() + 128]
+        distance.div_(self.sizes.sqrt())
+        kept &= distance <= FAR * SIGMAS[self.exponents.int() + 128]
+        rest = FLOAT32.decode(payload[payload.numel() - FLOAT32.nbytes(self._tail_shapes) :].clone(), self._tail_shapes)
+        return Reading(values, kept, distance, expected, rest)
+
+    def move(self, read: Reading, refused: bytes) -> list[Tensor]:
+        """Return w'_j - w'_i, of all tensors, and 0 where the block was refused here or, by ``refused``, there.
+
+        ``read`` is used up.
+        """
+        lattice, _, _ = self._values(self.payload)
+        apart = read.values.sub_(lattice)
+        apart[~read.kept | self.refused(refused)] = 0
+        return [*self._cut(apart), *(theirs - mine for theirs, mine in zip(read.rest, self.rest, strict=True))]
+
+    def seen(self, read: Reading) -> list[Tensor]:
+        """Return the partner's tensors, with the own values where the block was refused here."""
+        return [*self._cut(torch.where(read.kept.unsqueeze(1), read.values, self.own)), *read.rest]
+
+    def refused(self, bits: bytes) -> Tensor:
+        """Return which blocks the partner refused, bool. ValueError unless ``bits`` are those of ``Reading.bits``."""
+        count = len(self.own)
+        if not bits:
+            return torch.zeros(count, dtype=torch.bool, device="cpu")
+        if len(bits) != packed_bytes(count, 1):
+            raise ValueError(f"{len(bits)} bytes name the refused blocks, {packed_bytes(count, 1)} are needed for {count}")
+        return unpack(torch.frombuffer(bytearray(bits), dtype=torch.uint8), 1, count).bool()
+
+    @property
+    def _tail_shapes(self) -> Sequence[Shape]:
+        return self.shapes[len(self.shapes) - self.tail :]
+
+    def _values(self, payload: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the values of a payload by the own ones, which blocks have the digest that was sent, and the norms to the own."""
+        count = len(self.own)
+        exponents, digests, codes = _parts(payload, count)
+        steps = exponents.view(torch.int8).int() + 128
+        if bool((steps == 0).any()):
+            raise ValueError("the payload has an exponent of -128, which none sends")
+        dither, odd = _stream(bytes(payload[:SEED].tolist()), count)
+        step = STEPS[steps].unsqueeze(1)
+        scale = step.reciprocal().div_(LEVELS)
+        values = buffer(self.own.nbytes).view(torch.float32).view(count, BLOCK)
+        kept, norms = torch.empty(count, dtype=torch.bool, device="cpu"), torch.empty(count, device="cpu")
+        for span in _slabs(count):
+            width, found = span.stop - span.start, values[span]
+            packed = codes[span].float()
+            halves = found.view(width, 2, HALF)
+            high = torch.mul(packed, 1 / LEVELS).floor_()
+            torch.sub(packed, high, alpha=LEVELS, out=halves[:, 0])
+            halves[:, 1] = high
+            found.sub_(dither[:width])  # code - u
+            k = torch.mul(self.own[span], scale[span]).sub_(found, alpha=1 / LEVELS).round_()
+            found.add_(k, alpha=LEVELS).mul_(step[span])
+            kept[span] = _digest(k, odd) == digests[span]
+            torch.linalg.vector_norm(torch.sub(found, self.own[span], out=k), dim=1, out=norms[span])
+        return values, kept, norms
+
+    def _cut(self, rows: Tensor) -> list[Tensor]:
+        """Return the tensors of the head from their blocks; views."""
+        flat, at, found = rows.view(-1), 0, []
+        for shape in self.shapes[: len(self.shapes) - self.tail]:
+            found.append(flat[at : at + numel(shape)].view(shape))
+            at += blocks(numel(shape), BLOCK) * BLOCK
+        return found
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A partner's contribution, read by the own one."""
+
+    values: Tensor
+    """(blocks, 64), float32."""
+    kept: Tensor
+    """Which blocks are not refused, bool."""
+    distance: Tensor
+    """The rms distance of each block to the own one."""
+    expected: Tensor
+    """The partner's sigma of each block."""
+    rest: Sequence[Tensor]
+
+    @property
+    def bits(self) -> bytes:
+        """Which blocks are refused, one bit each, the first in the lowest bit of the first byte; empty if none is."""
+        return b"" if bool(self.kept.all()) else pack((~self.kept).view(torch.uint8), 1).numpy().tobytes()
+
+
+def for_pairs(codec: Codec) -> tuple[Mod4Codec, int] | None:
+    """Return the codec for pairs in ``codec`` and how many tensors follow as float32, or None if it is another codec."""
+    head, tail = (codec.codec, codec.count) if isinstance(codec, BufferTailCodec) else (codec, 0)
+    return (head, tail) if isinstance(head, Mod4Codec) else None
+
+
+def check_no_pair(codec: Codec) -> None:
+    """Raise ValueError if ``codec`` is for pairs; called by all exchanges whose groups may be larger."""
+    if for_pairs(codec) is not None:
+        raise ValueError(
+            f"{codec.name} is for pairs that read each other by their own weights, not for groups: choose another codec"
+        )
+
+
+def _count(shapes: Sequence[Shape]) -> int:
+    return sum(blocks(numel(shape), BLOCK) for shape in shapes)
+
+
+def _gap(count: int, tail: int) -> int:
+    return -(SEED + (2 + HALF) * count) % 4 if tail else 0
+
+
+def _sizes(shapes: Sequence[Shape]) -> Tensor:
+    """Return the number of values in each block, float32."""
+    sizes = torch.full((_count(shapes),), float(BLOCK), device="cpu")
+    at = 0
+    for shape in shapes:
+        at += blocks(numel(shape), BLOCK)
+        if numel(shape) % BLOCK:
+            sizes[at - 1] = numel(shape) % BLOCK
+    return sizes
+
+
+def _rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors in blocks, (blocks, 64) float32 on the CPU, a copy."""
+    flat = buffer(4 * _count([tuple(tensor.shape) for tensor in tensors]) * BLOCK).view(torch.float32)
+    at = 0
+    for tensor in tensors:
+        end = at + tensor.numel()
+        flat[at:end].copy_(tensor.detach().reshape(-1))
+        at += blocks(tensor.numel(), BLOCK) * BLOCK
+        flat[end:at] = 0
+    return flat.view(-1, BLOCK)
+
+
+def _rms(rows: Tensor, sizes: Tensor) -> Tensor:
+    """Return the root of the mean square of each block; zeros fill a short one up."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms.div_(sizes.sqrt())
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest magnitude of each block."""
+    found, some = torch.empty(len(rows), device="cpu"), torch.empty(min(len(rows), SLAB), BLOCK, device="cpu")
+    for span in _slabs(len(rows)):
+        part = torch.abs(rows[span], out=some[: span.stop - span.start])
+        torch.amax(part, dim=1, out=found[span])
+    return found
+
+
+def _exponents(values: Tensor, *, up: bool = True) -> Tensor:
+    """Return e with 2^(e/4) >= value (``up``) or nearest to it, int8; NONE for 0."""
+    quarters = values.log2().mul_(4)
+    quarters = quarters.ceil_() if up else quarters.round_()
+    return quarters.clamp_(-LARGEST, LARGEST).masked_fill_(values == 0, NONE).to(torch.int8)
+
+
+def _known(exponents: Tensor) -> Tensor:
+    """Return 2^(e/4), and 0 for NONE."""
+    return SIGMAS[exponents.int() + 128].masked_fill_(exponents == NONE, 0.0)
+
+
+def _parts(payload: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of the exponents, the digests and the codes, (count, 32)."""
+    exponents, digests, codes = torch.split(payload[SEED : SEED + (2 + HALF) * count], [count, count, HALF * count])
+    return exponents, digests, codes.view(count, HALF)
+
+
+def _slabs(count: int) -> Iterator[slice]:
+    for first in range(0, count, SLAB):
+        yield slice(first, min(first + SLAB, count))
+
+
+def _stream(seed: bytes, count: int) -> tuple[Tensor, Tensor]:
+    """Return the dither of a slab's blocks, in steps of 2^-16, and the odd factors of a digest, up to 255; the same everywhere.
+
+    Integer arithmetic alone, so all machines and all versions of torch get the same. Each slab has the same dither.
+    """
+    low, high = (int.from_bytes(seed[at : at + 4], "little") for at in (0, 4))
+    x = torch.arange((min(count, SLAB) + 1) * BLOCK, dtype=torch.int64, device="cpu")
+    x = ((x ^ low) * 0x2C1B3C6D + high) & 0xFFFFFFFF
+    for factor in (0x7FEB352D, 0x68E31DA5):  # below 2^31, so that no product leaves int64
+        x = ((x ^ (x >> 16)) * factor) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    odd = (x[:BLOCK] & 254 | 1).float()
+    return ((x[BLOCK:] >> 16).float() * 2.0**-16 - 0.5).view(-1, BLOCK), odd
+
+
+def _digest(high: Tensor, odd: Tensor) -> Tensor:
+    """Return sum r_i high_i mod 256 of each block, uint8. float32 is exact: 64 products below 2^16. ``high`` is used up."""
+    high.sub_(high.mul(1 / 256).floor_(), alpha=256)
+    return (high @ odd).to(torch.int32).to(torch.uint8)
+
+
+def _text(exponents: Tensor) -> str:
+    return base64.b64encode(exponents.numpy().tobytes()).decode()
+
+
+def _read_text(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.int8)

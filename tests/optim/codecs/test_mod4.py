@@ -1,0 +1,337 @@
+"""The codec for pairs, against its formulas in float64 and Python's integers."""
+
+import json
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.optim.codecs.base import Codec
+from shoal.optim.codecs.mod4 import Mod4Codec, for_pairs
+from shoal.optim.codecs.registry import codec_named
+from shoal.optim.codecs.state import Resendable
+from shoal.optim.codecs.tail import BufferTailCodec
+
+C, LEVELS, BLOCK, SLAB = 4.5, 16, 64, 512
+
+
+def stream(seed, count):
+    """The dither and the odd factors, by Python's integers."""
+    low, high = struct.unpack("<II", seed)
+    found = []
+    for x in range((min(count, SLAB) + 1) * BLOCK):
+        x = ((x ^ low) * 0x2C1B3C6D + high) % 2**32
+        for factor in (0x7FEB352D, 0x68E31DA5):
+            x = ((x ^ (x >> 16)) * factor) % 2**32
+        found.append(x ^ (x >> 15))
+    u = np.array([x // 65536 / 65536 - 0.5 for x in found[BLOCK:]]).reshape(-1, BLOCK)
+    return np.resize(u, (count, BLOCK)), [x % 256 // 2 * 2 + 1 for x in found[:BLOCK]]
+
+
+def in_blocks(tensors):
+    """float64, short blocks filled with zeros."""
+    rows = [np.pad(t.reshape(-1).double().numpy(), (0, -t.numel() % BLOCK)) for t in tensors]
+    return np.concatenate(rows).reshape(-1, BLOCK) if rows else np.zeros((0, BLOCK))
+
+
+def parsed(payload, count):
+    """Seed, exponents, digests and codes (blocks, 64) of a payload."""
+    data = payload.numpy().tobytes()
+    assert len(data) == 8 + count * 34
+    packed = np.frombuffer(data[8 + 2 * count :], np.uint8).reshape(count, 32)
+    exponents = np.frombuffer(data[8 : 8 + count], np.int8).astype(int)
+    return data[:8], exponents, list(data[8 + count : 8 + 2 * count]), np.concatenate([packed % 16, packed // 16], axis=1)
+
+
+def pair(shape, distance, seed=0, rounds=1):
+    """Two peers' codecs after some exchanges, and their last messages; values are about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [shape] if isinstance(shape, tuple) else shape
+    base = [torch.randn(one, generator=generator) for one in shapes]
+    codecs = Mod4Codec(), Mod4Codec()
+    for number in range(rounds):
+        moves = [[distance * torch.randn(one, generator=generator) for one in shapes] for _ in codecs]
+        messages = []
+        for codec, moved in zip(codecs, moves, strict=True):
+            codec.expect(f"run:{number}:0", moved)
+            messages.append(codec.post([b + m for b, m in zip(base, moved, strict=True)]))
+        if number < rounds - 1:
+            both = messages[0].read(messages[1].payload), messages[1].read(messages[0].payload)
+            for codec, message, read in zip(codecs, messages, both, strict=True):
+                codec.learn(message, read)
+                codec.accepted()
+    return codecs, messages
+
+
+def test_a_payload_is_what_the_formulas_make_of_the_weights():
+    (_, _), (mine, theirs) = pair([(70, 33), (5,), ()], 0.02)
+    count = 37 + 1 + 1
+    rows, x = in_blocks(mine.tensors()), in_blocks(theirs.tensors())
+    seed, exponents, digests, codes = parsed(mine.payload, count)
+    u, odd = stream(seed, count)
+    sigma = 2.0 ** (exponents / 4)
+    step = (2 * C * sigma / LEVELS)[:, None]
+    z = np.round(rows / step + u)
+    near_a_tie = np.abs(np.abs(rows / step + u - np.floor(rows / step + u)) - 0.5) < 1e-3
+    assert near_a_tie.mean() < 0.01
+    assert (codes == z % LEVELS)[~near_a_tie].all()
+    exact = ~near_a_tie.any(axis=1)
+    assert exact.sum() > count / 2
+    assert [d for d, e in zip(digests, exact, strict=True) if e] == [
+        sum(r * int(h) for r, h in zip(odd, row, strict=True)) % 256 for row, e in zip(z // LEVELS, exact, strict=True) if e
+    ]
+    k = np.round((x / step + u - codes) / LEVELS)
+    expected = (codes + LEVELS * k - u) * step
+    read = theirs.read(mine.payload)
+    assert read.kept.all()
+    np.testing.assert_allclose(read.values.numpy(), expected, rtol=1e-6, atol=1e-6 * float(step.max()))
+    # Half a step of rounding at most, in float32.
+    assert (np.abs(expected - rows) <= step * 0.5 * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 6])
+def test_what_one_gains_the_other_loses_to_the_last_bit(rounds):
+    _, (mine, theirs) = pair([(64, 64), (100,)], 0.01, rounds=rounds)
+    here, there = mine.read(theirs.payload), theirs.read(mine.payload)
+    bits = here.bits, there.bits
+    gains, losses = mine.move(here, bits[1]), theirs.move(there, bits[0])
+    assert all(torch.equal(a, -b) for a, b in zip(gains, losses, strict=True))
+    apart = [b.double() - a.double() for a, b in zip(mine.tensors(), theirs.tensors(), strict=True)]
+    wrong = sum(float((g.double() - a).square().sum()) for g, a in zip(gains, apart, strict=True))
+    assert wrong < 0.2 * sum(float(a.square().sum()) for a in apart)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 70), max_size=2).map(tuple), max_size=4),
+    scale=st.floats(1e-4, 1e4),
+    distance=st.floats(0, 3),
+    seed=st.integers(0, 999),
+)
+def test_any_shapes_and_distances(shapes, scale, distance, seed):
+    generator = torch.Generator().manual_seed(seed)
+    base = [scale * torch.randn(shape, generator=generator) for shape in shapes]
+    other = [b + distance * scale * 0.01 * torch.randn(b.shape, generator=generator) for b in base]
+    messages = []
+    for tensors in (base, other):
+        codec = Mod4Codec()
+        codec.expect("run:0:0", [torch.full_like(t, scale * 0.01) for t in tensors])
+        messages.append(codec.post(tensors))
+        assert messages[-1].payload.numel() == codec.nbytes(shapes)
+    mine, theirs = messages
+    here, there = mine.read(theirs.payload), theirs.read(mine.payload)
+    exact = theirs.read(theirs.payload).values
+    far = (theirs.own - mine.own).abs().amax(1) >= C * 2.0 ** (theirs.exponents / 4) * (1 - 1 / LEVELS)
+    assert torch.equal(here.values[~far], exact[~far])
+    if distance < 1:
+        assert here.kept.all()
+    bits = here.bits, there.bits
+    gains, losses = mine.move(here, bits[1]), theirs.move(there, bits[0])
+    assert [tuple(g.shape) for g in gains] == shapes
+    if not far.any():
+        assert all(torch.equal(a, -b) for a, b in zip(gains, losses, strict=True))
+
+
+def test_blocks_that_are_too_far_are_refused_by_both():
+    """Those whose digest agrees by chance are 1 in 256, and they too move nobody further than its own range."""
+    _, (mine, theirs) = pair((256, 256), 0.01)
+    far = Mod4Codec()
+    far.expect("run:0:0", [torch.full((256, 256), 0.01)])
+    away = far.post([theirs.tensors()[0] + torch.where(torch.arange(256)[:, None] < 128, 2.0, 0.0)])
+    here, there = mine.read(away.payload), away.read(mine.payload)
+    assert not here.kept[:512].any()  # 128 rows of 4 blocks: by the digest, or by twice the own range
+    assert here.kept[512:].all()
+    bits = here.bits, there.bits
+    gains, losses = mine.move(here, bits[1]), away.move(there, bits[0])
+    assert not gains[0][:128].any()
+    assert all(torch.equal(a, -b) for a, b in zip(gains, losses, strict=True))
+    assert torch.equal(mine.seen(mine.read(away.payload))[0][:128], mine.tensors()[0][:128])
+
+
+def test_the_digest_finds_a_block_that_was_read_wrong():
+    """One value a whole range away in each block: within twice the own distance, so the digest alone refuses it."""
+    _, (mine, _) = pair((2000, 64), 0.01)
+    other = Mod4Codec()
+    other.expect("run:0:0", [torch.full((2000, 64), 0.01)])
+    step = 2 * C * 2.0 ** (other.post([mine.own]).exponents / 4) / LEVELS
+    moved = mine.own.clone()
+    moved[:, 7] += LEVELS / 2 * step * 1.2
+    wrong = mine.read(other.post([moved]).payload)
+    assert not wrong.kept.any()
+
+
+def test_ranges_follow_what_was_measured():
+    (codec, _), (mine, theirs) = pair((64, 64), 0.05)
+    assert (2.0 ** (mine.exponents / 4)).mean() == pytest.approx(0.05 * 1.5 * 1.09 * 1.09, rel=0.15)  # two times rounded up
+    read = mine.read(theirs.payload)
+    read.kept[3] = False
+    used = 2.0 ** (mine.exponents.double() / 4)
+    codec.learn(mine, read)
+    codec.accepted()
+    apart = (theirs.own - mine.own).double().square().mean(1).sqrt()
+    codec.expect("run:1:0", [torch.zeros(64, 64)])
+    after = 2.0 ** (codec.post(mine.tensors()).exponents.double() / 4)
+    expected = 1.1 * torch.where(torch.arange(64) == 3, 1.5 * used, apart)
+    assert (after / expected).log2().abs().max() < 0.5  # by two roundings to a quarter of an octave, and the lattice
+    codec.expect("run:1:0", [torch.full((64, 64), 10.0)])
+    by_motion = 2.0 ** (codec.post(mine.tensors()).exponents.double() / 4)
+    rho = math.sqrt(float(apart.square().sum()) / (64 * 0.05**2))
+    assert by_motion.mean() == pytest.approx(10.0 * rho, rel=0.3)
+
+
+def test_the_word_of_a_wide_range_spreads_and_grows_by_half_at_most():
+    (codec, other), (mine, theirs) = pair((64, 64), 0.05)
+    used = 2.0 ** (mine.exponents.double() / 4)
+    after = []
+    for factor in (1.0, 1.5, 3.0, 1e6):
+        other.expect("run:0:0", [torch.full((64, 64), 0.05 * factor)])
+        wide = other.post(theirs.tensors())
+        read = mine.read(wide.payload)
+        codec.learn(mine, read)
+        codec.expect("run:1:0", [torch.zeros(64, 64)])
+        after.append(2.0 ** (codec.post(mine.tensors()).exponents.double() / 4))
+        word = torch.minimum(0.7 * 2.0 ** (wide.exponents.double() / 4), 1.5 * used)
+        seen = torch.where(read.kept, read.distance, 1.5 * used)
+        assert (after[-1] / (1.1 * torch.maximum(seen, word))).log2().abs().max() < 0.5
+    assert after[1].mean() > 1.1 * after[0].mean()
+    assert torch.equal(after[2], after[3])
+
+
+def test_alone_the_range_widens_as_a_random_walk_and_no_further_than_fourfold():
+    (codec, _), (mine, _) = pair((64, 64), 0.05)
+    widest = []
+    for rounds in (0, 3, 12, 100):
+        codec._apart = rounds
+        codec.expect("run:1:0", [torch.full((64, 64), 0.05)])
+        widest.append(float((2.0 ** (codec.post(mine.tensors()).exponents.double() / 4)).mean()))
+    assert [width / widest[0] for width in widest] == pytest.approx([1, 2, math.sqrt(13), 4], rel=0.1)
+    codec.rejected()
+    assert codec._apart == 101
+    codec.accepted()
+    assert codec._apart == 0
+
+
+def test_peers_that_stand_still_lose_nothing_but_the_last_bits():
+    codec = Mod4Codec()
+    values = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    codec.expect("run:0:0", [torch.zeros(4, 64)])
+    message = codec.post([values])
+    assert (message.read(message.payload).values - values).abs().max() <= values.abs().max() * 2.0**-20
+    zeros = codec.post([torch.zeros(4, 64)])
+    assert zeros.read(zeros.payload).values.abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_types_are_sent_as_float32(dtype):
+    codec, values = Mod4Codec(), torch.randn(3, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert torch.equal(codec.post([values]).tensors()[0], values.float())
+
+
+def test_buffers_travel_as_float32_behind_the_weights():
+    tail = [torch.tensor([1e30, -7.0, 0.1]), torch.tensor(3.0)]
+    head, count = for_pairs(BufferTailCodec(codec_named("mod4"), 2))
+    assert count == 2
+    message = head.post([torch.randn(7), *tail], 2)
+    assert message.payload.numel() == BufferTailCodec(head, 2).nbytes([(7,), (3,), ()])
+    read = message.read(message.payload)
+    assert all(torch.equal(a, b) for a, b in zip(message.seen(read)[1:], tail, strict=True))
+    assert [float(t.abs().sum()) for t in message.move(read, b"")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+def test_what_cannot_be_sent_is_refused_and_changes_nothing(bad):
+    (codec, _), _ = pair((64, 2), 0.05, rounds=2)
+    codec.rejected()
+    before = codec.state_dict()
+    with pytest.raises(ValueError, match="a tensor to be sent holds NaN, infinity or values too large"):
+        codec.post([torch.tensor([[1.0, bad]] * 64)])
+    assert codec.state_dict() == before
+
+
+def test_bytes_that_nobody_sends_are_refused_in_a_sentence():
+    _, (mine, theirs) = pair((64, 64), 0.05)
+    for payload in (theirs.payload[:-1], torch.cat([theirs.payload, torch.zeros(1, dtype=torch.uint8)])):
+        with pytest.raises(ValueError, match=r"payload has \d+ bytes, these shapes need \d+ in mod4"):
+            mine.read(payload)
+    hostile = theirs.payload.clone()
+    hostile[8 + 5] = 0x80
+    with pytest.raises(ValueError, match="an exponent of -128, which none sends"):
+        mine.read(hostile)
+    for bits in (b"\xff", bytes(9), bytes(7)):
+        with pytest.raises(ValueError, match=r"\d bytes name the refused blocks, 8 are needed for 64"):
+            mine.refused(bits)
+    with pytest.raises(ValueError, match="mod4 is for two peers"):
+        codec_named("mod4").decode(theirs.payload, [(64, 64)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), exponent=st.integers(-127, 127) | st.none(), keep=st.booleans())
+def test_whatever_a_partner_sends_it_moves_nobody_further_than_twice_the_expected_distance(seed, exponent, keep):
+    _, (mine, theirs) = pair([(30, 64), (3,)], 0.05, rounds=2)
+    generator = torch.Generator().manual_seed(seed)
+    hostile = torch.randint(0, 256, theirs.payload.shape, generator=generator, dtype=torch.uint8)
+    if keep:
+        hostile[:8] = theirs.payload[:8]
+    exponents = hostile[8 : 8 + 31]
+    exponents.masked_fill_(exponents == 0x80, 1)
+    if exponent is not None:
+        exponents.fill_(exponent % 256)
+    read = mine.read(hostile)
+    expected = 2.0 ** (mine.exponents / 4)
+    assert (read.distance[read.kept] <= 2 * expected[read.kept]).all()
+    moved = torch.cat([torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % 64)) for t in mine.move(read, b"")]).view(-1, 64)
+    rms = moved.square().sum(1).div(torch.tensor([64.0] * 30 + [3.0])).sqrt()
+    assert moved.isfinite().all()
+    assert (rms <= 2.6 * expected).all()  # and half a step of the own rounding, 9/32 sigma; half of it moves a peer
+
+
+def test_digests_that_were_not_sent_refuse_the_block():
+    _, (mine, theirs) = pair((64, 64), 0.05)
+    wrong = theirs.payload.clone()
+    wrong[8 + 64 + 9] ^= 1
+    read = mine.read(wrong)
+    assert (~read.kept).nonzero().flatten().tolist() == [9]
+    assert read.bits == bytes([0, 2, 0, 0, 0, 0, 0, 0])
+    assert mine.refused(read.bits).nonzero().flatten().tolist() == [9]
+
+
+def test_a_restored_state_goes_on_with_the_same_bits():
+    (codec, _), (mine, theirs) = pair([(64, 64), (7,)], 0.05, rounds=3)
+    assert codec.pending
+    saved = json.loads(json.dumps(codec.state_dict()))
+    again = Mod4Codec()
+    again.load_state_dict(saved)
+    assert torch.equal(again.post(mine.tensors()).payload, mine.payload)  # what is in flight
+    fresh = Mod4Codec()
+    fresh.expect("run:2:0", [torch.zeros(64, 64), torch.zeros(7)])
+    assert not torch.equal(fresh.post(mine.tensors()).payload, mine.payload)
+    payloads = []
+    for one in (codec, again):
+        one.learn(mine, mine.read(theirs.payload))
+        one.rejected(mine.tensors())
+        one.expect("run:3:0", [torch.full((64, 64), 0.01), torch.ones(7)])
+        payloads.append(one.post(mine.tensors()).payload)
+    assert torch.equal(*payloads)
+
+
+def test_another_state_is_refused_and_changes_nothing():
+    (codec, _), _ = pair((64, 2), 0.05, rounds=2)
+    before = codec.state_dict()
+    for change in ({"codec": "auto:2"}, {"rho": math.inf}, {"rho": -1.0}, {"apart": -1}, {"seed": "00"}):
+        with pytest.raises(ValueError, match="saved state"):
+            codec.load_state_dict(before | change)
+        assert codec.state_dict() == before
+
+
+def test_it_is_a_codec_with_an_outcome_and_has_no_error_feedback():
+    codec: Codec = codec_named("mod4")
+    assert isinstance(codec, Resendable)
+    assert codec is not codec_named("mod4")
+    assert codec.nbytes([(4096, 64)]) * 8 / (4096 * 64) == pytest.approx(4.25, abs=0.001)
+    for name in ("mod4+ef", "mod4:3"):
+        with pytest.raises(ValueError, match="unknown codec"):
+            codec_named(name)
