@@ -42,15 +42,6 @@ def joined(*options: Decorator) -> Decorator:
     return add
 
 
-class TaskOption(click.Option):
-    """Option ``--task``. Its older name ``--hooks`` still works and is not shown."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the line of the help without the older name."""
-        record = super().get_help_record(ctx)
-        return None if record is None else (record[0].replace(", --hooks", ""), record[1])
-
-
 class HelpfulCommand(click.Command):
     """Command that shows its options below the titles of `titled`; those without one are first."""
 

@@ -38,7 +38,6 @@ from shoal.optim.outer.config_diff import config_diff
 from shoal.optim.outer.fragments import strided
 from shoal.optim.outer.in_flight import RoundInfo
 from shoal.optim.outer.inner import Stepped
-from shoal.optim.outer.migrate import migrate_state
 from shoal.optim.outer.optimizer import OuterOptimizer
 from shoal.optim.outer.parameters import float_buffers
 from shoal.optim.outer.weighting import by_rate, by_steps, by_tokens, equal
@@ -119,7 +118,6 @@ __all__ = [
     "hidden_matrices",
     "method_named",
     "methods_with",
-    "migrate_state",
     "muon",
     "order",
     "partner_of",

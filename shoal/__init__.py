@@ -112,7 +112,6 @@ __all__ = [
     "join",
     "method_named",
     "methods_with",
-    "migrate_state",
     "muon",
     "order",
     "partner_of",

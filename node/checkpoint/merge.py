@@ -117,8 +117,6 @@ def _source(path: Path, slow: bool) -> _Source:
         # Beside tensors a module may keep anything (get_extra_state), of which there is no mean.
         names = {str(name): _text(tensor) for name, tensor in trainer["model"].items() if isinstance(tensor, TensorName)}
         if slow:
-            if "parameters" not in trainer:
-                raise CheckpointError(f"The checkpoint in {str(path)!r} is of an older shoal, without names: merge without --slow.")
             for own, tensor in zip(trainer["parameters"], trainer["optimizer"]["slow"], strict=True):
                 names |= dict.fromkeys(map(str, own), _text(tensor))
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -29,8 +29,7 @@ from torch import Tensor
 from shoal.node.checkpoint.folder import SAVING, CheckpointError, listed, path_of
 from shoal.node.checkpoint.tensor_file import kind, write_tensors
 
-FORMAT = 2
-"""1: without the `LATER` kinds. A checkpoint that holds none of them is still written as 1, which older versions read."""
+FORMAT = 1
 KEEP = 3
 MAX_STATE_BYTES = 256 * 2**20
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -40,8 +39,6 @@ written; all of it; the other file; both are on the disk; an older checkpoint of
 one has its name; old ones are gone."""
 
 
-LATER = ("bytes", "complex", "set", "frozenset", "deque", "dtype", "device", "array", "generator")
-"""Kinds of values that format 1 had not."""
 ABLE = "numbers, texts, bytes, tensors, arrays of numbers, and dicts, lists, tuples, sets and deques of these"
 
 
@@ -130,13 +127,6 @@ def _pack(value: Any, tensors: dict[str, Tensor], place: tuple[Any, ...]) -> Any
     if isinstance(value, torch.Generator) and value.device.type == "cpu":
         return {"generator": kept(value.get_state())}
     raise UnpackableError(value, place)
-
-
-def _later(tree: Any) -> bool:
-    """Return True if a packed tree has values that format 1 had not."""
-    if isinstance(tree, dict):
-        return any(key in LATER or _later(inner) for key, inner in tree.items())
-    return isinstance(tree, list) and any(map(_later, tree))
 
 
 def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -249,7 +239,7 @@ def save(
                 write_tensors(hashed, kinds, packed.tensors.__getitem__)
             at("tensors")
             tensors = _sha256(temporary / TENSORS) if hash_later else hashed.digest.hexdigest()
-            body = {"format": FORMAT if _later(packed.tree) else 1, "step": step, "tensors_sha256": tensors, "state": packed.tree}
+            body = {"format": FORMAT, "step": step, "tensors_sha256": tensors, "state": packed.tree}
             text = json.dumps(body)
             if len(text) > MAX_STATE_BYTES - 100:
                 raise ValueError(f"besides tensors it would take {len(text) >> 20} MiB, and could not be read again")
@@ -301,7 +291,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise _Damage(f"{str(file)!r} is not as it was written")
     try:
         body: dict[str, Any] = json.loads(text)
-        if body["format"] not in (1, FORMAT):
+        if body["format"] != FORMAT:
             raise _Damage(f"{str(file)!r} has format {body['format']!r:.40}, where this version of shoal knows {FORMAT}")
         if _sha256(path / TENSORS) != body["tensors_sha256"]:
             raise _Damage(f"{str(path / TENSORS)!r} is not as it was written")

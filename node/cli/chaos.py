@@ -9,7 +9,6 @@ import click
 
 from shoal.node.chaos.actor_options import LIES
 from shoal.node.exit_codes import ExitCode
-from shoal.node.help import TaskOption
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
@@ -44,9 +43,7 @@ from shoal.node.logs import log_to_stderr
 @click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of examples/swarm.toml.")
 @click.option(
     "--task",
-    "--hooks",
     "hooks",
-    cls=TaskOption,
     metavar="text|MODULE:CLASS|FILE.py:CLASS",
     default="text",
     help="The task to train.",

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from shoal.node.doctor.checkup import CheckOutcome, Outcome
-from shoal.node.help import TaskOption
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
@@ -19,9 +18,7 @@ _COLOURS: dict[Outcome, str] = {"ok": "green", "note": "yellow", "failed": "red"
 @click.command(short_help="Check this machine and its way into a swarm.")
 @click.argument("link", required=False, metavar="[LINK]")
 @click.option("--port", type=click.IntRange(0, 65_535), default=0, help="Port on which the node is to listen.  [default: any]")
-@click.option(
-    "--task", "--hooks", "hooks", cls=TaskOption, metavar="TASK", help="Your copy of the swarm's task, if it is not a built-in one."
-)
+@click.option("--task", "hooks", metavar="TASK", help="Your copy of the swarm's task, if it is not a built-in one.")
 @click.option("--identity", type=click.Path(path_type=Path), help="Key file of the node.  [default: ~/.config/shoal/identity.key]")
 @click.option("--parameters", is_flag=True, help="Name the parameters that Muon and AdamW train, where the swarm has Muon.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")

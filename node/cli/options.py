@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from shoal.node.help import AVERAGING, COMPUTING, NETWORK, NODE, OUTPUT, RL, TASK, Decorator, TaskOption, joined, one_of, titled
+from shoal.node.help import AVERAGING, COMPUTING, NETWORK, NODE, OUTPUT, RL, TASK, Decorator, joined, one_of, titled
 
 METHODS = (
     "noloco", "local", "gasloc", "diloco", "diloco-hb", "streaming", "decoupled", "eager", "co2", "sparseloco", "sparta", "none",
@@ -41,13 +41,11 @@ def waiting(what: str) -> None:
 
 
 def task_option(default: str | None) -> Decorator:
-    """Return the option ``--task``, with its older name ``--hooks``."""
+    """Return the option ``--task``."""
     shown = "text|rl|MODULE:CLASS|FILE.py:CLASS"
     return titled(
         TASK,
-        click.option(
-            "--task", "--hooks", "hooks", cls=TaskOption, metavar=shown, default=default, help="The task to train.  [default: text]"
-        ),
+        click.option("--task", "hooks", metavar=shown, default=default, help="The task to train.  [default: text]"),
     )
 
 
@@ -189,7 +187,7 @@ node_options = joined(
             "--resume-from",
             type=click.Path(path_type=Path),
             metavar="CHECKPOINT",
-            help="Continue in another swarm from a checkpoint, or from the newest one of a node's folder.",
+            help="Begin another swarm with the weights of a checkpoint, or of the newest one of a node's folder.",
         ),
         click.option("--slow-on-device", is_flag=True, default=None, help="Keep the slow weights on the device."),
         click.option(

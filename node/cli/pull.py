@@ -9,7 +9,6 @@ import click
 
 from shoal.node.cli.options import json_option, waiting
 from shoal.node.exit_codes import ExitCode
-from shoal.node.help import TaskOption
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 from shoal.swarm.errors import printable
@@ -18,9 +17,7 @@ from shoal.swarm.errors import printable
 @click.command(short_help="Download a swarm's weights without joining it.")
 @click.argument("link")
 @click.option("--out", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to write into.")
-@click.option(
-    "--task", "--hooks", "hooks", cls=TaskOption, metavar="MODULE:CLASS|FILE.py:CLASS", help="Your copy of the swarm's task."
-)
+@click.option("--task", "hooks", metavar="MODULE:CLASS|FILE.py:CLASS", help="Your copy of the swarm's task.")
 @click.option("--evaluate", is_flag=True, help="Compute the held-out loss of the task here, for the model card.")
 @click.option("--data", help="Data of --evaluate, for the built-in task: as for `shoal up`.")
 @click.option("--max-bytes", type=click.IntRange(1), default=64 << 30, show_default=True, help="Most bytes of weights to download.")

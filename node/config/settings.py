@@ -192,7 +192,7 @@ class NodeSettings(_Table, RankSettings):
     resume: bool = Field(default=False, description="Continue from the newest checkpoint in the folder.")
     resume_from: PathSetting | None = Field(
         default=None,
-        description="Go on from this checkpoint, or the newest one in this folder, in another swarm, whatever its method.",
+        description="Begin another swarm with the weights of this checkpoint, or of the newest one in this folder.",
     )
     checkpoint_every_rounds: int = Field(
         default=10, ge=0, le=1_000_000, description="Rounds between two checkpoints; 0 saves at the end only."

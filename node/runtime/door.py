@@ -207,7 +207,7 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
         raise ConfigError(
             f"The swarm has {_listed((name, fixed) for name, _, fixed in differ)}, and this node was given "
             f"{_listed((name, wanted) for name, wanted, _ in differ)}: leave that out, a swarm's settings never change; another "
-            "swarm can go on from a checkpoint of this one (shoal up --resume-from)."
+            "swarm can begin with the weights of this one (shoal up --resume-from)."
         )
 
 

@@ -1,7 +1,7 @@
 """The start of a run: from nothing, from its own checkpoint, or from one of another swarm.
 
 In its own swarm a run continues bit by bit (``Trainer.resume``). In another one (--resume-from), which may have another method,
-codec or number of peers, whatever means the same there is taken over, and the rest is named.
+codec or number of peers, it begins anew with the weights.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, steps
 from shoal.node.config.settings import NodeSettings
-from shoal.node.data.errors import DataError
 from shoal.node.task import Shard
-from shoal.node.training.trainer import Trainer, TrainingError
-from shoal.optim import OuterOptimizer, method_named
-from shoal.optim import migrate_state as migrate_outer_state
-from shoal.optim.rules.base import kind_of
+from shoal.node.training.trainer import Trainer
+from shoal.optim import OuterOptimizer
 from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest.manifest import Manifest, open_manifest
 from shoal.swarm.manifest.outer import OuterSettings
@@ -88,7 +85,7 @@ def check_same_outer(asked: OuterSettings, saved: SavedRun) -> None:
         if wanted is not None and wanted != fixed:
             raise CheckpointError(
                 f"The swarm of the checkpoint has outer.{name}={fixed}, and a swarm's settings are fixed: leave {name} out, or "
-                f"pass --resume-from {saved.path} in place of --resume to go on in a new swarm with outer.{name}={wanted}."
+                f"pass --resume-from {saved.path} in place of --resume to begin a new swarm from it with outer.{name}={wanted}."
             )
 
 
@@ -128,62 +125,17 @@ def _restored(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
         schedule = trainer.schedule
         end = f" of {schedule.length}" if schedule.length else ""
         return [f"the learning-rate schedule is another one than in the checkpoint: it goes on from step {schedule.done}{end}"]
-    steps = int(saved.trainer["optimizer"]["steps"])
-    if 0 < trainer.train.steps <= steps:
-        raise CheckpointError(
-            f"The checkpoint in {str(saved.path)!r} has {steps} steps, and this run ends after {trainer.train.steps}: "
-            f"pass --steps with more than {steps}, or 0 for no end."
-        )
-    dropped = migrate_state(trainer, saved.trainer, saved.manifest.outer)
-    lines = [f"goes on from step {steps} of the checkpoint in {str(saved.path)!r}, of another swarm"]
-    return [*lines, f"not carried over: {'; '.join(dropped)}"] if dropped else lines
+    begin_from(trainer, saved.trainer)
+    return [f"begins with the weights of the checkpoint in {str(saved.path)!r}, of another swarm"]
 
 
-def migrate_state(trainer: Trainer, state: Mapping[str, Any], was: OuterSettings) -> list[str]:
-    """Continue from the ``state`` of a trainer with other settings, and return phrases for what could not be used.
-
-    Model, slow weights, the inner optimizer's state, steps and random numbers always come over; the learning-rate schedule, the
-    place in the data, the outer momentum and the codec's memory where they mean the same.
-
-    Raises TrainingError if it is of another model; nothing is changed then.
-    """
-    state = dict(state)
+def begin_from(trainer: Trainer, state: Mapping[str, Any]) -> None:
+    """Begin a new run with the model of another run's ``state``. TrainingError, before any change, if it is of another model."""
     trainer.check_model(state)
-    opt, saved = trainer.opt, state["optimizer"]
-    fits = state["scheduler"] is not None and trainer.schedule.fits(state["scheduler"])
-    # An older shoal did not save the kind of rule; the same method has the same one.
-    kind = kind_of(opt.rule) if was.method == trainer.outer.method else _momentum_of(was)
-    try:
-        dropped = migrate_outer_state(opt, saved, kind=kind, groups=fits, methods=(was.method, trainer.outer.method))
-    except ValueError as error:
-        raise TrainingError(f"The checkpoint is of another model ({error}): use the same task and options.") from error
     trainer.model.load_state_dict(state["model"])
-    trainer.inner_step.load_state_dict(state.get("scaler"))
-    if opt.round == 0:  # so that peers that join take over these weights, not those of the random seed
-        opt.round, opt.applied = 1, [0] * opt.fragments
-    if fits:
-        trainer.schedule.resume(state["scheduler"], state.get("schedule"), opt.steps)
-    elif state["scheduler"] is not None:
-        dropped.append("the learning-rate schedule (it is another one now)")
-    shard, before = trainer.shard, Shard(*state["shard"])
-    if shard != before:
-        dropped.append(f"the place in the data (the shard is {_shown(shard)} now, not {_shown(before)})")
-    try:
-        trainer.draw_from(opt.steps if shard == before else 0, state)
-    except DataError:
-        dropped.append("the place in the data (it is other data now, or cut otherwise)")
-        trainer.draw_from(0, state)
-    return dropped
-
-
-def _momentum_of(was: OuterSettings) -> str:
-    """Return the kind of rule whose momentum the method of ``was`` has."""
-    kinds = {"noloco": "NoLoCo", "local": "NoLoCo", "none": "LocalSGD", "gasloc": "GASLoC", "co2": "CO2", "eager": "Eager"}
-    return kinds.get(was.method) or ("DiLoCo" if method_named(was.method).sends == "displacement" else "Sparta")
-
-
-def _shown(shard: Shard) -> str:
-    return f"{shard.index}/{shard.of}"
+    opt = trainer.opt
+    opt.restart_from_model()
+    opt.round, opt.applied = 1, [0] * opt.fragments  # so that peers that join take over these weights, not those of the seed
 
 
 def is_newer(state: State, opt: OuterOptimizer) -> bool:

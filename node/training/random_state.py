@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-CUDA_BYTES = 16
-"""Size of the state of a generator of a CUDA device."""
-
 
 def saved(device: torch.device) -> dict[str, Any]:
     """Return the state of all generators: torch's as tensors, the others' as plain values."""
@@ -26,21 +23,14 @@ def saved(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to ``state``; those that it lacks, as older checkpoints do, stay as they are.
-
-    The generator of an accelerator is set to the state of one of the same kind: each has a form of its own.
-    """
+    """Set the generators to ``state``; the device's, if it is of another kind now, stays as it is: each has a form of its own."""
     torch.set_rng_state(state["rng"])
-    on_device = state.get("rng_device")
-    # Older checkpoints do not say the kind; that of NVIDIA and AMD has 16 bytes: seed and offset.
-    kind = state.get("rng_device_kind") or ("cuda" if on_device is not None and on_device.numel() == CUDA_BYTES else "mps")
-    if on_device is not None and device.type == kind:
+    on_device = state["rng_device"]
+    if on_device is not None and device.type == state["rng_device_kind"]:
         torch.get_device_module(device).set_rng_state(on_device, *_at(device))
-    if "rng_numpy" in state:
-        kind, keys, *rest = state["rng_numpy"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    if "rng_python" in state:
-        random.setstate(state["rng_python"])
+    kind, keys, *rest = state["rng_numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    random.setstate(state["rng_python"])
 
 
 def _at(device: torch.device) -> tuple[torch.device, ...]:

@@ -29,8 +29,6 @@ LAST = 0.1  # of the peak: where a cosine ends
 DECAY = 0.2  # of the steps: the end of warm-up-stable-decay
 RATES = ("lr", "initial_lr")
 """Settings of a parameter group that every scheduler sets."""
-PROGRESS = ("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i")
-"""The fields of a scheduler that change as it goes on, besides those with an underscore; the rest identify it."""
 
 
 def resolved(train: TrainSettings) -> TrainSettings:
@@ -169,18 +167,14 @@ class Schedule:
         """Return how far the schedule has come, and what it was made as."""
         return {"length": self.length, "made": self._made, "done": self.done}
 
-    def resume(self, saved: Mapping[str, Any] | None, about: Mapping[str, Any] | None, steps: int) -> bool:
-        """Go on from a run's ``fields`` and ``state_dict`` (None: of an older version) after as many ``steps``.
+    def resume(self, saved: Mapping[str, Any] | None, about: Mapping[str, Any]) -> bool:
+        """Go on from a run's ``fields`` and ``state_dict``.
 
         The parameter groups are the saved ones by now. Return False if this is another schedule now, which then goes on from the
         same step. The scheduler must be new.
         """
-        if about is None:
-            done, alike = int((saved or {}).get("last_epoch", steps)), self.fits(saved)
-            same = alike and type(self.scheduler) is not LambdaLR  # nothing shows of what its functions were made
-        else:
-            done = int(about["done"])
-            same = alike = about["length"] == self.length and _equal(about["made"], self._made)
+        done = int(about["done"])
+        same = about["length"] == self.length and _equal(about["made"], self._made)
         if same:
             if self.scheduler is not None and saved is not None:
                 self.scheduler.load_state_dict(copy.deepcopy(dict(saved)))
@@ -192,15 +186,7 @@ class Schedule:
         self.forward(done)
         for group, values in zip(self._optimizer.param_groups, kept, strict=True):
             group.update({name: value for name, value in values.items() if name not in self._set})
-        return alike
-
-    def fits(self, saved: Mapping[str, Any] | None) -> bool:
-        """Return True if the saved ``fields`` are of a scheduler that was made alike, as far as can be seen."""
-        own = self.fields()
-        if own is None or saved is None:
-            return own is saved
-        constant = [name for name in own if name not in PROGRESS and not name.startswith("_")]
-        return own.keys() == saved.keys() and all(_equal(own[name], saved[name]) for name in constant)
+        return same
 
 
 def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:

@@ -294,7 +294,7 @@ class Trainer:
         except ValueError as error:
             raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
         self.layout.load_model(self.model, state.get("model", {}))
-        same = self.schedule.resume(small["scheduler"], small.get("schedule"), self.opt.steps)
+        same = self.schedule.resume(small["scheduler"], small["schedule"])
         self.inner_step.load_state_dict(small.get("scaler"))
         self.draw_from(self.opt.steps, small)
         return same
@@ -319,7 +319,7 @@ class Trainer:
             return batches
         return None
 
-    def check_model(self, state: dict[str, Any]) -> None:
+    def check_model(self, state: Mapping[str, Any]) -> None:
         """Raise TrainingError unless ``state`` is of a model with the same tensors, and the same modules with `get_extra_state`."""
         own, saved = _shapes(self.model.state_dict()), _shapes(state["model"])
         different = sorted(name for name in own.keys() | saved.keys() if own.get(name, "none") != saved.get(name, "none"))

@@ -125,7 +125,7 @@ class OuterState(FlightsState):
         return state
 
     def whole_state(self, *, copy: bool = True) -> dict[str, Any]:
-        """Return the same state in lists, in the order of ``parameters``: the form of nodes' checkpoints and of older versions.
+        """Return the same state in lists, in the order of ``parameters``: the form of nodes' checkpoints.
 
         Of sharded parameters, and in a peer of several ranks, this process's part only.
         """
@@ -166,14 +166,14 @@ class OuterState(FlightsState):
         names those that were others when the state was saved.
 
         Raises:
-            ValueError: shapes differ from this model's, or another method, codec or number of fragments saved it (``migrate_state``
-                takes what fits); nothing is changed then.
+            ValueError: shapes differ from this model's, or another method, codec or number of fragments saved it; nothing is
+                changed then.
         """
         state = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state = before(self, state) or state
         check_rank(state.get("rank"), self._weights.rank)
-        state = self._without_frozen(check_keys(self._whole(state)))
+        state = check_keys(self._whole(state))
         groups = groups_of(state, len(self.outer.param_groups))
         if state.get("order", self._form.order) != self._form.order:
             raise ValueError(
@@ -218,19 +218,6 @@ class OuterState(FlightsState):
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state in lists, whichever form it has."""
         return dict(state) if "param_groups" not in state else self._form.unpack(state, self.rule_state)
-
-    def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state without that of frozen parameters, which older versions kept."""
-        every, own = all_parameters(self.inner), {id(p) for p in self._params}
-        if len(state["slow"]) != len(every) or len(own) == len(every):
-            return state
-        kept = [index for index, parameter in enumerate(every) if id(parameter) in own]
-        old = state.get("rounding", {})
-        return state | {
-            "slow": [state["slow"][index] for index in kept],
-            "rounding": {place: old[index] for place, index in enumerate(kept) if index in old},
-            "rule": {name: [tensors[index] for index in kept] for name, tensors in state["rule"].items()},
-        }
 
     def _checked_rule(self, state: Mapping[str, Any], slow: Sequence[Tensor]) -> State:
         """Return the rule's initial state for these slow weights. ValueError unless what was saved fits it, and the fragments."""

@@ -27,7 +27,7 @@ def check_rank(saved: Sequence[int] | None, own: Sequence[int] | None) -> None:
 
 
 def check_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state. ValueError, naming the first, if something is missing that every version saved."""
+    """Return the state. ValueError, naming the first, if something is missing."""
     for name in ("inner", "slow", "rule", "steps", "round"):
         if name not in state:
             raise ValueError(f"the saved state has no {name!r}, so it is not an outer optimizer's: load it into the inner one")
@@ -77,24 +77,18 @@ def settings_of(rule: Rule) -> dict[str, Any]:
 
 
 def groups_of(state: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the saved settings of the ``count`` outer parameter groups. ValueError if there were others.
-
-    Older states have the same for all groups, or nothing.
-    """
-    groups: list[dict[str, Any]] = state.get("groups", [dict(state.get("settings", {}))] * count)
+    """Return the saved settings of the ``count`` outer parameter groups. ValueError if there were others."""
+    groups: list[dict[str, Any]] = state["groups"]
     if len(groups) != count:
         raise ValueError(f"the saved outer state has {len(groups)} parameter groups, this optimizer {count}")
     return groups
 
 
 def settings_changed(state: Mapping[str, Any], rule: Rule, schedule: Schedule, restored: Collection[str] = ()) -> str | None:
-    """Return a clause on the settings, but for those ``restored``, that were others when ``state`` was saved, or None.
-
-    (Older states have the schedule only.)
-    """
-    was, now = dict(state.get("settings", {})), settings_of(rule)
+    """Return a clause on the settings, but for those ``restored``, that were others when ``state`` was saved, or None."""
+    was, now = state["settings"], settings_of(rule)
     names = [name for name in now if name in was and was[name] != now[name] and name not in restored]
     before, after = ([f"{name} {values[name]}" for name in names] for values in (was, now))
-    if state.get("schedule", repr(schedule)) != repr(schedule):
+    if state["schedule"] != repr(schedule):
         before, after = [*before, state["schedule"]], [*after, repr(schedule)]
     return f"the saved outer state had {', '.join(before)}, this optimizer has {', '.join(after)}" if before else None

@@ -140,7 +140,7 @@ def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
 
 def _checked(opt: OuterState, state: dict[str, Any]) -> dict[str, Any]:
     """Return the whole state to load. ValueError unless it fits."""
-    state = opt._without_frozen(check_keys(opt._whole(state)))
+    state = check_keys(opt._whole(state))
     groups_of(state, len(opt.outer.param_groups))
     opt._checked_rule(state, _outlines(opt, opt.shapes))
     opt._loaded_codecs(state)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shoal.swarm.errors import MessageError, printable
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
@@ -71,9 +71,7 @@ class Manifest(Message):
     task_options: dict[OptionName, Option] = Field(
         default_factory=dict, max_length=32, description="Options of the task that are the same on all peers."
     )
-    outer: Annotated[OuterSettings, AfterValidator(OuterSettings.in_manifest)] = Field(
-        default_factory=lambda: OuterSettings().in_manifest(), description="The outer optimizer."
-    )
+    outer: OuterSettings = Field(default_factory=OuterSettings, description="The outer optimizer.")
     train: TrainSettings = Field(default_factory=TrainSettings, description="The training run.")
     verify: VerifySettings = Field(default_factory=VerifySettings, description="What is claimed, and checked.")
     terms: Terms | StretchTerms | None = Field(
@@ -101,14 +99,6 @@ class Manifest(Message):
         if self.fragment_of and {*self.fragment_of} != {*range(self.outer.fragments or 1)}:
             raise ValueError("the manifest's fragments are others than those that its parameters are dealt into")
         return self
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what came later and is not used: peers of earlier versions read the manifest, and its bytes stay the same."""
-        found: dict[str, Any] = handler(self)
-        unused = {*(() if self.public else ("public",)), *(() if self.bucket else ("bucket", "epoch_s"))}
-        unused |= set() if self.fragment_of else {"fragment_of"}
-        return {name: value for name, value in found.items() if name not in unused}
 
 
 class Title(NamedTuple):

@@ -11,13 +11,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
-from shoal.swarm.manifest.unused import without_unused
 from shoal.swarm.wire.fields import MAX_COUNT
 from shoal.swarm.wire.group import LARGEST_GROUP
 
@@ -25,8 +22,6 @@ MAX_TOKENS = 2**53  # of a round
 MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
 KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty", "clip", "part")
 """Settings that are arguments of the methods' factories."""
-LATER = ("optimizer", "lr", "adamw_lr", "momentum", "weight_decay", "schedule", "warmup", "clip")
-"""Settings of training that the first manifests did not have."""
 DEFAULT_LAG: int | Literal["auto"] = "auto"
 """Lag in a new swarm whose creator gives none, of a method that has one."""
 MAX_STEPS = 1_000_000
@@ -226,11 +221,6 @@ class OuterSettings(BaseModel):
             )
         return self
 
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """See `without_unused`."""
-        return without_unused(type(self), handler(self), ("check_loss",))
-
     def _fits_the_round(self) -> None:
         overlap = self.overlap()
         if not overlap:
@@ -295,17 +285,6 @@ class OuterSettings(BaseModel):
     def knobs(self) -> dict[str, int | float | str]:
         """Return the method's knobs that are set, and its ``overlap``."""
         return {knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None} | self.overlap()
-
-    def in_manifest(self) -> OuterSettings:
-        """Return what a manifest with these settings means.
-
-        Manifests of earlier versions have no fragments and no lag for methods with a partner, whose exchanges were waited for.
-        """
-        from shoal.optim import method_named
-
-        if method_named(self.method).group != "pair" or not self.overlap():
-            return self
-        return self.model_copy(update={"fragments": self.fragments or 1, "lag": 0 if self.lag is None else self.lag})
 
     def resolved(self) -> OuterSettings:
         """Return the settings with the method's defaults written out, as in a manifest, so that peers of all versions agree."""
@@ -372,8 +351,3 @@ class TrainSettings(BaseModel):
         if self.schedule in ("cosine", "wsd") and not self.steps:
             raise ValueError(f"the schedule {self.schedule} leads to an end: set steps, or choose constant")
         return self
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """See `without_unused`."""
-        return without_unused(type(self), handler(self), LATER)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shoal.swarm.manifest.unused import without_unused
 from shoal.swarm.wire.fields import Digest
 
 
@@ -49,11 +48,6 @@ class VerifySettings(BaseModel):
         if value % 2 == 0:
             raise ValueError("it should be odd, so that a vote cannot be a tie")
         return value
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """See `without_unused`."""
-        return without_unused(type(self), handler(self), ("dtypes",))
 
 
 class Terms(BaseModel):

@@ -5,9 +5,9 @@ Nothing depends on it: a reader learns what the author claims, and no more.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.swarm.wire.envelope import KIB, Message
 from shoal.swarm.wire.fields import Address, Bytes, Count, Label, Moment, PeerId, Rate, Real, Seconds, Share, SwarmId, Token
@@ -58,7 +58,7 @@ class Status(Message):
     the author sees one bucket of it.
     """
 
-    KIND, VERSION, LIMIT, AUTHOR = "status", 4, 8 * KIB, "peer"
+    KIND, LIMIT, AUTHOR = "status", 8 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label
@@ -89,11 +89,3 @@ class Status(Message):
     late: Count = 0
     projection: tuple[Count, Real, Annotated[tuple[Real, ...], Field(min_length=PROJECTED, max_length=PROJECTED)]] | None = None
     peers: Count | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_unknown(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what version 1 did not have, where there is none of it: recordings of then stay the same, byte by byte."""
-        found: dict[str, Any] = serialized(self)
-        none = {"doing": None, "tokens_per_s": 0.0, "mfu": None, "lag": 0, "lag_auto": False, "late": 0}
-        none |= {"projection": None, "peers": None}
-        return {name: value for name, value in found.items() if name not in none or value != none[name]}

@@ -23,7 +23,7 @@ class GroupReady(Message):
     ``sketch``: that of the round that it finished last, as in its `shoal.swarm.wire.member.Member`, which may arrive too late.
     """
 
-    KIND, VERSION = "group-ready", 4
+    KIND = "group-ready"
     swarm: SwarmId
     round: Count
     fragment: Count

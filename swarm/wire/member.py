@@ -47,7 +47,7 @@ class Member(Message):
     ``admission``: its packed `shoal.swarm.access.invitation.Admission`, in a swarm that is by invitation only.
     """
 
-    KIND, VERSION, LIMIT, AUTHOR = "member", 5, 5 * KIB, "peer"
+    KIND, LIMIT, AUTHOR = "member", 5 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     name: Label

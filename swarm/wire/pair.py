@@ -11,7 +11,7 @@ from shoal.swarm.wire.fields import Bytes, Count, Digest, Nonce, Reason, Sha256,
 class Offer(Message):
     """Offer of an exchange: a description of the payload, ``nbytes`` encoded bytes with digest ``sha256``."""
 
-    KIND, VERSION, LIMIT = "offer", 3, 1024 * KIB
+    KIND, LIMIT = "offer", 1024 * KIB
     swarm: SwarmId
     round: Count
     fragment: Count

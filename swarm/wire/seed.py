@@ -24,7 +24,7 @@ class SeedRequest(Message):
     ``topics``: of a sender that has a relay, kinds and versions of the swarm's topics that the bootstrap node shall forward.
     """
 
-    KIND, VERSION, LIMIT = "seed-request", 2, 8 * KIB
+    KIND, LIMIT = "seed-request", 8 * KIB
     swarm: SwarmId
     record: Record | None = None
     topics: Annotated[tuple[Topic, ...], Field(max_length=MAX_TOPICS)] = ()

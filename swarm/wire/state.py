@@ -16,7 +16,7 @@ class StateRequest(Message):
     ``since``: of this round or a later one. ``round``: that of the sender's own weights if they have diverged.
     """
 
-    KIND, VERSION = "state-request", 3
+    KIND = "state-request"
     swarm: SwarmId
     model: Digest
     astray: bool = False
@@ -32,7 +32,7 @@ class StateHeader(Message):
     outcome is in it. The header is the same on all peers that hold the same snapshot.
     """
 
-    KIND, VERSION, LIMIT = "state-header", 3, 1024 * KIB
+    KIND, LIMIT = "state-header", 1024 * KIB
     round: Count
     nbytes: Bytes
     shapes: Shapes

@@ -24,7 +24,7 @@ class Announcement(Message):
     beyond training alone, 0 where it was not measured; ``device``, on what it computes: cpu, cuda, xpu or mps.
     """
 
-    KIND, VERSION, LIMIT, AUTHOR = "announcement", 2, 13 * KIB, "peer"
+    KIND, LIMIT, AUTHOR = "announcement", 13 * KIB, "peer"
     swarm: SwarmId
     peer: PeerId
     manifest: Annotated[bytes, Field(max_length=MAX_MANIFEST)]

@@ -63,7 +63,7 @@ def create(shoal, name, *arguments, seconds=0.02, **how):
 def joiner(shoal, link, name, *arguments, task=None):
     return shoal.start(
         "join", link, "--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key",
-        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", "--hooks", task or hooks(shoal), *arguments,
+        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", "--task", task or hooks(shoal), *arguments,
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_don
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--hooks", "nowhere/task.py:Mine"], "There is no file 'nowhere/task.py'"),
+        (["--task", "nowhere/task.py:Mine"], "There is no file 'nowhere/task.py'"),
         (["--folder", "file/below"], "file/below' (Not a directory): choose another one"),
         (["--identity", "file"], "file"),
         (["--resume"], "There is no checkpoint"),
@@ -225,7 +225,7 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
 
     again = ["up", "--name", "n", "--folder", "n", "--identity", "n.key", "--threads", "1", "--listen", "/ip4/127.0.0.1/tcp/0"]
     assert "pass --resume" in shoal.start(*again).error()
-    resumed = shoal.start(*again, "--resume", "--hooks", hooks(shoal), "--steps", str(first["steps"] + 7), "--json")
+    resumed = shoal.start(*again, "--resume", "--task", hooks(shoal), "--steps", str(first["steps"] + 7), "--json")
     result = resumed.json()
     assert (result["steps"], result["swarm"]) == (first["steps"] + 7, first["swarm"])
     assert (
@@ -300,7 +300,7 @@ def test_a_key_and_a_folder_are_one_nodes_until_it_is_dead(shoal, eventually):
 
 
 def test_after_kill_9_of_a_demo_its_nodes_and_their_daemons_are_gone(shoal, eventually):
-    demo = shoal.start("demo", "--peers", "2", "--rounds", "1000", "--hooks", hooks(shoal), "--every", "5")
+    demo = shoal.start("demo", "--peers", "2", "--rounds", "1000", "--task", hooks(shoal), "--every", "5")
     eventually(lambda: len(list(shoal.tmp.glob("shoal-demo-*/peer-*/metrics.jsonl"))) == 2, 90, "the training of two nodes")
     os.kill(demo.popen.pid, signal.SIGKILL)
     demo.wait()

@@ -61,7 +61,7 @@ def test_sixteen_nodes_start_find_partners_and_are_gone_in_the_end(shoal):
 @pytest.mark.slow(reason="two real nodes, twice")
 def test_a_model_of_ones_own_and_plain_averaging(shoal):
     few = ["--peers", "2", "--rounds", "8", "--every", "10", "--set", "outer.lag=0"]
-    demo = shoal.start("demo", "--hooks", TEACHER, *few, "--method", "local", "--json")
+    demo = shoal.start("demo", "--task", TEACHER, *few, "--method", "local", "--json")
     report = checked(demo.json(150), 2, 8, 10)
     assert report["method"] == "local"
     # With two peers the mean of both is the mean of all, so they agree after every round.
@@ -71,7 +71,7 @@ def test_a_model_of_ones_own_and_plain_averaging(shoal):
 
 @pytest.mark.slow(reason="two real nodes")
 def test_without_a_comparison_nothing_is_trained_twice(shoal):
-    demo = shoal.start("demo", "--hooks", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--no-compare", "--json")
+    demo = shoal.start("demo", "--task", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--no-compare", "--json")
     report = demo.json(150)
     assert (report["rounds"], report["loss_local"]) == (4, None)
     assert report["loss_last"] < report["loss_first"]
@@ -81,7 +81,7 @@ def test_without_a_comparison_nothing_is_trained_twice(shoal):
 @pytest.mark.slow(reason="two real nodes, twice")
 def test_another_method_in_8_bits_and_one_model_of_it_in_the_end(shoal):
     demo = shoal.start(
-        "demo", "--hooks", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--method", "gasloc", "--codec", "int8",
+        "demo", "--task", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--method", "gasloc", "--codec", "int8",
         "--finish", "average", "--set", "outer.mix=0.5", "--keep", "kept", "--json",
     )  # fmt: skip
     report = demo.json(150)

@@ -131,18 +131,12 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
     said = up(shoal, "first", "--method", "noloco", "--resume", "--steps", 8 * EVERY).error()
     assert "outer.method=diloco, and a swarm's settings are fixed" in said
     assert "--resume-from" in said
-    assert (
-        "pass --steps with more than 20"
-        in up(shoal, "second", "--method", "noloco", "--resume-from", shoal.home / "first", "--steps", 4 * EVERY).error()
-    )
 
     creator = up(shoal, "second", "--method", "noloco", "--codec", "int8", "--resume-from", shoal.home / "first", "--steps", 0)
     link = creator.line()
     eventually(lambda: rounds(shoal, "second"), 60, "a round")
-    assert "goes on from step 20 of the checkpoint" in creator.said()
-    assert "not carried over: the outer momentum of diloco (the method is noloco now)" in creator.said()
+    assert "begins with the weights of the checkpoint" in creator.said()
     assert starts(shoal, "second")[0]["loss_first"] == pytest.approx(first["loss_last"])
-    assert 4 * EVERY < rounds(shoal, "second")[0]["step"] <= 5 * EVERY  # each fragment has a step of its own
     assert starts(shoal, "second")[0]["swarm"] != first["swarm"]
 
     # A newcomer takes over these weights, and one with a checkpoint of another swarm must say so.
@@ -150,11 +144,9 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
     third = join(shoal, link, "third", "--resume-from", shoal.home / "first")
     eventually(lambda: rounds(shoal, "third"), 60, "a round")
     assert "took over the swarm's weights" in third.said()
-    assert rounds(shoal, "third")[0]["step"] > 4 * EVERY
     for node in (creator, third):
         node.signal(signal.SIGINT)
         assert node.wait() == 130
-    assert saved(shoal, "third")[-1] > 4 * EVERY
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")

@@ -71,7 +71,7 @@ class Material(Message):
     ``proof``: of the activations of all completions, one after the other; ``dtype`` and ``kernel``: of the author's computation.
     """
 
-    KIND, VERSION, LIMIT = "claim-material", 2, 4096 * KIB
+    KIND, LIMIT = "claim-material", 4096 * KIB
     policy: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]{1,128}$")]
     env: EnvName
     env_version: Label

@@ -223,12 +223,6 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
     checkpoint.save(tmp_path / "1", 5, {"something": "else"})
     with pytest.raises(CheckpointError, match="is not that of a node"):
         merge([tmp_path / "0", tmp_path / "1"], tmp_path / "out")
-    state = checkpoint.load(tmp_path / "0")[1]
-    del state["trainer"]["parameters"]
-    checkpoint.save(tmp_path / "2", 5, state)
-    merge([tmp_path / "2"], tmp_path / "fine")
-    with pytest.raises(CheckpointError, match="of an older shoal, without names: merge without --slow"):
-        merge([tmp_path / "2"], tmp_path / "out", slow=True)
     file = tmp_path / "0" / "step-00000005" / checkpoint.TENSORS
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

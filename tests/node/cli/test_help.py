@@ -102,10 +102,3 @@ def test_names_of_methods_are_those_of_the_library_and_are_completed():
     assert set(completed("demo", "--method", "")) == set(METHODS)
     assert completed("up", "--robust", "c") == ["clipped-gossip", "centered-clip"]
     assert "doctor" in completed("d")
-
-
-@pytest.mark.parametrize("name", sorted(cli.commands))
-def test_a_task_is_named_by_task_and_its_older_name_still_works(name):
-    assert "--hooks" not in help_of(name)
-    for option in cli.commands[name].params:
-        assert ("--task" in option.opts) == ("--hooks" in option.opts)

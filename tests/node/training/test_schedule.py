@@ -136,20 +136,6 @@ def test_the_same_schedule_goes_on_as_it_was(tmp_path, name):
     assert followed(again, 13) == followed(whole, 13)
 
 
-@pytest.mark.parametrize("name", ["lambda", "transformers cosine", "cosine"])
-def test_a_checkpoint_of_an_older_version_tells_the_progress_by_the_scheduler(tmp_path, name):
-    make = MADE[name]
-    short = trainer(make, FIRST)
-    for _ in range(FIRST):
-        short.step()
-    state = saved(tmp_path, short)
-    del state["schedule"]
-    again, whole = trainer(make, LENGTH), trainer(make, LENGTH)
-    again.resume(state)
-    whole.schedule.forward(FIRST)
-    assert followed(again, LENGTH - FIRST) == followed(whole, LENGTH - FIRST)
-
-
 @pytest.mark.parametrize("name", MADE)
 def test_going_forward_is_as_many_steps_and_stays_at_the_end(name):
     """Fault: OneCycle raises beyond its end, a cosine rises again; a late node does more steps than are left of a schedule."""

@@ -85,22 +85,3 @@ def test_a_session_averages_what_is_trained_of_a_module_and_of_a_list():
     net = Adapted()
     for state in (net, list(net.parameters())):
         assert [id(p) for p in parameters_of(state)] == [id(net.down), id(net.up)]
-
-
-def test_state_that_has_the_frozen_parameters_too_is_loaded():
-    net = Adapted()
-    opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.01), Alone(), every=2)
-    train(net, opt, 4)
-    now = opt.whole_state()
-    old = copy.deepcopy(now)
-    place = {id(p): number for number, p in enumerate(opt.parameters)}  # the older version's lists had one entry for each
-    older = [place.get(id(p)) for p in net.parameters()]
-    unused = torch.full((1,), 7.0)
-    old["slow"] = [unused if at is None else now["slow"][at] for at in older]
-    old["rule"] = {"momentum": [unused if at is None else now["rule"]["momentum"][at] for at in older]}
-    old["rounding"] = {0: unused, 1: torch.full((2, 16), 3.0)}
-    fresh = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.01), Alone(), every=2)
-    fresh.load_state_dict(old)
-    assert all(torch.equal(a, b) for a, b in zip(fresh.slow, opt.slow, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(fresh.rule_state["momentum"], opt.rule_state["momentum"], strict=True))
-    assert {index: tensor.unique().tolist() for index, tensor in fresh.whole_state()["rounding"].items()} == {0: [3.0]}

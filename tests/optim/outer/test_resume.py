@@ -233,15 +233,6 @@ def test_a_state_of_other_settings_is_loaded_with_a_warning_that_names_those_tha
         other.load_state_dict(short.state_dict())
 
 
-@pytest.mark.filterwarnings("error")
-def test_the_same_settings_and_a_state_of_before_they_were_saved_cause_no_warning():
-    state = sparse(9).whole_state()
-    sparse(0).load_state_dict(state)
-    for name in ("settings", "schedule", "kind"):
-        del state[name]
-    sparse(0).load_state_dict(state)
-
-
 def test_a_joiner_adopts_slow_weights_and_round_or_nothing():
     run, swarm = trained(), trained(steps=7)
     before = everything(run)

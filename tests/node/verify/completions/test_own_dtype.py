@@ -78,10 +78,7 @@ def test_a_node_measures_each_dtype_with_itself_alone(world):
     assert {(pair.prover, pair.verifier) for pair in found.pairs} == {(one, one) for one in BOTH}
 
 
-def test_a_manifest_names_dtypes_only_if_there_are_others_than_float32():
-    """Nodes of earlier versions refuse a manifest with a field that they do not know."""
-    assert "dtypes" not in VerifySettings().model_dump()
-    assert VerifySettings.model_validate({"kind": "none"}).dtypes == "float32"
+def test_dtypes_are_names_with_commas():
     said = VerifySettings(dtypes="float32,bfloat16").model_dump()
     assert said["dtypes"] == "float32,bfloat16"
     assert VerifySettings.model_validate(msgpack.unpackb(msgpack.packb(said))).dtypes == "float32,bfloat16"
