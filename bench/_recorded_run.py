@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from shoal.node.chaos.processes_under_test import free_ports
+from bench.chaos.processes_under_test import free_ports
 from shoal.node.demo.demo import LINK_S
 from shoal.node.demo.nodes import Nodes, Process, read_line
 from shoal.node.watch.events import Heard

@@ -1,6 +1,6 @@
-"""The table of chaos runs in docs/benchmarks.md, from lines that `shoal chaos --json` printed.
+"""The table of chaos runs in docs/benchmarks.md, from lines that `python -m bench.chaos --json` printed.
 
-shoal chaos --peers 8 --minutes 5 --kills-per-minute 2 --json >> bench/results/chaos.jsonl
+python -m bench.chaos --peers 8 --minutes 5 --kills-per-minute 2 --json >> bench/results/chaos.jsonl
 python bench/chaos_table.py --into docs/benchmarks.md
 """
 

@@ -39,16 +39,16 @@ from shoal.swarm.membership import peer_exchange
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.memory_stream import NOTHING
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.sim.clock import VirtualLoop
-from shoal.swarm.sim.directory import EPOCH, Board, SimDirectory
-from shoal.swarm.sim.isolation import isolated
-from shoal.swarm.sim.network import Links, SimHost, SimNetwork, Trace
 from shoal.swarm.wire import envelope
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.shuffle import MAX_OFFERED, SHUFFLE_PROTOCOL, Shuffle, ShuffleReply
+from tests.sim.clock import VirtualLoop
+from tests.sim.directory import EPOCH, Board, SimDirectory
+from tests.sim.isolation import isolated
+from tests.sim.memory_stream import NOTHING
+from tests.sim.network import Links, SimHost, SimNetwork, Trace
 
 SWARM, MODEL = "a" * 52, "0" * 64
 BEGIN, END = "<!-- eclipse: begin -->\n", "<!-- eclipse: end -->"

@@ -8,7 +8,7 @@ as well. Reported are
 
     found_s         seconds from a newcomer's announcement until a stranger, who reads the keys at which its bucket can be, finds it
     listed          of those in its bucket by the hash, the share that a peer lists
-    record_bytes    of records read and stored, a peer and second, and ``model_bytes``, the same by the simulator (`shoal sim`)
+    record_bytes    of records read and stored, a peer and second, and ``model_bytes``, the same by the simulator (`python -m bench.sim`)
     link_bytes      all that went over the loopback interface, a peer and second: DHT routing, replicas, encryption, TCP
     gossip_bytes    what it was more in the second phase, and ``statuses``: those that were sent, a second, in all of the swarm
 
@@ -271,7 +271,7 @@ def newcomers(options: argparse.Namespace, bootstrap: tuple[str, ...]) -> list[f
 
 def model(options: argparse.Namespace) -> dict[str, float]:
     """Return what the simulator says of as many peers, at the period of its own, per reading at this one's."""
-    from shoal.node.sim.report import run_sim
+    from bench.sim.report import run_sim
     from shoal.swarm.membership.directory import PERIOD
 
     overrides = {"swarm.bucket": options.bucket, "swarm.epoch_s": options.epoch_s, "outer.method": "noloco", "outer.every": 1000}

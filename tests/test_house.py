@@ -55,7 +55,6 @@ PACKAGES = {
         "exchange.group": {"exchange", "p2p", "pacing", "wire"},
         "topics": {"gossip", "membership", "p2p", "wire"},
         "state": {"exchange", "membership", "p2p", "pacing", "wire"},
-        "sim": {"exchange", "exchange.group", "exchange.pair", "membership", "p2p", "pacing", "wire"},
         "training": {
             "access", "exchange", "exchange.group", "exchange.pair", "manifest", "membership", "p2p", "state", "topics", "wire",
         },
@@ -81,10 +80,8 @@ PACKAGES = {
         "commands": {"checkpoint", "config", "data", "doctor", "plan", "runtime", "tasks"},
         "doctor": {"config", "data", "runtime", "tasks"},
         "demo": {"checkpoint", "config", "data", "metrics", "rl", "runtime", "tasks", "verify.completions"},
-        "sim": {"config"},
-        "chaos": {"checkpoint", "config", "data", "demo", "runtime", "tasks", "training"},
         "cli": {
-            "chaos", "checkpoint", "commands", "config", "demo", "doctor", "parallel", "runtime", "sim", "training", "verify",
+            "checkpoint", "commands", "config", "demo", "doctor", "parallel", "runtime", "training", "verify",
             "verify.completions", "verify.history", "watch",
         },
     },
@@ -97,11 +94,11 @@ FREE = {
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
-MAX_FILES, MAX_LINES, MAX_PRODUCT_LINES = 40, 800, 61_637
+MAX_FILES, MAX_LINES, MAX_PRODUCT_LINES = 40, 800, 57_905
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]
-SHOWN = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "bench").glob("*.py")])
+SHOWN = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "bench").rglob("*.py")])
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 EVERYTHING = [*PRODUCT, *SHOWN, *TESTS]
 # The changelog also says how things were imported before.
@@ -241,7 +238,7 @@ def test_programs_in_strings_and_pages_import_them_so_too():
 
 
 def test_a_bare_import_would_be_found():
-    bare = ['"import swarm; run()"', "from optim.codecs import Codec\n", "import node.task as task\n", "python -m swarm.sim"]
+    bare = ['"import swarm; run()"', "from optim.codecs import Codec\n", "import node.task as task\n", "python -m node.cli"]
     right = ["from shoal.swarm.wire import pair\n", "from shoal import optim\n", "from swarm to swarm", "import nodes\n"]
     assert [bool(BARE.search(text)) for text in [*bare, *right]] == [True] * 4 + [False] * 4
 
@@ -331,8 +328,8 @@ def test_the_first_help_shows_exit_codes_and_every_command():
     shown = CliRunner().invoke(cli, ["--help"]).output
     assert "Exit codes:" in shown
     expected = {
-        "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "chaos", "watch", "invite",
-        "doctor", "init", "sim", "link", "plan", "swarms", "sample",
+        "up", "join", "demo", "merge", "status", "peers", "seed", "id", "verify", "pull", "watch", "invite",
+        "doctor", "init", "link", "plan", "swarms", "sample",
     }  # fmt: skip
     assert set(cli.commands) == expected
     assert all(re.search(rf"^  {name} ", shown, re.M) for name in cli.commands)

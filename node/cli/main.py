@@ -10,7 +10,6 @@ import traceback
 
 import click
 
-from shoal.node.cli.chaos import chaos
 from shoal.node.cli.demo import demo
 from shoal.node.cli.doctor import doctor
 from shoal.node.cli.identity import identity
@@ -21,7 +20,6 @@ from shoal.node.cli.peers import peers
 from shoal.node.cli.plan import plan
 from shoal.node.cli.pull import pull, sample
 from shoal.node.cli.seed import seed, swarms
-from shoal.node.cli.sim import sim
 from shoal.node.cli.status import status
 from shoal.node.cli.up import join, up
 from shoal.node.cli.verify import verify
@@ -58,14 +56,14 @@ cli.add_chapter("Train together", up, link, invite, swarms, join, identity)
 cli.add_chapter("Look", status, watch, peers)
 cli.add_chapter("Take the result", pull, sample, merge)
 cli.add_chapter("Run a bootstrap node", seed)
-cli.add_chapter("Measure and check", verify, sim, chaos)
+cli.add_chapter("Measure and check", verify)
 
 
-def main() -> None:
+def main(command: click.Command = cli) -> None:
     """Run a command and exit with the documented code for how it ended."""
     drop_lost_output()
     try:
-        code = cli.main(standalone_mode=False)
+        code = command.main(standalone_mode=False)
     except ShoalError as error:
         code = _show(error)
     except click.ClickException as error:

@@ -36,8 +36,6 @@ def test_what_is_not_finite_is_null():
     [
         (["demo"], "shoal.node.demo.demo.run_demo"),
         (["demo", "--task", "rl"], "shoal.node.demo.rl.run_demo"),
-        (["chaos"], "shoal.node.chaos.report.run_chaos"),
-        (["sim"], "shoal.node.sim.report.run_sim"),
         (["status", LINK], "shoal.node.commands.status.read_status"),
         (["peers", LINK], "shoal.node.verify.peers.read_peers"),
         (["pull", LINK, "--out", "x"], "shoal.node.commands.pull.pull"),

@@ -295,7 +295,7 @@ def test_a_devices_memory_that_runs_out_is_no_failure_of_the_device(text, capsys
 
 
 @pytest.mark.parametrize("fault", ["Model", "Frozen", "Constructor"])
-@pytest.mark.parametrize("command", ["up", "demo", "chaos", "join", "pull", "doctor"])
+@pytest.mark.parametrize("command", ["up", "demo", "join", "pull", "doctor"])
 def test_every_command_that_makes_a_task_names_its_fault(task, fault, command, tmp_path, capsys, monkeypatch):
     spec = f"{task}:{fault}"
     settings = load(None, {"task.hooks": f"{task}:Good"})
@@ -304,7 +304,7 @@ def test_every_command_that_makes_a_task_names_its_fault(task, fault, command, t
     link = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
     if command in ("up", "join"):
         monkeypatch.setattr(NodeRun, "run", lambda run: live(run.settings))
-    if command in ("demo", "chaos"):
+    if command == "demo":
         # The node's own process is played by its log and exit code, as the test above shows them.
         def start(nodes, arguments, name, **how):
             with pytest.raises(UserCodeError) as caught:
@@ -324,7 +324,7 @@ def test_every_command_that_makes_a_task_names_its_fault(task, fault, command, t
         checks = [Check("model", ExitCode.DIFFERS, lambda tell: swarm_checks.model(visit, tell))]
         monkeypatch.setattr("shoal.node.doctor.run.diagnose", lambda link, tell, **options: examine(checks, tell))
     arguments = {
-        "up": [], "demo": ["--peers", 2], "chaos": ["--peers", 2, "--no-unharmed", "--kills-per-minute", 0], "join": [link],
+        "up": [], "demo": ["--peers", 2], "join": [link],
         "pull": [link, "--out", tmp_path / "out"], "doctor": [link],
     }[command]  # fmt: skip
     code, err = said([command, *arguments, "--task", spec], capsys, monkeypatch)

@@ -110,7 +110,7 @@ DIGESTS = {
 }  # fmt: skip
 """Numbers of digests, keys and constants, all of one length."""
 OWN = {
-    "node/chaos/run.py:read_events", "node/checkpoint/store.py:_pack",
+    "node/checkpoint/store.py:_pack",
     "node/config/settings.py:_read", "node/config/settings.py:assignment", "node/data/hub.py:HubDataset.documents",
     "node/data/record_files.py:RecordFiles._text", "node/data/tokenizer.py:Bytes.encode", "node/demo/demo.py:run_demo",
     "node/demo/demo.py:consensus_distances", "node/demo/fork_server.py:ForkServer._fork", "node/demo/liveness.py:EventReader.read",

@@ -19,18 +19,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench.sim.plan import SimPlan
+from bench.sim.world import World
 from shoal.node.config.endpoint import Address
 from shoal.node.config.settings import load
 from shoal.node.metrics.endpoint import Endpoint
-from shoal.node.sim.plan import SimPlan
-from shoal.node.sim.world import World
 from shoal.node.watch import web
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.gossip.body_store import BodyRequest, BodyStore
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import admission, manifest_exchange, peer_exchange
-from shoal.swarm.p2p.memory_stream import stream_pair
 from shoal.swarm.p2p.punch import Punch, Puncher
 from shoal.swarm.p2p.reachability import DialRequest, ReachabilityProbe
 from shoal.swarm.p2p.resource_manager import ResourceManager
@@ -38,7 +37,6 @@ from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.p2p.throughput import SpeedRequest, ThroughputProbe
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed.server import Seed
-from shoal.swarm.sim.network import Links
 from shoal.swarm.topics.log_sync import LogRequest, LogServer
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.join import ManifestRequest
@@ -47,6 +45,8 @@ from shoal.swarm.wire.shuffle import Shuffle
 from shoal.swarm.wire.swarms import SwarmsRequest
 from tests.security.hostile import CANNOT, MSGPACK, ODD, SIGNERS, WHOLE, at, near, places, put
 from tests.security.message_kinds import good
+from tests.sim.memory_stream import stream_pair
+from tests.sim.network import Links
 
 ROOT = Path(__file__).resolve().parents[2]
 SWARM, ME, STRANGER = "a" * 52, Identity.ephemeral(), Identity.ephemeral()

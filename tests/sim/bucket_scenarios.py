@@ -16,9 +16,9 @@ from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.membership.buckets import LOOK
 from shoal.swarm.membership.dht_record import bits_in, bucket_prefix
 from shoal.swarm.membership.directory import PERIOD, TTL
-from shoal.swarm.p2p.memory_stream import NOTHING
-from shoal.swarm.sim.directory import EPOCH
 from tests.sim.bucket_swarm import EPOCH_S, FIRST, SWARM, BucketSwarm
+from tests.sim.directory import EPOCH
+from tests.sim.memory_stream import NOTHING
 
 FEW = 0.15  # one whom chance leaves alone in its bucket sees the bucket above, and those there do not see it
 MISSED = 0.3  # share of sights: a few peers two levels below the others keep to themselves until estimates have come together

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 
 from shoal.swarm.membership.directory import PERIOD, TTL
-from shoal.swarm.p2p.memory_stream import NOTHING
-from shoal.swarm.sim.clock import VirtualLoop
-from shoal.swarm.sim.directory import EPOCH, Board, Posted, SimDirectory
-from shoal.swarm.sim.network import Links, SimHost, SimNetwork, Trace
 from shoal.swarm.wire.member import Member
+from tests.sim.clock import VirtualLoop
+from tests.sim.directory import EPOCH, Board, Posted, SimDirectory
+from tests.sim.memory_stream import NOTHING
+from tests.sim.network import Links, SimHost, SimNetwork, Trace
 
 SWARM, MODEL = "a" * 52, "0" * 64
 BUCKET, EPOCH_S = 16, 30.0

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.swarm.p2p.memory_stream import NOTHING
 from tests.sim.hostile import Liar
+from tests.sim.memory_stream import NOTHING
 from tests.sim.peers import SimPeer, SimSwarm
 
 Kind = Literal["kill", "sleep", "part", "sever", "stall", "slow", "drag"]

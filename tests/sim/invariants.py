@@ -21,8 +21,8 @@ import torch
 
 from shoal.optim.exchange.base import Mean, weighted_mean
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.sim.isolation import ErrorCollector
 from tests.sim.faults import FaultInjector
+from tests.sim.isolation import ErrorCollector
 from tests.sim.peers import Contribution, SimPeer, SimSwarm
 
 REMEMBERED = {
@@ -219,5 +219,5 @@ def tables(thing: Any, path: str, seen: set[int] | None = None) -> Iterator[tupl
         where = f"{path}.{name}" if path else name
         if isinstance(value, dict | set | list | frozenset) or type(value).__name__ == "deque":
             yield where, len(value)
-        elif type(value).__module__.startswith("shoal.swarm.") and not type(value).__module__.startswith("shoal.swarm.sim."):
+        elif type(value).__module__.startswith("shoal.swarm.") and not type(value).__module__.startswith("tests.sim."):
             yield from tables(value, where, seen)

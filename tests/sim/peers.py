@@ -23,8 +23,8 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.handle import ExchangeHandle
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.sim.network import SimHost, SimNetwork
 from shoal.swarm.wire.member import Member
+from tests.sim.network import SimHost, SimNetwork
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host

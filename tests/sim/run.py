@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.swarm.p2p.memory_stream import NOTHING
-from shoal.swarm.sim.clock import Stuck, VirtualLoop
-from shoal.swarm.sim.isolation import isolated
-from shoal.swarm.sim.network import Links, SimNetwork, Trace
+from tests.sim.clock import Stuck, VirtualLoop
 from tests.sim.faults import Fault, FaultInjector, plan
 from tests.sim.invariants import Checks
+from tests.sim.isolation import isolated
+from tests.sim.memory_stream import NOTHING
+from tests.sim.network import Links, SimNetwork, Trace
 from tests.sim.peers import Setting, SimSwarm
 
 REST = 20.0  # virtual seconds after the end of training in which everything must come to its end

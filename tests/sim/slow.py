@@ -12,9 +12,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shoal.swarm.p2p.memory_stream import NOTHING
 from shoal.swarm.p2p.stream import Blocks, Stream, _Bulk
 from tests.sim.faults import Fault
+from tests.sim.memory_stream import NOTHING
 from tests.sim.peers import Setting, SimSwarm
 from tests.sim.run import Report, simulate
 

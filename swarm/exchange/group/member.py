@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,7 +37,6 @@ from shoal.swarm.exchange.group.reduction import Attempt, Outcome, PeerStreams, 
 from shoal.swarm.exchange.group.roster import Roster, open_roster, ready_message
 from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.exchange.training_time import TrainingTime
-from shoal.swarm.p2p.memory_stream import stream_pair
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import Message, seal, unpack
@@ -47,6 +47,14 @@ TRIED = 8  # leaders tried in one round
 LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last message may take
 
 log = logging.getLogger(__name__)
+
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connected() -> tuple[Ends, Ends]:
+    """Return both ends of a stream within this process."""
+    one, two = socket.socketpair()
+    return await asyncio.open_unix_connection(sock=one), await asyncio.open_unix_connection(sock=two)
 
 
 @dataclass
@@ -237,7 +245,7 @@ class GroupMember:
         if leader != self._context.me:
             return await self._context.host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
         # The own daemon connects to others only. Bytes on this channel are no traffic.
-        mine, theirs = stream_pair()
+        mine, theirs = await connected()
         serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
         self._local.add(serving)
         serving.add_done_callback(self._local.discard)

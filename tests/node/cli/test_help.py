@@ -48,7 +48,7 @@ def test_options_are_in_groups_of_which_none_is_long(name):
 def test_commands_are_in_the_order_of_use_with_their_whole_sentence():
     shown = help_of()
     names = re.findall(r"^  (\w+)  +[A-Z]", shown, re.M)
-    used = ["demo", "init", "doctor", "up", "link", "invite", "join", "status", "watch", "pull", "sample", "seed", "sim"]
+    used = ["demo", "init", "doctor", "up", "link", "invite", "join", "status", "watch", "pull", "sample", "seed"]
     assert [name for name in names if name in used] == used
     chapters = re.findall(r"^([A-Z][a-z ]+):\n((?:  \w+  +\S.*\n)+)", shown, re.M)
     assert [title for title, _ in chapters] == [

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 
-from shoal.swarm.sim.network import SimHost
+from tests.sim.network import SimHost
 
 ABOUT = {
     "name": "tester", "round": 1, "step": 25, "loss": 2.5, "steps_per_s": 4.0, "shard": 0, "shards": 4, "model": "0" * 64,

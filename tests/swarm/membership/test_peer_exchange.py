@@ -9,14 +9,14 @@ from shoal.swarm.access.invitation import admission, issue
 from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.membership.directory import TTL
 from shoal.swarm.membership.peer_exchange import AGE, ALL, EACH, LOOK, SHUFFLE, PeerExchange
-from shoal.swarm.p2p.memory_stream import NOTHING
-from shoal.swarm.sim.clock import VirtualLoop
-from shoal.swarm.sim.directory import EPOCH
-from shoal.swarm.sim.network import Links, SimNetwork, Trace
 from shoal.swarm.views.peer_views import ACTIVE, PASSIVE, SHARE, Contact
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.shuffle import MAX_OFFERED, SHUFFLE_PROTOCOL, Shuffle, ShuffleReply
+from tests.sim.clock import VirtualLoop
+from tests.sim.directory import EPOCH
+from tests.sim.memory_stream import NOTHING
+from tests.sim.network import Links, SimNetwork, Trace
 from tests.swarm.membership.conftest import Meeting
 
 SWARM, ELSEWHERE, MODEL = "a" * 52, "b" * 52, "0" * 64

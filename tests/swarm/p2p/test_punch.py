@@ -13,12 +13,12 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import punch
 from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.listen import beside
-from shoal.swarm.p2p.memory_stream import stream_pair
 from shoal.swarm.p2p.punch import ALL, EACH, HOST, PUNCH_PROTOCOL, Punch, Puncher, Seen, tell_seen, usable
 from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack, unpack
+from tests.sim.memory_stream import stream_pair
 
 FIRST, SECOND = sorted(Identity.ephemeral().peer_id for _ in range(2))
 SEED = "12D3KooWQjxpyme8TkkXzPr5BZTMb8TfDP6XtSy1961RU2ktii6W"  # in the names of tests, which must be the same in all workers

@@ -9,7 +9,7 @@ import pytest
 from shoal.swarm.pacing import pace as pacing
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.pacing.pace import FIRST, LEAST, Echo, Pacer
-from shoal.swarm.sim.clock import VirtualLoop
+from tests.sim.clock import VirtualLoop
 
 MBIT, MB = 125_000, 1_000_000
 

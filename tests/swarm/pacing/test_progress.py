@@ -11,9 +11,9 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.training_time import FIRST_RATE
 from shoal.swarm.pacing.progress import LATE_S, SLOW_S, SLOWEST, Progress, slow_s
-from shoal.swarm.sim.clock import VirtualLoop
-from shoal.swarm.sim.network import Links, SimNetwork, Trace
 from shoal.swarm.wire.member import Member
+from tests.sim.clock import VirtualLoop
+from tests.sim.network import Links, SimNetwork, Trace
 
 MB = 1_000_000
 SWARM, MODEL = "a" * 52, "0" * 64

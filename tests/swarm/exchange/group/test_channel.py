@@ -6,12 +6,12 @@ import gc
 import pytest
 
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
-from shoal.swarm.p2p.memory_stream import stream_pair
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.sim.clock import VirtualLoop
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.group import GroupAlive, GroupReport
+from tests.sim.clock import VirtualLoop
+from tests.sim.memory_stream import stream_pair
 
 
 def test_a_channel_that_breaks_as_its_reader_is_cancelled_leaves_no_error_behind():

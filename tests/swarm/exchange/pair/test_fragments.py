@@ -23,10 +23,10 @@ from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.passed_over import FORGOTTEN, TERMS
-from shoal.swarm.sim.clock import VirtualLoop
 from shoal.swarm.state.adoption import in_step
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.pair import Answer
+from tests.sim.clock import VirtualLoop
 from tests.swarm.exchange.pair.test_matchmaking import MODEL, SEED, SWARM, Peer, until, value
 from tests.swarm.exchange.pair.test_pairing import directory, selector
 

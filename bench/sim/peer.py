@@ -1,0 +1,194 @@
+"""One peer of ``python -m bench.sim``: the product's outer optimizer, exchange and member, on a simulated host, training a toy.
+
+The outer optimizer returns the exchanges that it needs next (``OuterOptimizer.after_inner``), and the peer lets virtual time pass
+until they are over; no thread and no real second is spent on waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from bench.sim.plan import Surroundings
+from bench.sim.toy_task import BATCH, LR, Lesson, ToyModel
+from shoal.optim import Alone, Handle, RoundInfo, Steps
+from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.contribution import model_digest
+from shoal.swarm.exchange.handle import ExchangeHandle
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.membership.directory import State as DirectoryState
+from shoal.swarm.membership.membership import NetworkOptions
+from shoal.swarm.state.catch_up import query_for, sources_for
+from shoal.swarm.state.snapshot import State
+from shoal.swarm.state.sync import begin_fetch
+from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.outer_factory import announced_speeds, make_outer, round_length
+from shoal.swarm.training.shard import Shard
+from shoal.swarm.wire.member import Member
+from tests.sim.directory import EPOCH, SimDirectory
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+
+NAP_S = 1.0  # virtual seconds at most of inner steps that are taken together
+AGAIN_S = 5.0  # before a newcomer that got no weights asks again
+START_S = 1.0  # within which the peers begin
+
+
+@dataclass(frozen=True)
+class SimMembership:
+    """A simulated peer's place in its swarm."""
+
+    identity: Identity
+    host: Host
+    directory: SimDirectory
+    swarm: str
+    manifest: Manifest
+    network: NetworkOptions
+
+
+class SimPeer:
+    """One process of one peer. A ``newcomer`` takes over the swarm's weights first."""
+
+    def __init__(self, world: Surroundings, number: int, *, newcomer: bool) -> None:
+        plan = world.plan
+        self.world, self.number, self.name, self.newcomer = world, number, f"p{number}", newcomer
+        self.chance = random.Random(f"peer {plan.seed} {number}")
+        self.step_s = plan.step_seconds * math.exp(plan.uneven * self.chance.gauss(0.0, 1.0))
+        """Seconds of an inner step."""
+        self.identity = world.network.identity(f"{plan.seed} {self.name}")
+        self.host = world.network.host(self.name, self.identity)
+        self.state: DirectoryState = "waiting" if newcomer else "training"
+        model = ToyModel(plan.parameters)
+        self.lesson = Lesson(world.toy, model, self.chance.getrandbits(48))
+        outer, params = plan.outer, list(model.parameters())
+        self.opt = make_outer(
+            outer, torch.optim.SGD(params, lr=LR), Alone(), model=model, slow_device=torch.device("cpu"),
+            length=round_length(outer.round, self.unix, self._speeds), on_round=self._on_round,
+        )  # fmt: skip
+        self.model, self.swarm = model_digest(params), world.swarm
+        self.together = 0
+        """Exchanges that others were in."""
+        self._waited, self._announced_round = 0.0, -1
+        self.directory = SimDirectory(world.board, self.host, self._record, self.chance, bucket=plan.bucket, epoch_s=plan.epoch_s)
+        self.member: TrainingMember | None = None
+        self._membership = SimMembership(
+            self.identity, cast("Host", self.host), self.directory, self.swarm, world.manifest, NetworkOptions()
+        )
+        if outer.method != "none":
+            screen = make_screen(outer)
+            self.exchange = make_exchange(
+                self._membership,
+                outer,
+                screen,
+                seed=plan.seed,
+                model=self.model,
+                fragments=self.opt.fragments,
+                overlap=self.opt.lag > 0,
+            )
+            self.member = TrainingMember(
+                self._membership, self.opt, self.exchange, screen, model=self.model, name=self.name, shard=Shard(0, 1, plan.seed),
+                clock=world.network.loop.time,
+            )  # fmt: skip
+            self.member.serve()
+            self.opt.exchange, self.opt.run = self.exchange, self.swarm
+
+    def start(self) -> None:
+        """Start the tasks of this peer."""
+        if self.member is not None:
+            self.host.start(self.directory.run())
+        self.host.start(self._live())
+
+    def unix(self) -> float:
+        """Return Unix seconds on its clock, which is right."""
+        return EPOCH + self.world.network.loop.time()
+
+    def _speeds(self) -> list[float]:
+        return announced_speeds(self._membership)
+
+    def _record(self) -> Member:
+        assert self.member is not None  # a peer that averages with nobody publishes nothing
+        fields = self.member.fields(self.state, None, 1 / self.step_s)
+        return Member.model_validate({
+            **fields, **self.member.self_report.details(), "swarm": self.swarm, "peer": self.identity.peer_id, "addresses": (),
+            "issued": self.unix(), "version": "0",
+        })  # fmt: skip
+
+    # -- living ----------------------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        await asyncio.sleep(self.chance.uniform(0.0, START_S))
+        if self.member is not None:
+            self.member.begin(await self._swarm_weights() if self.newcomer else None)
+        self._enter("training")
+        await self._train()
+
+    async def _swarm_weights(self) -> State | None:
+        """Fetch the swarm's weights; None if no other peer has finished a round yet."""
+        while True:
+            await self.directory.read()
+            sources = sources_for(self._membership, self.model)
+            if not sources:
+                return None
+            query = query_for(self._membership, self.model, self.opt)
+            try:
+                state = await asyncio.wrap_future(begin_fetch(self._membership.host, query, sources))
+            except NetworkError:
+                state = None
+            if state is not None:
+                return state
+            await asyncio.sleep(AGAIN_S)
+
+    async def _train(self) -> None:
+        opt, steps = self.opt, self.world.plan.steps
+        while not steps or opt.steps < steps:
+            many = self._at_once()
+            await asyncio.sleep(many * self.step_s * self.chance.uniform(0.9, 1.1))
+            self.lesson.learn(many)
+            for _ in range(many):
+                opt.count(BATCH)
+                for handle in opt.after_inner():
+                    await self._settled(handle)
+            if self.member is not None:
+                self._between_steps(self.member)
+        self._enter("done")
+        self.world.ended()
+
+    def _enter(self, state: DirectoryState) -> None:
+        self.state = state
+        if self.member is not None:
+            self.directory.announce()
+
+    def _at_once(self) -> int:
+        """Return the inner steps up to the next one after which an exchange begins or is applied, at most ``NAP_S`` of them."""
+        opt, left = self.opt, self.world.plan.steps - self.opt.steps
+        most = max(int(NAP_S / self.step_s), 1) if type(opt.length) is Steps else 1  # time, or tokens, may end a round at any step
+        many = opt.quiet(most)
+        return min(many, left) if left > 0 else many
+
+    async def _settled(self, handle: Handle) -> None:
+        if isinstance(handle, ExchangeHandle):
+            began = self.world.network.loop.time()
+            await handle.settled()
+            self._waited += self.world.network.loop.time() - began
+
+    def _between_steps(self, member: TrainingMember) -> None:
+        member.after_step()
+        if self.opt.round != self._announced_round:
+            self._announced_round = self.opt.round
+            self.directory.announce()
+
+    def _on_round(self, info: RoundInfo) -> None:
+        waited, self._waited = self._waited, 0.0
+        others = len(info.members) >= 2
+        self.together += others
+        self.world.on_round(waited, others)
+        if self.member is not None:
+            self.member.on_round(info, waited)

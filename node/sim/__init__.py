@@ -1,1 +1,0 @@
-"""``shoal sim``: a swarm of hundreds of peers in one process, on a virtual clock."""
