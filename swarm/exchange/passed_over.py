@@ -4,7 +4,7 @@ A peer that breaks off again and again, or is never free, is passed over up to t
 further failure in a row; one that costs training time (`training_time`) for ever longer terms (`TERMS`). An honest peer on a bad
 link comes back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. Those terms end in the same rounds at
 all nodes. Else two that pass each other over would come back by turns, each turned away by the other and so passing it over anew:
-four peers stayed two pairs for good.
+four peers stayed two pairs for good. What breaks off while this node meets nobody at all may be its own line: it counts once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class PassedOver:
         self._fragments = fragments
         self.misses: OrderedDict[str, tuple[int, int, bool]] = OrderedDict()
         """Peer -> its failures in a row, the round of the last one, and whether it cost time. Rounds of all fragments count."""
+        self._met = -1  # the newest round with an exchange
 
     def missed(self, peer: str, round: int, over: int = 0) -> None:
         """Note that ``peer`` spent this node's round without an exchange, or so much time that it is passed over for ``over``
@@ -33,7 +34,9 @@ class PassedOver:
         # Several meetings with one peer that fail at once, with a fragment each, count as one failure.
         if not count or abs(round - last) >= self._fragments:
             most = len(TERMS) if over else max(count, BROKEN)
-            count, last = min(count + 1 if round < self._until(peer) + FORGOTTEN * self._fragments else 1, most), round
+            if not count or over or self._met > last:
+                count = min(count + 1 if round < self._until(peer) + FORGOTTEN * self._fragments else 1, most)
+            last = round
         while 1 < count < len(TERMS) and over > TERMS[count - 1] * self._fragments:  # not at first: this node itself may have slept
             count += 1
         self.misses[peer] = count, last, cost or over > 0
@@ -41,14 +44,19 @@ class PassedOver:
         while len(self.misses) > REMEMBERED:
             self.misses.popitem(last=False)
 
-    def met(self, peer: str) -> None:
+    def met(self, peer: str, round: int) -> None:
         """Note an exchange with ``peer``."""
+        self._met = max(self._met, round)
         self.misses.pop(peer, None)
 
     def at(self, peer: str, round: int) -> bool:
         """Return whether ``peer`` is passed over in ``round``; not in one far before its failure, to which this node went back."""
         _, last, _ = self.misses.get(peer, (0, 0, False))
         return last - self._fragments < round < self._until(peer)
+
+    def once(self, peer: str) -> bool:
+        """Return whether ``peer`` has failed once since it was met."""
+        return self.misses.get(peer, (0, 0, False))[0] == 1
 
     def costly(self, peer: str) -> bool:
         """Return whether it was time that ``peer`` spent of late."""

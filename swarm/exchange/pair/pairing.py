@@ -7,7 +7,8 @@ record.
 
 A peer that spends this node's rounds is passed over as if it were dead (`shoal.swarm.exchange.passed_over`). The pairs of all
 others stay as they are. Those whose partners are passed over, and the odd one out, meet each other: nodes that have seen the same
-failures agree about that, and an odd one out that has seen any listens for a moment, for others may have seen more.
+failures agree about that, and an odd one out that has seen any listens for a moment, for others may have seen more. A node that
+would have to pass over all, and several, had more likely a fault of its own: it meets those that failed once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class PairSelector:
         order = [p for p in candidates(self._context.seed, round, self._context.me, peers) if p in here]
         if others is None:
             return partner, order
-        if partner is None or (self.passed.at(partner, round) and partner not in self._unreached):
+        if partner is None or (self._over(partner, round) and partner not in self._unreached):
             if not others:
                 if partner is not None and self.passed.costly(partner):
                     return partner, []  # to train on without a partner is better
@@ -60,7 +61,7 @@ class PairSelector:
         """Return the other peers without a partner if this node has none that is alive; None if it has, as far as is known."""
         here = self._context.members()
         self._unreached = {p: issued for p, issued in self._unreached.items() if p in here and here[p].issued == issued}
-        dead = {peer for peer in (*self._unreached, *self.passed.misses) if peer in self._unreached or self.passed.at(peer, round)}
+        dead = {peer for peer in (*self._unreached, *self.passed.misses) if peer in self._unreached or self._over(peer, round)}
         if not dead:  # the usual case: no pairs need be computed
             return None
         pairs = groups(self._context.seed, round, self._in(round) | {self._context.me})
@@ -72,7 +73,13 @@ class PairSelector:
 
     def takes(self, peer: str, round: int) -> bool:
         """Return whether this node is free for ``peer`` if that calls unasked."""
-        return not self.passed.at(peer, round)
+        return not self._over(peer, round)
+
+    def _over(self, peer: str, round: int) -> bool:
+        if not self.passed.at(peer, round):
+            return False
+        others = self._in(round)
+        return not (self.passed.once(peer) and len(others) > 1 and all(self.passed.at(other, round) for other in others))
 
     def tried(self, peer: str, round: int) -> None:
         """Note that ``peer`` was called in vain: a failure if it is the partner; others may well be busy."""
@@ -82,7 +89,7 @@ class PairSelector:
     def ended(self, peer: str, round: int, *, met: bool, over: int = 0) -> None:
         """Note the end of a transfer; ``over``: rounds for which the peer is passed over although they met."""
         if met and not over:
-            self.passed.met(peer)
+            self.passed.met(peer, round)
         else:
             self.passed.missed(peer, round, over)
 

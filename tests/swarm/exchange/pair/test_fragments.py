@@ -324,6 +324,7 @@ def test_failures_are_forgotten_no_faster_with_fragments():
         node.passed.missed("peer-1", 0)
         assert [node.takes("peer-1", step * TERMS[0] - less) for less in (1, 0)] == [False, True]
         assert [node.passed.lately(step * (TERMS[0] + FORGOTTEN) - less) for less in (1, 0)] == [True, False]
+        node.passed.met("peer-2", step)
         node.passed.missed("peer-1", step)
         assert [node.takes("peer-1", step * TERMS[1] - less) for less in (1, 0)] == [False, True]
 

@@ -122,9 +122,10 @@ def test_three_honest_peers_are_all_met_in_turn(network):
 def test_it_is_passed_over_ever_longer_and_comes_back_with_one_exchange():
     node = selector("peer-0", directory(2))
     for round, back in ((0, 8), (8, 32), (32, 64), (70, 96)):
+        node.passed.met("peer-2", round)
         node.passed.missed("peer-1", round)
         assert [node.takes("peer-1", at) for at in (round, round + 1, back - 1, back)] == [False, False, False, True]
-    node.passed.met("peer-1")
+    node.passed.met("peer-1", 0)
     assert node.takes("peer-1", 96)
     node.passed.missed("peer-1", 96)
     assert node.takes("peer-1", 96 + TERMS[0])
@@ -157,10 +158,40 @@ def test_who_costs_time_again_is_passed_over_for_as_long_as_it_takes_and_longer_
             round = back
 
 
+def test_what_breaks_off_while_nobody_is_met_counts_once():
+    """It may be this node's own line: two that lost each other for a minute did not meet for ten."""
+    passed = PassedOver(1)
+    for round in (0, 3, 6):
+        passed.missed("peer", round)
+    assert (passed.at("peer", 7), passed.at("peer", 8)) == (True, False)
+    passed.missed("peer", 8)
+    assert (passed.at("peer", 15), passed.at("peer", 16)) == (True, False)
+    passed.met("other", 9)
+    passed.missed("peer", 16)
+    assert (passed.at("peer", 31), passed.at("peer", 32)) == (True, False)
+
+
+def test_a_node_that_would_pass_over_all_meets_those_that_failed_once():
+    """All others passed over a node whose line had been cut, and it them, for as long as the term went, though all was whole."""
+    here = directory(4)
+    node = selector("peer-0", here)
+    others = sorted(here.keys() - {"peer-0"})
+    partner = partner_of(SEED, 1, "peer-0", here)
+    for count, peer in enumerate(others, 1):
+        node.passed.missed(peer, 0, 1)
+        assert node.takes(peer, 1) == (count == len(others))
+    assert node.of(1)[1][0] == partner
+    assert all(node.takes(peer, 1) for peer in others)
+    node.passed.missed(partner, 1, 1)
+    assert not node.takes(partner, 2)
+    assert [node.takes(peer, 2) for peer in others if peer != partner] == [True, True]
+
+
 def test_who_was_passed_over_is_not_in_rounds_to_which_this_node_went_back():
     passed = PassedOver(1)
     passed.missed("peer", 100, 1)
     assert [passed.at("peer", round) for round in (50, 100, 103, 104)] == [False, True, True, False]
+    passed.met("other", 101)
     passed.missed("peer", 50)
     assert [passed.at("peer", round) for round in (50, 63, 64)] == [True, True, False]
 
@@ -240,5 +271,7 @@ def test_over_many_swarms_the_honest_two_meet_in_nine_of_ten_rounds_after_the_fi
             for peer, node in nodes.items():
                 if chosen[peer] == bad and hostile:
                     node.passed.missed(bad, round)
+                elif met[-1]:
+                    node.passed.met(a if peer == b else b, round)
         share.append(sum(met[8:]) / len(met[8:]))
     assert (sum(share) / len(share) >= 0.85) == hostile
