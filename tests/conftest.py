@@ -5,6 +5,7 @@ garbage collector that does not look at torch and at thousands of tests again an
 
 import functools
 import gc
+import importlib
 import logging
 import sys
 from pathlib import Path
@@ -100,6 +101,14 @@ def pytest_runtest_setup(item):
             pytest.skip("needs the stand-in for a GPU: make gpu-test")
         if torch.cuda.device_count() < devices:
             pytest.skip(f"needs {'a GPU' if devices == 1 else f'{devices} GPUs'}, or the stand-in: make gpu-test")
+
+
+@pytest.fixture
+def same_adam(monkeypatch):
+    """Have Adam compute by the same formula on every device: by default a GPU's has another order of operations."""
+    monkeypatch.setattr(
+        importlib.import_module("torch.optim.adam"), "_default_to_fused_or_foreach", lambda *arguments, **options: (False, False)
+    )
 
 
 def pytest_runtest_teardown():

@@ -232,7 +232,7 @@ def waits(depth=4, only="shoal"):
     def noted(why):
         frame, frames = sys._getframe(1), []
         while frame is not None and len(frames) < depth:
-            if only in frame.f_code.co_filename and "standin" not in frame.f_code.co_filename:
+            if only in frame.f_code.co_filename:
                 frames.append(f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}")
             frame = frame.f_back
         found[f"{threading.current_thread().name} | {why} | {' < '.join(frames)}"] += 1

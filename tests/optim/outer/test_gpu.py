@@ -1,11 +1,11 @@
-"""The GPU path: the same code, so only what differs is tested. Skipped where there is none."""
+"""An outer optimizer of a model on a GPU; every method is in tests/optim/methods/test_gpu.py."""
 
 import copy
 
 import pytest
 import torch
 
-from shoal.optim import Alone, NoLoCo, OuterOptimizer, Simulation
+from shoal.optim import Alone, NoLoCo, OuterOptimizer
 
 pytestmark = pytest.mark.gpu
 
@@ -58,19 +58,3 @@ def test_averaged_restores_the_fast_weights_bit_by_bit() -> None:
     with opt.averaged():
         assert not torch.equal(model[0].weight, before["0.weight"])
     assert all(torch.equal(after, before[name]) for name, after in model.state_dict().items())
-
-
-def test_peers_on_a_gpu_agree_with_peers_on_the_cpu() -> None:
-    results = {}
-    for device in ("cpu", "cuda"):
-
-        def peer(exchange, device=device):
-            model = small_model().to(device)
-            opt = NoLoCo(torch.optim.SGD(model.parameters(), lr=0.1), exchange, every=4, lag=0)
-            train(model, opt, 12, device, seed=int(exchange.peer))
-            return [slow.cpu() for slow in opt.slow]
-
-        results[device] = Simulation(["1", "2", "3", "4"]).run(peer)
-    for name in results["cpu"]:
-        for on_cpu, on_gpu in zip(results["cpu"][name], results["cuda"][name], strict=True):
-            torch.testing.assert_close(on_cpu, on_gpu, rtol=1e-4, atol=1e-5)
