@@ -69,7 +69,7 @@ START_S, MEET_S = 120.0, 180.0  # seconds for a command to say something, and fo
 CALM_S = 20.0  # seconds of exchanges before something happens
 DOWN_S, ASLEEP_S = 60.0, 120.0
 AFTER_S = 90.0  # seconds that are watched when all is whole again
-FOUND_S, STOOD_S, COMPUTING = 60.0, 5.0, 0.95  # what is promised
+FOUND_S, STOOD_S, COMPUTING, UNHEARD_S = 60.0, 5.0, 0.95, 30.0  # what is promised
 LOSSY = {"roam": ("bert", "carl"), "mobile": ("bert", "carl")}  # who has a line that loses packets; else only carl
 BEHIND = ("relayed", "punched")  # how a node behind such a router can be reached
 
@@ -350,6 +350,7 @@ def row(scenario: str, team: Team, struck: set[str], broke: float, whole: float)
         "found_s": {name: next((round(e["time"] - whole, 1) for e in node.met(whole)), None) for name, node in there.items()},
         "exchanges": {name: [len(node.met(broke)), len(node.rounds(broke))] for name, node in there.items()},
         "heard_s": {name: next((round(m - whole, 1) for m in moments if m > whole), None) for name, moments in statuses.items()},
+        "unheard_s": {name: longest([broke, *(m for m in moments if broke < m), end]) for name, moments in statuses.items()},
         "status": team.told,
         "queue_s": max(queues),
         "load": round(os.getloadavg()[1], 1),
@@ -364,6 +365,11 @@ def row(scenario: str, team: Team, struck: set[str], broke: float, whole: float)
     return result | {"faults": faults(result)}
 
 
+def longest(moments: list[float]) -> float:
+    """The longest time between two of them."""
+    return round(max(later - earlier for earlier, later in itertools.pairwise(moments)), 1)
+
+
 def faults(row: dict[str, Any]) -> list[str]:
     """What in a row falls short of what is promised, in sentences."""
     found = []
@@ -375,6 +381,8 @@ def faults(row: dict[str, Any]) -> list[str]:
         for what, said in (("found_s", "exchanged"), ("heard_s", "was shown by watch")):
             if row[what][name] is None or row[what][name] > FOUND_S:
                 found.append(f"{name} {said} {row[what][name]} s after all was whole")
+        if name not in row["struck"] and row["scenario"] != "restart" and row["unheard_s"][name] > UNHEARD_S:
+            found.append(f"watch showed nothing of {name} for {row['unheard_s'][name]} s")
         if row["codes"][name] != 128 + signal.SIGINT:
             found.append(f"{name} ended with {row['codes'][name]}")
     for told in row["status"]:
@@ -394,16 +402,38 @@ def wrong(finding: str, row: dict[str, Any]) -> bool:
     return name not in row["struck"] and not (name in LOSSY.get(row["scenario"], ("carl",)) and " slow" in finding)
 
 
+def table(rows: Iterable[dict[str, Any]]) -> str:
+    """The rows as a table: of those to whom nothing happened the least and the longest, and of all the latest."""
+    lines = ["| | down | computed | stood still | exchanged again | shown again | exchanges with a partner |", "|" + "---|" * 7]
+    for row in rows:
+        others = [name for name in row["computing"] if name not in row["struck"]]
+        back = [name for name in row["struck"] if name in row["computing"]] or others
+        met, tried = (sum(row["exchanges"][name][at] for name in row["exchanges"]) for at in (0, 1))
+        after = [
+            "never" if None in found else f"{max(found):.0f} s"
+            for found in ([row[k][n] for n in back] for k in ("found_s", "heard_s"))
+        ]
+        down = f"{row['down_s']:.0f} s" if row["scenario"] in ("cut", "restart", "asleep") else ""
+        computed, stood = min(row["computing"][name] for name in others), max(row["stood_s"][name] for name in others)
+        lines.append(f"| {row['scenario']} | {down} | {computed:.2f} | {stood:.1f} s | {' | '.join(after)} | {met} of {tried} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure the scenarios named, or all, that are not in the results yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", default=list(SCENARIOS))
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--keep", type=Path, help="a folder for what the nodes wrote")
+    parser.add_argument("--table", action="store_true", help="measure nothing: print the results as a table")
     options = parser.parse_args()
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.touch()
-    known = {json.loads(line)["scenario"] for line in options.results.read_text().splitlines()}
+    rows = [json.loads(line) for line in options.results.read_text().splitlines()]
+    known = {row["scenario"] for row in rows}
+    if options.table:
+        print(table(rows))
+        return
     for scenario in options.scenarios:
         if scenario in known:
             continue

@@ -23,6 +23,7 @@ def good(struck=()):
         "found_s": dict.fromkeys(TEAM, 59.9),
         "heard_s": dict.fromkeys(TEAM, 59.9),
         "status": [{"when": when, "seconds": 2.0, "members": dict(members), "findings": [SLOW]} for when in ("before", "after")],
+        "unheard_s": dict.fromkeys(TEAM, 30.0),
         "codes": dict.fromkeys(TEAM, 130),
     }
 
@@ -35,6 +36,7 @@ def good(struck=()):
         (lambda row: row["found_s"].update(anna=60.1), "anna exchanged 60.1 s after all was whole"),
         (lambda row: row["found_s"].update(anna=None), "anna exchanged None s after all was whole"),
         (lambda row: row["heard_s"].update(anna=61.0), "anna was shown by watch 61.0 s after all was whole"),
+        (lambda row: row["unheard_s"].update(anna=31.0), "watch showed nothing of anna for 31.0 s"),
         (lambda row: row["codes"].update(anna=1), "anna ended with 1"),
         (lambda row: row["status"][1]["members"].pop("anna"), "anna is None in status after"),
         (lambda row: row["status"][0]["members"].update(anna={"reach": "direct"}), "anna is direct in status before"),
@@ -52,13 +54,21 @@ def test_what_falls_short_is_a_fault(change, fault):
 
 def test_to_whom_it_happened_may_stand_still_be_gone_meanwhile_and_be_blamed_but_comes_back():
     row = good(["anna"])
-    row["stood_s"]["anna"], row["computing"]["anna"] = 150.0, 0.3
+    row["stood_s"]["anna"], row["computing"]["anna"], row["unheard_s"]["anna"] = 150.0, 0.3, 150.0
     row["status"].append({"when": "asleep", "seconds": 2.0, "members": dict(row["status"][0]["members"]), "findings": []})
     del row["status"][2]["members"]["anna"]
     row["status"][1]["findings"].append("anna has not been heard of for 50 s: it may be asleep, stopped or cut off.")
     assert cities.faults(row) == []
     del row["status"][1]["members"]["anna"]
     assert cities.faults(row) == ["anna is None in status after"]
+
+
+def test_the_table_says_how_it_was_for_the_others_and_when_the_struck_came_back():
+    row = good(["bert"]) | {"down_s": 93.6, "exchanges": {"anna": [3, 4], "bert": [1, 4], "carl": [4, 4], "dora": [2, 5]}}
+    row["computing"]["bert"], row["stood_s"]["bert"], row["found_s"]["bert"] = 0.4, 90.0, 28.6
+    assert cities.table([row]).splitlines()[-1] == "| cut | 94 s | 0.97 | 4.9 s | 29 s | 60 s | 10 of 17 |"
+    row["found_s"]["bert"] = None
+    assert "| never | 60 s |" in cities.table([row])
 
 
 def test_scenarios_that_were_measured_are_not_measured_again(tmp_path, monkeypatch):
