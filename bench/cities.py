@@ -69,6 +69,7 @@ START_S, MEET_S = 120.0, 180.0  # seconds for a command to say something, and fo
 CALM_S = 20.0  # seconds of exchanges before something happens
 DOWN_S, ASLEEP_S = 60.0, 120.0
 AFTER_S = 90.0  # seconds that are watched when all is whole again
+ENDED_S = 5.0  # seconds in which exchanges may end that were under way before something happened
 FOUND_S, STOOD_S, COMPUTING, UNHEARD_S = 60.0, 5.0, 0.95, 30.0  # what is promised
 LOSSY = {"roam": ("bert", "carl"), "mobile": ("bert", "carl")}  # who has a line that loses packets; else only carl
 BEHIND = ("relayed", "punched")  # how a node behind such a router can be reached
@@ -347,7 +348,9 @@ def row(scenario: str, team: Team, struck: set[str], broke: float, whole: float)
         "computing": computing,
         "stood_s": stood,
         "waited_s": waited,
-        "found_s": {name: next((round(e["time"] - whole, 1) for e in node.met(whole)), None) for name, node in there.items()},
+        "found_s": {
+            name: next((round(e["time"] - whole, 1) for e in node.met(whole + ENDED_S)), None) for name, node in there.items()
+        },
         "exchanges": {name: [len(node.met(broke)), len(node.rounds(broke))] for name, node in there.items()},
         "heard_s": {name: next((round(m - whole, 1) for m in moments if m > whole), None) for name, moments in statuses.items()},
         "unheard_s": {name: longest([broke, *(m for m in moments if broke < m), end]) for name, moments in statuses.items()},
