@@ -22,8 +22,6 @@ def into(page: str, tables: str) -> str:
 def markdown(result: dict[str, Any]) -> str:
     """All tables, a blank line between them."""
     parts = [_pooled(result), *(_pairs(result, heat) for heat in ("1", "0"))]
-    if result["images"]:
-        parts.append(_images(result["images"]))
     parts.append(_votes(result["vote"]))
     return "\n\n".join(parts) + "\n"
 
@@ -74,16 +72,6 @@ def _pairs(result: dict[str, Any], heat: str) -> str:
     rows += [[name, *(f"{100 * row['detection'][name]:.3g}" for row in pairs.values())] for name in CHEATS]
     notes = sorted({row["warning"] for row in pairs.values()} - {""})
     return "\n\n".join([f"Refused at temperature {heat}, prover -> verifier, in %:", _table(("", *pairs), rows), *notes])
-
-
-def _images(found: dict[str, Any]) -> str:
-    rows = [
-        [name, str(row["of"]), _percent(row["rate"]), _between(row["interval"])]
-        for name, row in found["accepted"].items()
-        if isinstance(row, dict)
-    ]
-    notes = [found["warning"]] if found["warning"] else []
-    return "\n\n".join(["Images taken for the same:", _table(("", "comparisons", "accepted", "95 % interval"), rows), *notes])
 
 
 def _votes(rows: list[dict[str, float]]) -> str:

@@ -8,7 +8,7 @@ as well. Reported are
 
     found_s         seconds from a newcomer's announcement until a stranger, who reads the keys at which its bucket can be, finds it
     listed          of those in its bucket by the hash, the share that a peer lists
-    record_bytes    of records read and stored, a peer and second, and ``model_bytes``, the same by the simulator (`python -m bench.sim`)
+    record_bytes    of records read and stored, a peer and second, and ``model_bytes``, the same by bench.sim
     link_bytes      all that went over the loopback interface, a peer and second: DHT routing, replicas, encryption, TCP
     gossip_bytes    what it was more in the second phase, and ``statuses``: those that were sent, a second, in all of the swarm
 

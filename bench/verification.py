@@ -1,7 +1,7 @@
 """What fingerprints tell apart: honest claims and ten ways of cheating, for provers and verifiers of three dtypes.
 
     python bench/verification.py --claims 50 --json
-    python bench/verification.py --claims 256 --honest 10000 --calibrate 10000 --images 2500 --votes 1000000 --jobs 2 \
+    python bench/verification.py --claims 256 --honest 10000 --calibrate 10000 --votes 1000000 --jobs 2 \
         --keep FOLDER --figure docs/verification.svg --into docs/benchmarks.md
     python bench/verification.py --sequential --json                    (all claims of a peer; see _verification_sequential.py)
 
@@ -38,7 +38,6 @@ import torch
 if not __package__:  # run as a file: its folder comes first on the path, where this very file hides the package
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from bench import _verification_images as images
 from bench import _verification_sequential as sequential
 from bench import votes
 from bench._interval import rate_interval
@@ -149,7 +148,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128, help="of a claim, at most 240")
     parser.add_argument("--dtypes", default="fp32,bf16,fp16", help="of provers and verifiers")
     parser.add_argument("--rate", type=float, default=1e-4, help="of false alarms, as stated to each of the two tests")
-    parser.add_argument("--images", type=int, default=2000, help="comparisons of images of each kind (0: none)")
     parser.add_argument("--votes", type=int, default=100_000, help="simulated votes in each row")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--keep", type=Path, help="keep the scores of each dtype in this folder, and go on from there")
@@ -163,7 +161,7 @@ def arguments() -> argparse.Namespace:
     options.honest = options.claims if options.honest is None else options.honest
     bounds = (("claims", 1, 50_000), ("honest", 1, 50_000), ("calibrate", 20, 50_000), ("tokens", 1, 240), ("rate", 1e-9, 0.5))
     simulated = (("peers", 1, 10**6), ("cheats", 1, 10**6))
-    for name, low, high in (*bounds, *simulated, ("images", 0, 10**6), ("votes", 1, 10**8), ("jobs", 1, 64)):
+    for name, low, high in (*bounds, *simulated, ("votes", 1, 10**8), ("jobs", 1, 64)):
         if not low <= getattr(options, name) <= high:
             parser.error(f"--{name} must be from {low} to {high}, not {getattr(options, name)}")
     options.dtypes = options.dtypes.split(",")
@@ -191,8 +189,7 @@ def main() -> None:
         found: Found = dict(zip(kinds, (job.result() for job in waiting), strict=True))
     how = {name: getattr(options, name) for name in ("policy", "claims", "calibrate", "tokens", "rate")}
     machine = {"python": platform.python_version(), "torch": torch.__version__}
-    shown = images.compared(options.images) if options.images else {}
-    result = {**how, **machine, **spent, **table(found), "images": shown, "vote": votes.rows(options.votes)}
+    result = {**how, **machine, **spent, **table(found), "vote": votes.rows(options.votes)}
     tables = markdown(result)
     print(tables, file=sys.stderr)
     if options.into:

@@ -23,7 +23,7 @@ TIMED = {
 }
 """Tests that mostly wait, for real processes or for deadlines on the real clock."""
 LONG = (
-    "node/verify/training/test_kind.py", "swarm/seed", "swarm/gossip", "node/verify", "node/training", "bench", "optim/ranks",
+    "swarm/seed", "swarm/gossip", "node/verify", "node/training", "bench", "optim/ranks",
     "verification/fingerprints", "node/parallel", "sim", "node/rl", "verification/consensus", "optim/rules", "optim/outer",
 )  # fmt: skip
 """What computes for longest, file by file: it begins before the rest, so that no worker is left alone with it at the end."""

@@ -72,8 +72,7 @@ PACKAGES = {
         "verify.audit": {"rl"},
         "verify.completions": {"config", "rl", "verify.audit"},
         "verify.history": {"verify.audit"},
-        "verify.training": {"config", "rl", "training", "verify.audit"},
-        "verify": {"config", "rl", "training", "verify.audit", "verify.completions", "verify.history", "verify.training"},
+        "verify": {"config", "rl", "verify.audit", "verify.completions", "verify.history"},
         "parallel": {"config", "training"},
         "runtime": {"checkpoint", "config", "data", "metrics", "parallel", "plan", "rl", "tasks", "training", "verify"},
         "plan": set(),
@@ -94,7 +93,7 @@ FREE = {
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
-MAX_FILES, MAX_LINES, MAX_PRODUCT_LINES = 40, 800, 57_920
+MAX_FILES, MAX_LINES, MAX_PRODUCT_LINES = 40, 800, 56_456
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]

@@ -146,9 +146,9 @@ outer_options = titled(
     ),
     click.option(
         "--verify",
-        metavar="none|activations|training",
-        shell_complete=one_of("none", "activations", "training"),
-        help="Claim own work and check that of others: rl completions (activations) or inner steps (training).  [default: none]",
+        metavar="none|activations",
+        shell_complete=one_of("none", "activations"),
+        help="Claim own rl completions, and check those of others (activations).  [default: none]",
     ),
     click.option("--audit-rate", type=float, help="Share of the claims that are checked.  [default: 0.1]"),
     set_option,

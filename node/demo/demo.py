@@ -95,11 +95,9 @@ def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display
 
 
 def settings_toml(settings: Settings) -> str:
-    """Return the tables that ``shoal up`` needs, as TOML. An optimizer that is not given is left to it."""
-    tables = settings.model_dump(mode="json", exclude={"node"}, exclude_none=True)
-    if "optimizer" in settings.train.model_fields_set:  # "task" too, which a manifest leaves out
-        tables["train"]["optimizer"] = settings.train.optimizer
-    options = tables["task"].pop("options")
+    """Return what was given of the tables that ``shoal up`` needs, as TOML; what was not is left to it."""
+    tables = settings.model_dump(mode="json", exclude={"node"}, exclude_none=True, exclude_unset=True)
+    options = tables.get("task", {}).pop("options", {})
     lines = []
     for name, table in {**tables, "task.options": options}.items():
         lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]

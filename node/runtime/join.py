@@ -18,7 +18,7 @@ from shoal.node.training.schedule import resolved
 from shoal.optim import OuterOptimizer
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import TASK_NAME, Manifest
-from shoal.swarm.manifest.verify import StretchTerms, Terms
+from shoal.swarm.manifest.verify import Terms
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.training.session_setup import waiting_for
 from shoal.swarm.training.shard import least_used
@@ -38,13 +38,13 @@ def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
 def for_new_swarm(settings: Settings) -> Settings:
     """Return the settings of a new swarm, with the defaults that depend on others.
 
-    The built-in text task has Muon, unless the user chose an optimizer or the task's rate. Where training is verified it keeps its
-    own: the thresholds and figures of docs/verification.md are AdamW's. A public swarm has its defences.
+    The built-in text task has Muon, unless the user chose an optimizer or the task's rate. A public swarm has its
+    defences.
     """
     if settings.swarm.public:
         settings = settings.model_copy(update={"outer": settings.outer.guarded()})
     train, task = settings.train, settings.task
-    chosen = "optimizer" in train.model_fields_set or "lr" in task.options or settings.verify.kind == "training"
+    chosen = "optimizer" in train.model_fields_set or "lr" in task.options
     if task.hooks != agreement.TEXT or chosen or not hasattr(torch.optim, "Muon"):
         return settings
     return settings.model_copy(update={"train": train.model_copy(update={"optimizer": "muon"})})
@@ -54,7 +54,7 @@ def new_manifest(
     settings: Settings,
     identity: Identity,
     model: str,
-    terms: Terms | StretchTerms | None = None,
+    terms: Terms | None = None,
     agreed: Mapping[str, int | float | str | bool] | None = None,
     fragments: int | None = None,
 ) -> bytes:

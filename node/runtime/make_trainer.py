@@ -41,15 +41,10 @@ def with_own_lag(settings: Settings) -> Settings:
     return settings.model_copy(update={"outer": outer})
 
 
-def _follows_swarm(settings: Settings) -> bool:
-    """Return whether the learning-rate schedule is the swarm's. Who checks claims about steps counts the author's own."""
-    return settings.schedule.follows_swarm and settings.verify.kind != "training"
-
-
 def schedule_steps(settings: Settings, swarm: TrainSettings | None) -> int:
     """Return the length of the learning-rate schedule: of this node's run, or the ``swarm``'s if this node takes part for less."""
     own = settings.train.steps
-    if swarm is None or not own or not swarm.steps or not _follows_swarm(settings):
+    if swarm is None or not own or not swarm.steps or not settings.schedule.follows_swarm:
         return own
     return max(own, swarm.steps)
 
@@ -62,7 +57,7 @@ def follow_schedule(
     It never goes back, nor beyond its end; a swarm without an end has no place in a schedule.
     """
     schedule, fragments = trainer.schedule, trainer.whole.fragments
-    if schedule.scheduler is None or not schedule.length or not manifest.train.steps or not _follows_swarm(settings):
+    if schedule.scheduler is None or not schedule.length or not manifest.train.steps or not settings.schedule.follows_swarm:
         return None
     found = steps_of_rounds(manifest.outer, round // fragments, members, met)
     if found is None:

@@ -173,7 +173,7 @@ class TrainingNode:
         member.serve()
         if (sharing := share_rollouts(settings, task, membership, self._note, log)) is not None:
             closing.callback(sharing.close)
-        if (verification := start_verification(settings, membership, trainer, shard, lambda: make_task(settings))) is not None:
+        if (verification := start_verification(settings, membership, task)) is not None:
             closing.callback(verification.close)
         trainer.connect(exchange, membership.swarm, shard)
         try_partners(trainer, screen, log)
@@ -354,8 +354,6 @@ class TrainingNode:
         self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
         if every and opt.steps % every == 0:
             p.metrics.write("evaluation", step=opt.steps, loss=self._evaluate())
-        if p.verification is not None:  # after all else that is done between steps
-            p.verification.after_step()
 
     def _on_round(self, info: RoundInfo) -> None:
         p = self.parts

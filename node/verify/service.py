@@ -1,6 +1,6 @@
 """Verification service of a running node: a thread between the network, the claims that it makes and those that it checks.
 
-Training hands over what is claimed (`ClaimKind`) and reads who is banned; it never waits for anything here.
+Training hands over what is claimed (`CompletionClaims`) and reads who is banned; it never waits for anything here.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from shoal.node.config.settings import Settings
-from shoal.node.verify.audit.auditing import Audit, Auditor
+from shoal.node.verify.audit.auditing import Audit, Auditor, Made
 from shoal.node.verify.audit.budget import Budget
-from shoal.node.verify.audit.claim_kind import ClaimKind, Made
 from shoal.node.verify.audit.errors import VerifyError
 from shoal.node.verify.audit.network import AuditNetwork
+from shoal.node.verify.completions.kind import CompletionClaims
 from shoal.node.verify.feed import Feed, standings
 from shoal.node.verify.history.file import NAME
 from shoal.node.verify.history.history import History
@@ -51,7 +51,7 @@ class Verification:
     """
 
     def __init__(
-        self, settings: Settings, kind: ClaimKind, network: AuditNetwork, *, clock: Callable[[], float] = time.time,
+        self, settings: Settings, kind: CompletionClaims, network: AuditNetwork, *, clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic, salt: Callable[[], bytes] = lambda: secrets.token_bytes(32),
     ) -> None:  # fmt: skip
         self._kind, self._network, self._clock, self._timer = kind, network, clock, timer
@@ -92,10 +92,6 @@ class Verification:
     def _now(self) -> int:
         """Return the current round of verification."""
         return int(self._clock() // self._round_s)
-
-    def after_step(self) -> None:
-        """Do the training thread's part between two inner steps. Quick."""
-        self._kind.after_step()
 
     def tell(self, notify: Callable[[str], None], write: Callable[..., None]) -> None:
         """Pass on what was queued since the last call: sentences for people, events for the metrics."""
@@ -181,8 +177,6 @@ class Verification:
             signed, at = self._inbox.popleft()
             with contextlib.suppress(Refused):  # counted by the consensus
                 self._participant.take(signed, at)
-                if isinstance(signed.record, Claim):
-                    self._kind.heard(signed.record)
         self._participant.tick(most=1)
         self._kind.offer(self._participant.slots())
         if self._participant.table is not self._reported:
@@ -203,7 +197,6 @@ class Verification:
             return
         self._counts["claimed"] += 1
         self._counts["planted"] += made.slot.planted
-        self._kind.heard(made.claim)
         self._keep(made.claim, made.material, made.snapshot)
 
     def _check(self, claim: Claim) -> Checked | None:
@@ -251,9 +244,6 @@ class Verification:
                 continue
             with self._lock:
                 self._counts["pulled"] += self._participant.learn(found)
-                for record in self._participant.consensus.ledger:
-                    if isinstance(record, Claim):
-                        self._kind.heard(record)
             return
 
     def _may_pull(self) -> bool:

@@ -1,4 +1,4 @@
-"""Terms on which a swarm's nodes claim, made from the creator's settings; those of completions are compared at joining.
+"""Terms on which a swarm's nodes claim, made from the creator's settings, and compared at joining.
 
 A snapshot of a policy holds only what is trained, so all nodes must have the same kind of policy, on the same untrained weights.
 """
@@ -9,25 +9,22 @@ from typing import TYPE_CHECKING
 
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.task import Task
-from shoal.swarm.manifest.verify import StretchTerms, Terms
+from shoal.swarm.manifest.verify import Terms
 
 if TYPE_CHECKING:
     from shoal.node.rl.task import RLTask
 
 
-def make_terms(settings: Settings, task: Task) -> Terms | StretchTerms | None:
+def make_terms(settings: Settings, task: Task) -> Terms | None:
     """Make the terms of a new swarm; None if nothing is claimed in it. Raises ConfigError if the task cannot be claimed so."""
     if settings.verify.kind == "none":
         return None
     from shoal.node.rl.task import RLTask
     from shoal.node.verify.audit.snapshot import base
     from shoal.node.verify.completions.prover import policy_label
-    from shoal.node.verify.training.terms import make_stretch_terms
 
-    if settings.verify.kind == "training":
-        return make_stretch_terms(settings, task)
     if not isinstance(task, RLTask):
-        raise ConfigError("This task writes no completions to claim: pass --task rl with it, or --verify training.")
+        raise ConfigError("This task writes no completions to claim: pass --task rl with it.")
     return Terms(
         policy=policy_label(settings.rl.policy),
         base=base(task.policy.module),

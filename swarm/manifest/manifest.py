@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from shoal.swarm.errors import MessageError, printable
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
-from shoal.swarm.manifest.verify import StretchTerms, Terms, VerifySettings
+from shoal.swarm.manifest.verify import Terms, VerifySettings
 from shoal.swarm.wire.envelope import KIB, Message, peek, unseal
 from shoal.swarm.wire.fields import Digest, Label, PeerId
 
@@ -74,9 +74,7 @@ class Manifest(Message):
     outer: OuterSettings = Field(default_factory=OuterSettings, description="The outer optimizer.")
     train: TrainSettings = Field(default_factory=TrainSettings, description="The training run.")
     verify: VerifySettings = Field(default_factory=VerifySettings, description="What is claimed, and checked.")
-    terms: Terms | StretchTerms | None = Field(
-        default=None, description="How what is claimed is made, completions or inner steps; none without claims."
-    )
+    terms: Terms | None = Field(default=None, description="How claimed completions are made; none without claims.")
     model: Digest = Field(description="Hex SHA-256 of the shapes and types of the model's parameters.")
     fragment_of: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = Field(
         default=(),

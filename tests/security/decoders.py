@@ -38,7 +38,6 @@ from shoal.node.verify.completions import store as claims
 from shoal.node.verify.completions.material import Agreed, Coordinates, encode, material_of
 from shoal.node.verify.completions.material import decode as decode_material
 from shoal.node.verify.history.statements import _odds
-from shoal.node.verify.training.replica import AFTER, Replica, before, copied, trainable
 from shoal.node.watch.events import ReplayError, Unreachable, event_of, line_of
 from shoal.optim import Alone
 from shoal.optim.codecs.registry import codec_named
@@ -69,8 +68,6 @@ from shoal.verification.consensus.sortition import Electorate
 from shoal.verification.fingerprints.activations import ActivationProof
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 from shoal.verification.fingerprints.sampling import Drawn, SeededSampling
-from shoal.verification.fingerprints.text import MinHashText, SimHash
-from shoal.verification.fingerprints.weights import WeightProjection
 from tests.security.hostile import (
     DIGESTED,
     INVITE,
@@ -252,21 +249,15 @@ def codecs():
 
 def proofs():
     torch.manual_seed(2)
-    states, change = torch.randn(40, 64), [torch.randn(50)]
+    states = torch.randn(40, 64)
     drawn = Drawn(torch.tensor([1, 2]), torch.randn(2, 8), b"s")
     for made, output in (
         (ActivationProof(), states),
-        (WeightProjection(1, 16), change),
         (SeededSampling(), drawn),
-        (SimHash(), "some words of a text"),
-        (MinHashText(), "some words of a text"),
     ):
         yield Decoder(
             f"proof {made.name}",
-            (
-                "verification/fingerprints/activations.py:ActivationProof._pairs",
-                "verification/fingerprints/weights.py:WeightProjection._read",
-            ),
+            ("verification/fingerprints/activations.py:ActivationProof._pairs",),
             lambda data, made=made, output=output: made.compare(data, output),
             lambda made=made, output=output: [made.make(output)],
             sound=lambda found: isinstance(found, Evidence),
@@ -370,19 +361,6 @@ def calibration():
     evidence = [Evidence(features, ((0.1,), (0.2,)), (1.0, 0.5))] * 20
     save_calibration(Calibration({Pair("f", "m", "float32", "float32"): Honest.of(evidence)}), HERE / "calibration")
     return (HERE / "calibration").read_bytes()
-
-
-@functools.cache
-def replica():
-    return Replica(TextTask(**TINY, batch=1), TrainSettings())
-
-
-@functools.cache
-def replica_snapshot():
-    made = replica()
-    inner, _ = made._fresh()
-    after = copied({AFTER + name: value for name, value in trainable(made.model).items()})
-    return save({**before(made.model, inner), **after})
 
 
 @functools.cache
@@ -611,15 +589,6 @@ def decoders():
             lambda: [b'{"letters": 4}'],
             JSON,
             (VerifyError, EnvError),
-        ),
-        Decoder(
-            "weights before and after steps",
-            (),
-            lambda data: replica().open(data, 0),
-            lambda: [replica_snapshot()],
-            SAFETENSORS,
-            (VerifyError,),
-            sentence=False,
         ),
         Decoder(
             "weights of a policy",

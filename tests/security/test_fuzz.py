@@ -103,10 +103,10 @@ OPENERS = {
 DIGESTS = {
     "node/data/dealing.py:number", "node/data/dealing.py:held_out", "node/rl/gym.py:Gym.question", "node/rl/task.py:RLTask._number",
     "node/task.py:LoadedBatches._begin_epoch", "node/tasks/text.py:_digest", "node/verify/completions/material.py:seed_of",
-    "node/verify/training/material.py:projection_seed", "optim/rules/sparta.py:chosen", "swarm/membership/dht_record.py:bits_of",
+    "optim/rules/sparta.py:chosen", "swarm/membership/dht_record.py:bits_of",
     "swarm/membership/dht_record.py:bits_in", "swarm/state/drift.py:_order", "verification/consensus/planted_claims.py:must_plant",
-    "verification/consensus/sortition.py:is_audited", "verification/fingerprints/text.py:SimHash.make",
-    "verification/fingerprints/text.py:_hash32", "swarm/identity.py:", "swarm/identity.py:b58encode",
+    "verification/consensus/sortition.py:is_audited",
+    "swarm/identity.py:", "swarm/identity.py:b58encode",
 }  # fmt: skip
 """Numbers of digests, keys and constants, all of one length."""
 OWN = {

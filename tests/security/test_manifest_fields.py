@@ -24,7 +24,7 @@ from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest, is_public, open_manifest, title_of
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
-from shoal.swarm.manifest.verify import StretchTerms, Terms, VerifySettings
+from shoal.swarm.manifest.verify import Terms, VerifySettings
 
 CREATOR = Identity.ephemeral()
 TINY = {"layers": 1, "width": 8, "heads": 2, "context": 8, "batch": 1}
@@ -32,7 +32,6 @@ DIGEST = model_digest(list(sized(**{key: TINY[key] for key in ("layers", "width"
 TERMS = {"policy": "tiny", "base": "0" * 64, "group": 2, "temperature": 1.0, "max_tokens": 8}
 TABLES = {
     (): Manifest, ("outer",): OuterSettings, ("train",): TrainSettings, ("verify",): VerifySettings, ("terms",): Terms,
-    ("terms", "stretch"): StretchTerms,
 }  # fmt: skip
 OPTIONS = (*TINY, "max_bytes", "shuffle", "lr", "warmup", "data", "field", "tokenizer", "tokenizer_digest", "order", "env", "x", "")
 NUMBERS = (

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from shoal.node.verify.audit.finding import Finding
 from shoal.node.verify.peers import rules_of
-from shoal.node.verify.training.audit import TrainingAudit
-from shoal.node.verify.training.material import MOST_FIRST
 from shoal.optim.codecs.base import FLOAT32
 from shoal.optim.exchange.base import RoundKey
 from shoal.swarm.access.invitation import MAX_USES, admission, entry_of, expiry, issue
@@ -226,20 +224,6 @@ def test_a_verdict_holds_whomever_a_swarm_draws(verifiers):
     for seats in (rules.verifiers, rules.appeal):
         verdict = Verdict(peer=ME.peer_id, case=bytes(32), attempt=ATTEMPTS - 1, marks=("withheld",) * seats)
         assert decode_record(verdict.encoded) == verdict
-
-
-def test_no_stretch_is_claimed_that_no_claim_can_name():
-    opt = SimpleNamespace(
-        steps=MOST_FIRST, round=1, applied=[0], inner=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1), length=None,
-        schedule=SimpleNamespace(every=10),
-    )  # fmt: skip
-    audit = TrainingAudit(SimpleNamespace(opt=opt, model=torch.nn.Linear(1, 1), shard=Shard(0, 1, 0)), SimpleNamespace(steps=4))
-    for first, claimed in ((MOST_FIRST, True), (MOST_FIRST + 4, False)):
-        audit.request()
-        for opt.steps in (first, first + 4):
-            audit.after_step()
-        assert (audit.take() is not None) == claimed
-        audit._open = None
 
 
 def test_a_log_that_is_too_large_is_refused_with_the_reason():

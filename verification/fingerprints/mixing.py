@@ -5,19 +5,9 @@ It need not keep a secret, as its key has none: SHA-256 makes the key, and the f
 
 from __future__ import annotations
 
-import hashlib
-import struct
-
-import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
-
-
-def words(key: bytes, numbers: Tensor) -> Tensor:
-    """Return 64 bits for each of ``numbers``, any shape, int64; ``key`` may be any bytes."""
-    first, second = struct.unpack(">qq", hashlib.sha256(key).digest()[:16])
-    return mix(mix(numbers * signed(GOLDEN) + first) ^ second)
 
 
 def signed(word: int) -> int:
@@ -30,8 +20,3 @@ def mix(words: Tensor) -> Tensor:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words = (words ^ (words >> shift & (1 << 64 - shift) - 1)) * signed(factor)
     return words ^ (words >> 31 & (1 << 33) - 1)
-
-
-def numbers(first: int, count: int) -> Tensor:
-    """Return ``count`` numbers from ``first`` on, int64."""
-    return torch.arange(first, first + count, dtype=torch.int64, device="cpu")

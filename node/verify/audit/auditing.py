@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.node.verify.audit.budget import Budget
-from shoal.node.verify.audit.claim_kind import Checking
 from shoal.node.verify.audit.errors import NotCheckable
 from shoal.node.verify.audit.finding import Finding
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Claim, Vote
 from shoal.verification.consensus.voter import Checked
 
@@ -31,6 +31,38 @@ class Bodies(Protocol):
 
     def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
         """Fetch the body with that hash. Raises NetworkError or MessageError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Made:
+    """Claim for ``slot``, with the bytes that its author serves to verifiers."""
+
+    slot: Slot
+    claim: Claim
+    material: bytes
+    snapshot: bytes
+
+
+class Checking(Protocol):
+    """Checker of claims, one at a time, whose material and snapshot have been fetched already."""
+
+    @property
+    def most_material_bytes(self) -> int:
+        """Size of the largest material that it can use."""
+        ...
+
+    @property
+    def most_snapshot_bytes(self) -> int:
+        """Size of the largest snapshot that it can use."""
+        ...
+
+    def knows(self, model: bytes) -> bool:
+        """Return whether it still has the snapshot of that digest, so that it need not be fetched."""
+        ...
+
+    def check(self, claim: Claim, material: bytes, snapshot: bytes | None) -> Finding:
+        """Check ``claim``; ``snapshot`` is None only if it ``knows(claim.model)``. Raises NotCheckable if this node cannot tell."""
         ...
 
 

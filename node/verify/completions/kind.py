@@ -11,7 +11,7 @@ from typing import cast
 from shoal.node.config.settings import Settings
 from shoal.node.rl.policy import Policy
 from shoal.node.rl.task import RLTask
-from shoal.node.verify.audit.claim_kind import Made
+from shoal.node.verify.audit.auditing import Made
 from shoal.node.verify.audit.errors import VerifyError
 from shoal.node.verify.audit.network import AuditNetwork
 from shoal.node.verify.audit.snapshot import digest
@@ -24,7 +24,7 @@ from shoal.node.verify.completions.prover import make_claim
 from shoal.swarm.manifest.verify import Terms
 from shoal.verification.calibration.calibration import Calibration
 from shoal.verification.consensus.participant import Slot
-from shoal.verification.consensus.records import Claim, Signed
+from shoal.verification.consensus.records import Signed
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,9 @@ PENDING = 20  # rounds in which a claim can still be checked, disputes included
 
 
 class CompletionClaims:
-    """`ClaimKind` of the completions of ``task``. ``clock``: Unix seconds.
+    """Claims about the completions of ``task``: how they are made, and how they are checked. ``clock``: Unix seconds.
+
+    All methods are for the thread of verification; each own claim is made once.
 
     Raises VerifyError if the settings name a calibration that cannot be used.
     """
@@ -59,14 +61,11 @@ class CompletionClaims:
 
     @property
     def seconds(self) -> float:
-        """Seconds as of `ClaimKind.seconds`."""
+        """Time of the training thread spent on making claims."""
         return self.claimer.seconds
 
-    def after_step(self) -> None:
-        """Do nothing: the task calls the claimer where it writes."""
-
     def prepare(self, notify: Callable[[str], None]) -> Checker:
-        """Calibrate on honest claims."""
+        """Calibrate on honest claims, once before all that follows; ``notify`` is given sentences for people."""
         self._hand_out_again()
         known = self._calibration or self._calibrate(notify)
         return Checker(
@@ -93,11 +92,11 @@ class CompletionClaims:
         return found
 
     def offer(self, slots: Sequence[Slot]) -> None:
-        """Implement `ClaimKind.offer`."""
+        """Replace the slots for which claims are to be made."""
         self.claimer.offer(slots)
 
     def take(self) -> list[Made]:
-        """Implement `ClaimKind.take`."""
+        """Return the claims made since the last call."""
         made = []
         for written in self.claimer.take():
             proven, slot = written.proven, written.slot
@@ -108,11 +107,8 @@ class CompletionClaims:
             made.append(Made(slot, claim, proven.material, written.snapshot))
         return made
 
-    def heard(self, claim: Claim) -> None:
-        """Do nothing: a question may be answered again."""
-
     def keep(self, signed: Signed, material: bytes, snapshot: bytes | None) -> None:
-        """Store the claim for `shoal verify`."""
+        """Store a claim of this node, or one that it checked, for `shoal verify`."""
         try:
             store.save(self._folder, signed, material, self._agreed, snapshot, KEPT)
         except VerifyError as error:

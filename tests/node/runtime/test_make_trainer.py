@@ -68,7 +68,6 @@ def test_a_late_node_begins_where_the_swarm_is_and_says_so():
     [
         ({**COSINE, "schedule.from": "own"}, manifest()),
         ({"train.schedule": "constant"}, manifest()),
-        ({**COSINE, "verify.kind": "training"}, manifest()),  # others check the rates by a node's own steps
         (COSINE, manifest(steps=0)),  # a swarm without an end has no place in a schedule
     ],
 )
@@ -105,7 +104,6 @@ def test_it_never_goes_back():
         (0, 40, {}, 0),
         (10, 0, {}, 10),
         (10, 40, {"schedule.from": "own"}, 10),
-        (10, 40, {"verify.kind": "training"}, 10),
         (10, None, {}, 10),  # it creates the swarm
     ],
 )

@@ -25,7 +25,7 @@ def test_a_habit_is_no_other_policy(tmp_path):
 def test_a_task_without_completions_has_nothing_to_claim(tmp_path):
     with pytest.raises(ConfigError) as refused:
         make_terms(settings_of(tmp_path), Task())
-    assert str(refused.value) == "This task writes no completions to claim: pass --task rl with it, or --verify training."
+    assert str(refused.value) == "This task writes no completions to claim: pass --task rl with it."
 
 
 def test_another_policy_is_refused_in_a_sentence(tmp_path):

@@ -1,1 +1,0 @@
-"""Claims of training: proving and checking inner steps."""
