@@ -10,6 +10,10 @@ nodes, each at its own address, of which the first relays: libp2p learns its own
 from the port that is listened on. --dials is no swarm: two daemons that know each other's public address and port dial each other
 by QUIC, the second 0.3 s after the first.
 
+--delay (milliseconds one way) and --loss (percent) are those of each home's line; --mb is the size of the model. Then a row also
+has the megabytes a second that exchanges moved by each way in --seconds, how many took which way, and which is chosen at the end.
+--no-punch: by the relay alone.
+
 A row is appended to --results as soon as it is measured, and not measured again. Needs root on Linux, and about 30 seconds a pair.
 """
 
@@ -28,6 +32,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # called by its path, Python looks only beside this file
 
-from bench._nat import KINDS, Internet, NatError, enter_here  # noqa: E402
+from bench._nat import KINDS, Internet, NatError, Uplink, enter_here  # noqa: E402
 
 RESULTS = ROOT / "bench" / "results" / "reach.jsonl"
 PORT = 4001
@@ -45,6 +50,7 @@ CARRIED_S = 15.0
 AFTER_S = 20.0  # seconds that it then has to connect directly
 EVERY, STEP_S = 10, 0.05
 PUNCHED = "punched"
+RATE = 12.5e6  # bytes a second each way, of a home's line with a delay or loss
 LATE_S = 0.3  # seconds between two dials that are meant to be at the same moment
 
 fork = mp.get_context("fork")  # a node takes over what is imported: the import of torch costs more than all the rest of a pair
@@ -60,6 +66,11 @@ class Setup:
     relay: str = "auto"
     same_lan: bool = False
     dials: bool = False
+    delay: float = 0.0
+    loss: float = 0.0
+    mb: float = 0.0
+    punch: bool = True
+    seconds: float = CARRIED_S
 
     def addresses(self, ip: str) -> list[str]:
         quic = [f"/ip4/{ip}/udp/{PORT}/quic-v1"] if self.listen == "quic" else []
@@ -85,19 +96,21 @@ def node(setup: Setup, namespace: str, bootstrap: list[str], link: str, tell: Co
 
     _settle(namespace, setup)
     torch.manual_seed(0)
-    model = nn.Linear(250, 250, bias=False)
+    model = nn.Sequential(*(nn.Linear(250, 250, bias=False) for _ in range(max(round(setup.mb * 4), 1))))
     network = NetworkOptions(listen=setup.addresses("0.0.0.0"), bootstrap=bootstrap, relay=setup.relay)  # type: ignore[arg-type]
     if link:
         place = _joined(link, model, network, tell)
     else:
         place = session.create(state=model, network=network, start_when=2, method="noloco", every=EVERY, lag=0, wait_s=5.0)
         tell.send(("link", place.link))
-    exchanges = 0
+    exchanges, host = 0, place._membership.host
+    if not setup.punch:
+        host.puncher._look = _nobody
 
     def on_round(done: Any) -> None:
         nonlocal exchanges
         exchanges += len(done.members) > 1
-        tell.send(("round", exchanges, _connections(place)))
+        tell.send(("round", exchanges, _connections(place), _rates(host)))
 
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     opt = place.optimizer(inner, on_round=on_round)
@@ -106,6 +119,22 @@ def node(setup: Setup, namespace: str, bootstrap: list[str], link: str, tell: Co
         for p in model.parameters():
             p.grad = torch.randn_like(p) * 1e-3
         opt.step()
+
+
+async def _nobody() -> list[str]:
+    """Ask no member for a connection past its relay."""
+    return []
+
+
+def _rates(host: Any) -> dict[str, Any]:
+    """What exchanges with the one partner moved by each way, in MB/s, the way of the last one and the one chosen."""
+    found: dict[str, Any] = {}
+    for peer, known in list(host.traffic.ways._known.items()):
+        names = {False: "relayed", True: PUNCHED}
+        found |= {names[past]: round(rate / 1e6, 3) for past, (rate, _) in known.items()}
+        found["last"] = next((names[past] for past, (_, since) in known.items() if not since), "")
+        found["chosen"] = names[host.traffic.ways.best(peer) and peer in host.puncher._ids]
+    return found
 
 
 def dialler(setup: Setup, namespace: str, own: str, other: str, address: str, late: float, tell: Connection) -> None:
@@ -165,7 +194,8 @@ def _settle(namespace: str, setup: Setup) -> None:
 
 def pair(setup: Setup, first: str, second: str) -> dict[str, Any]:
     """Measure one pair of routers. Raises NatError."""
-    net = Internet([first, second], setup.seeds - 1, same_lan=setup.same_lan)
+    uplink = Uplink(setup.delay / 1000, RATE, RATE, loss=setup.loss / 100) if setup.delay or setup.loss else None
+    net = Internet([first, second], setup.seeds - 1, same_lan=setup.same_lan, uplinks=[uplink] * 2)
     processes: list[Any] = []
 
     def start(work: Any, place: str, *args: Any) -> Connection:
@@ -185,7 +215,7 @@ def pair(setup: Setup, first: str, second: str) -> dict[str, Any]:
         nodes = [start(node, "home-0", bootstrap, "")]
         link = _received(nodes[0], 60.0)[1]
         nodes.append(start(node, "home-1", bootstrap, link))
-        return _watched(nodes, began) | _carried(nodes, net)
+        return _watched(nodes, began) | _carried(nodes, net, setup)
     except (EOFError, TimeoutError) as error:
         return {"outcome": "failed", "why": str(error) or "a node ended"}
     finally:
@@ -196,15 +226,21 @@ def pair(setup: Setup, first: str, second: str) -> dict[str, Any]:
         net.close()
 
 
-def _carried(nodes: list[Connection], net: Internet) -> dict[str, Any]:
-    """Count what a pair exchanges from now on, and what reaches the bootstrap node meanwhile."""
-    before, end = net.received("seed"), time.monotonic() + CARRIED_S
-    made = 0
+def _carried(nodes: list[Connection], net: Internet, setup: Setup) -> dict[str, Any]:
+    """Count what a pair exchanges from now on, and by which way, and what reaches the bootstrap node meanwhile."""
+    before, end = net.received("seed"), time.monotonic() + setup.seconds
+    made, ways, rates, seen = 0, Counter[str](), dict[str, Any](), dict[Connection, int]()
     while (left := end - time.monotonic()) > 0:
         for each in wait(nodes, left):
             assert isinstance(each, Connection)
-            made += each.recv()[0] == "round"
-    return {"rounds_then": made / len(nodes), "seed_mb_then": round((net.received("seed") - before) / 1e6, 3)}
+            kind, *values = each.recv()
+            if kind == "round":
+                made += values[0] - seen.get(each, values[0])
+                rates |= values[2]
+                ways[rates.pop("last", "")] += values[0] > seen.get(each, values[0])
+                seen[each] = values[0]
+    carried = {"rates": rates, "by_way": dict(ways)} if setup.mb else {}
+    return {"rounds_then": made / len(nodes), "seed_mb_then": round((net.received("seed") - before) / 1e6, 3), **carried}
 
 
 def _dialled(net: Internet, start: Callable[..., Connection]) -> dict[str, Any]:
@@ -249,7 +285,7 @@ def _watched(nodes: list[Connection], began: float) -> dict[str, Any]:
             if kind == "refused":
                 refused += 1
             else:
-                exchanges[number], ways[number] = values
+                exchanges[number], ways[number] = values[:2]
         now = round(time.monotonic() - began, 1)
         if met is None and min(exchanges) > 0:
             met, counted = now, list(exchanges)
@@ -283,9 +319,8 @@ def run(setup: Setup, kinds: list[str], results: Path | None) -> list[dict[str, 
 
 
 def _key(row: dict[str, Any]) -> str:
-    return json.dumps(
-        [row.get(name, False) for name in ("listen", "seeds", "reuse", "relay", "same_lan", "dials", "first", "second")]
-    )
+    plain = dataclasses.asdict(Setup())
+    return json.dumps([row.get(name, plain.get(name)) for name in (*plain, "first", "second")])
 
 
 def table(rows: list[dict[str, Any]], kinds: list[str]) -> str:
@@ -307,6 +342,11 @@ def main() -> int:
     parser.add_argument("--relay", choices=["auto", "only"], default="auto")
     parser.add_argument("--same-lan", action="store_true", help="both homes use the same private addresses")
     parser.add_argument("--dials", action="store_true", help="no swarm: two daemons dial each other by QUIC at the same moment")
+    parser.add_argument("--delay", type=float, default=0.0, help="of each home's line, milliseconds one way")
+    parser.add_argument("--loss", type=float, default=0.0, help="on each home's line, percent")
+    parser.add_argument("--mb", type=float, default=0.0, help="megabytes of the model; without it a quarter")
+    parser.add_argument("--seconds", type=float, default=CARRIED_S, help="for which exchanges are then counted")
+    parser.add_argument("--no-punch", action="store_true", help="the relay alone")
     parser.add_argument("--results", type=Path, default=RESULTS, help="rows, appended; measured rows are not measured again")
     parser.add_argument("--json", action="store_true", help="print the rows instead of the table")
     options = parser.parse_args()
@@ -314,7 +354,8 @@ def main() -> int:
     _load()
     kinds = options.kinds.split(",")
     listen = "quic" if options.dials else options.listen
-    setup = Setup(listen, options.seeds, options.reuse, options.relay, options.same_lan, options.dials)
+    setup = Setup(listen, options.seeds, options.reuse, options.relay, options.same_lan, options.dials, options.delay,
+                  options.loss, options.mb, not options.no_punch, options.seconds)  # fmt: skip
     try:
         rows = run(setup, kinds, options.results)
     except NatError as error:
