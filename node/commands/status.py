@@ -17,7 +17,7 @@ from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.overview import overview, totals_said
 from shoal.swarm.membership.visitor import connected, open_directory
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.topics.status import lag_label
+from shoal.swarm.topics.status import lag_label, reach_label
 
 COLUMNS = (
     "name", "peer", "state", "round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag", "failed", "shard", "reach",
@@ -64,7 +64,7 @@ def table(report: dict[str, Any]) -> str:
             lag_label(member["lag"], member["lag_auto"], member["late"]),
             _failed(member),
             member["shard"],
-            member["reach"],
+            reach_label(member["reach"], member["throughput"]),
             f"{member['seen_s_ago']:.0f} s",
         ]
         grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name must not be markup

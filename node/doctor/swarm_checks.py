@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING
 
 from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, Tell, many
@@ -52,9 +53,13 @@ def swarm(visit: Visit, tell: Tell) -> str:
 def in_view(members: Mapping[str, Member], size: int) -> str:
     """Return how many ``members`` are in view, to go on with; of a swarm of buckets what all do, estimated by them."""
     from shoal.swarm.membership.overview import totals, totals_said
+    from shoal.swarm.topics.status import reach_label
 
     if size <= len(members):
-        return f", {many(len(members), 'peer')} in view"
+        kinds = Counter(member.reach for member in members.values() if member.reach != "unknown").most_common()
+        moved = {kind: [m.throughput for m in members.values() if m.reach == kind and m.throughput] for kind, _ in kinds}
+        ways = "; ".join(f"{count} {reach_label(kind, median(moved[kind] or [0.0]))}" for kind, count in kinds)
+        return f", {many(len(members), 'peer')} in view{f' ({ways})' if ways else ''}"
     said = totals_said(totals(members, size))
     return f": {said[0].lower()}{said[1:].removesuffix('.')}"
 

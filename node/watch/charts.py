@@ -10,7 +10,7 @@ from shoal.node.watch.curves import mean_curve
 from shoal.node.watch.plot import colour, plot
 from shoal.node.watch.sentences import fault_label
 from shoal.node.watch.swarm_view import SwarmView
-from shoal.swarm.topics.status import TAIL, lag_label
+from shoal.swarm.topics.status import TAIL, lag_label, reach_label
 
 RECENT = 32  # rounds of which the picture of exchanges is
 SHADES = " ░▒▓█"
@@ -24,6 +24,7 @@ COLUMNS = (
     "steps/s",
     "tokens/s",
     "lag",
+    "reach",
     "up",
     "down",
     "reward",
@@ -106,6 +107,7 @@ def rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
                     number(status.steps_per_s, ".1f"),
                     tokens(status.tokens_per_s, status.mfu),
                     lag_label(status.lag, status.lag_auto, status.late),
+                    reach_label(status.reach, status.throughput),
                     nbytes(peer.sent_rate) + "/s",
                     nbytes(peer.received_rate) + "/s",
                     number(status.reward),

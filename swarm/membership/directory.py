@@ -25,7 +25,7 @@ from shoal.swarm.membership.dht_client import DHTClient
 from shoal.swarm.membership.dht_record import MAX_TTL, VerifiedRecord, bits_of, key_of, make_record, open_record
 from shoal.swarm.membership.room import ROOM, Room
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.fields import Reach
+from shoal.swarm.wire.fields import Reach, rate
 from shoal.swarm.wire.member import Member
 
 log = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ class Directory:
         """Seconds to add to this machine's clock for that of the others, which epochs and dates of records go by."""
         self.dialled: Reach = "unknown"
         """Who can dial this node without a relay, as peers found that were asked (`shoal.swarm.p2p.reachability.reach_of`)."""
-        self.punched: Callable[[], bool] = lambda: False
-        """Whether a member is reached past a relay now (`shoal.swarm.p2p.punch`)."""
+        self.ways: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
+        """Returns whether exchanges go past a relay (`shoal.swarm.p2p.punch`), and the bytes a second that they move."""
         dates: dict[str, Callable[..., float]] = {"clock": self._now, "issued": lambda member: member.issued}
         self._index = Index(swarm, identity.peer_id, bucket=bucket, epoch_s=epoch_s, cap=cap, limit=limit, breadth=breadth, **dates)
         self._met = {} if met is None else met
@@ -264,14 +264,18 @@ class Directory:
             seen.pop(self._identity.peer_id, None)  # of an earlier run
         return seen
 
+    def reach(self) -> dict[str, Any]:
+        """Return by which way others reach this node, and the bytes a second of its exchanges: fields of a `Member`."""
+        relayed = self.dialled != "direct" and any("/p2p-circuit" in address for address in self._host.addresses())
+        punched, throughput = self.ways()
+        return {"reach": ("punched" if punched else "relayed") if relayed else self.dialled, "throughput": rate(throughput)}
+
     def _member(self, fields: dict[str, Any]) -> Member:
-        addresses = self._host.addresses()[:MAX_ADDRESSES]
-        relayed = self.dialled != "direct" and any("/p2p-circuit" in address for address in addresses)
         return Member(
             swarm=self._swarm,
             peer=self._identity.peer_id,
-            addresses=addresses,
-            reach=("punched" if self.punched() else "relayed") if relayed else self.dialled,
+            addresses=self._host.addresses()[:MAX_ADDRESSES],
+            **self.reach(),
             issued=self._now(),
             admission=self.access_policy.ticket,
             **fields,

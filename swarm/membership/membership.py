@@ -258,7 +258,7 @@ def _membership(
         host, identity, swarm, access_policy=access_policy, met=host.met, bucket=manifest.bucket, epoch_s=manifest.epoch_s
     )
     host.resource_manager.known = directory.knows
-    directory.punched = lambda: bool(host.puncher.reached)
+    directory.ways = lambda: (host.puncher.punched(), host.traffic.ways.rate())
     announcer = SeedAnnouncer(host, directory, identity, swarm)
     peers = PeerExchange(host, directory, identity, swarm)
     return Membership(identity, host, directory, swarm, sealed, manifest, announcer, peers, network, ClockCheck(host, directory))

@@ -93,6 +93,7 @@ def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now:
                 "shard": f"{member.shard}/{member.shards}",
                 "version": member.version,
                 "reach": member.reach,
+                "throughput": member.throughput,
                 "seen_s_ago": round(max(now - member.issued, 0.0), 1),
             }
             for peer, member in sorted(members.items(), key=lambda item: (item[1].name, item[0]))

@@ -210,8 +210,9 @@ class Host:
         within `SERVE_S` seconds; while the daemon restarts this returns at once, and the restart registers it.
         """
 
-        async def incoming(peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._answer(protocol, handler, Stream(peer_id, reader, writer, self.traffic, origin))
+        async def incoming(way: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            peer_id = self.puncher.owner(way) or way
+            await self._answer(protocol, handler, Stream(peer_id, reader, writer, self.traffic, origin, way))
 
         try:
             self.call(self._supervisor.serve(protocol, incoming), SERVE_S)
@@ -292,7 +293,7 @@ class Host:
 
         async def work() -> Stream:
             if (past := await self.puncher.open(peer_id, protocol)) is not None:
-                return Stream(peer_id, *past, self.traffic)
+                return past
             refusal: DaemonError | None = None
             if addresses:
                 # If these fail, the daemon may know better ones.
@@ -327,15 +328,13 @@ class Host:
             raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
 
     @contextlib.asynccontextmanager
-    async def _echo(self, peer_id: str) -> AsyncIterator[Echo | None]:
-        """Ping a peer for the pacer, by libp2p's own protocol, which its daemon answers; yield None if it is on this machine."""
-        daemon = self._supervisor.running()
-        if await daemon.is_local(peer_id):
+    async def _echo(self, way: str) -> AsyncIterator[Echo | None]:
+        """Ping a daemon for the pacer, by libp2p's own protocol, which it answers; yield None if it is on this machine."""
+        daemon = (self.puncher.daemon if self.puncher.owner(way) else None) or self._supervisor.running()
+        if await daemon.is_local(way):
             yield None
             return
-        if (opened := await self.puncher.open(peer_id, PING_PROTOCOL)) is None:
-            opened = await asyncio.wait_for(daemon.open(peer_id, PING_PROTOCOL), ECHO_S)  # bulk waits for it
-        reader, writer = opened
+        reader, writer = await asyncio.wait_for(daemon.open(way, PING_PROTOCOL), ECHO_S)  # bulk waits for it
         try:
             yield Echo(writer.write, lambda: reader.readexactly(PING))
         finally:

@@ -6,8 +6,10 @@
 
 A second daemon does it, which speaks QUIC only and has a key of this run: the first, on which DHT and gossip stay, would take the
 port for proof that anybody can dial it and give up its relay. It starts when a member is connected by a relay alone. Bootstrap
-nodes tell from where its packets come, and members that listen on QUIC. Streams to a member so reached are opened there; if that
-does not go, as between routers that take another port for each destination, it stays relayed.
+nodes tell from where its packets come, and members that listen on QUIC. Streams to a member so reached are opened there, unless
+exchanges go quicker over the relay (`shoal.swarm.pacing.meter.Ways`): the daemon's QUIC is Reno, whose rate falls with the root of
+the loss and with the delay, which a relay halves. If it does not go, as between routers that take another port for each
+destination, it stays relayed.
 """
 
 from __future__ import annotations
@@ -112,13 +114,21 @@ class Puncher:
         self._all = TokenBuckets(RateLimit(messages=ALL, senders=1, period=10 * MINUTE))
         self._hosts = TokenBuckets(RateLimit(messages=HOST, senders=1024, period=10 * MINUTE))
 
-    async def open(self, peer: str, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Open a stream past the relay; None if that does not go."""
+    def punched(self) -> bool:
+        """Return whether exchanges with any member go past its relay now."""
+        return any(peer in self._ids and self._traffic.ways.best(peer) for peer in self.reached)
+
+    def owner(self, its: str) -> str | None:
+        """Return the member that has the second daemon with this id."""
+        return self._owners.get(its)
+
+    async def open(self, peer: str, protocol: str) -> Stream | None:
+        """Open a stream past the relay; None if that does not go, or the relay is better."""
         if (daemon := self.daemon) is None or (its := self._ids.get(peer)) is None:
             return None
         try:
-            if its in await asyncio.wait_for(daemon.peers(), OPEN_S):
-                return await asyncio.wait_for(daemon.open(its, protocol), OPEN_S)
+            if its in await asyncio.wait_for(daemon.peers(), OPEN_S) and self._traffic.ways.choose(peer):
+                return Stream(peer, *await asyncio.wait_for(daemon.open(its, protocol), OPEN_S), self._traffic, way=its)
         except asyncio.TimeoutError:
             del self._ids[peer]  # relayed until this connection has ended and another is made
         except DAEMON_GONE as error:
@@ -126,13 +136,13 @@ class Puncher:
         return None
 
     async def serve(self, protocol: str, incoming: Incoming) -> None:
-        """Answer streams of ``protocol`` that members open past the relay, as from those members. Raises one of `DAEMON_GONE`."""
+        """Answer streams of ``protocol`` that second daemons of members open. Raises one of `DAEMON_GONE`."""
 
         async def known(its: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if (peer := self._owners.get(its)) is None:
-                writer.transport.abort()
+            if its in self._owners:
+                await incoming(its, origin, reader, writer)
             else:
-                await incoming(peer, origin, reader, writer)
+                writer.transport.abort()
 
         if self.daemon is not None:
             await self.daemon.serve(protocol, known)

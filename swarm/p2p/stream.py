@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing.meter import LARGE, TrafficMeter
 from shoal.swarm.pacing.pace import Pace
 from shoal.swarm.pacing.progress import Progress
 
@@ -47,9 +47,19 @@ class Stream:
     """
 
     def __init__(
-        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: TrafficMeter, origin: str = ""
+        self,
+        peer_id: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        traffic: TrafficMeter,
+        origin: str = "",
+        way: str = "",
     ) -> None:
         self.peer_id = peer_id
+        self.way = way or peer_id
+        """The id of the daemon at the other end: the peer's, or its second one, past the relay."""
+        self.tries = False
+        """The exchange tries a way that is not the better one (`shoal.swarm.pacing.meter.Ways`): both ends' choice."""
         self.origin = origin
         """The IP address from which the peer opened it; empty if it came through a relay, or this node opened it."""
         self.partner = False
@@ -67,7 +77,7 @@ class Stream:
 
     async def _send(self, data: bytes) -> None:
         start = 0
-        with self._traffic.pace(self.peer_id, len(data)) as pace:
+        with self._traffic.pace(self.way, len(data)) as pace:
             while start < len(data):
                 size = len(data) if pace is None else await pace.room(len(data) - start)
                 if self._writer.transport.is_closing():
@@ -136,11 +146,14 @@ class Stream:
         await self._within(self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes")
         bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), self._traffic, self._count, on_progress)
         sender = loop.create_task(self._send_bulk(bulk, outgoing))
-        whole = False
+        whole, began, ways, way = False, loop.time(), self._traffic.ways, (self.peer_id, self.way != self.peer_id)
+        measured = min(outgoing.nbytes, incoming.nbytes) >= LARGE
+        self.tries = measured and ways.tries(*way)
         try:
             await self._watch(bulk, sender, outgoing.nbytes, chunk_timeout, Progress(deadline, longest))
             whole = True
         except _GONE:
+            measured = measured and bulk.received > 0  # else the peer had gone on
             raise self._ended() from None
         finally:
             sender.cancel()
@@ -150,12 +163,14 @@ class Stream:
                 if whole:
                     raise self._ended() from None
             finally:
+                if measured:
+                    (ways.note if whole else ways.failed)(*way, bulk.received / max(loop.time() - began, 1e-6))
                 if not whole:
                     self.abort()
 
     async def _send_bulk(self, bulk: _Bulk, outgoing: memoryview | Blocks) -> None:
         blocks = iter([outgoing.cast("B")]) if isinstance(outgoing, memoryview) else outgoing.blocks()
-        with self._traffic.pace(self.peer_id, outgoing.nbytes) as pace:
+        with self._traffic.pace(self.way, outgoing.nbytes) as pace:
             await bulk.send(blocks, pace)
 
     async def _watch(self, bulk: _Bulk, sender: asyncio.Task[None], nbytes: int, chunk_timeout: float, progress: Progress) -> None:
@@ -198,6 +213,10 @@ class Stream:
 
     def _ended(self) -> NetworkError:
         return NetworkError(f"the stream to peer {short(self.peer_id)} ended early: it stopped, or the link broke.")
+
+    def failed(self) -> None:
+        """Note that the peer does not answer by this way: the next stream takes the other, if there is one."""
+        self._traffic.ways.failed(self.peer_id, self.way != self.peer_id)
 
     def close(self) -> None:
         """Send what is buffered, then end the stream."""

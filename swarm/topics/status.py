@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.swarm.wire.envelope import KIB, Message
-from shoal.swarm.wire.fields import Address, Bytes, Count, Label, Moment, PeerId, Rate, Real, Seconds, Share, SwarmId, Token
+from shoal.swarm.wire.fields import Address, Bytes, Count, Label, Moment, PeerId, Rate, Reach, Real, Seconds, Share, SwarmId, Token
 
 ROUNDS = 6  # in one status, so that a watcher who misses some still sees every round
 PARTNERS = 8  # of a round that are named
@@ -27,6 +27,11 @@ Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
 def lag_label(lag: int, auto: bool, late: int) -> str:
     """Return the inner steps that training goes on during an exchange, for people; - where it waits for each."""
     return "-" if not lag else f"{lag}" + (" auto" if auto else "") + (f", {late} late" if late else "")
+
+
+def reach_label(reach: str, throughput: float) -> str:
+    """Return how a node is reached, and what its exchanges move, for people."""
+    return reach + (f", {throughput / 1e6:.3g} MB/s" if throughput else "")
 
 
 class RoundStatus(BaseModel):
@@ -49,7 +54,7 @@ class RoundStatus(BaseModel):
 class Status(Message):
     """One node, now. ``issued`` in Unix seconds; ``sent`` and ``received`` are the bytes of its whole run; ``doing``: evaluating.
 
-    ``tokens_per_s`` and ``mfu``, ``lag``, ``lag_auto`` and ``late``: see `shoal.swarm.wire.member.Member`.
+    ``tokens_per_s``, ``mfu``, ``lag``, ``lag_auto``, ``late``, ``reach`` and ``throughput``: see `shoal.swarm.wire.member.Member`.
 
     ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
     reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
@@ -89,3 +94,5 @@ class Status(Message):
     late: Count = 0
     projection: tuple[Count, Real, Annotated[tuple[Real, ...], Field(min_length=PROJECTED, max_length=PROJECTED)]] | None = None
     peers: Count | None = None
+    reach: Reach = "unknown"
+    throughput: Rate = 0.0

@@ -153,6 +153,7 @@ class StatusReporter:
             issued=time.time(),
             version=SHOAL_VERSION,
             peers=size if in_a_bucket else None,
+            **directory.reach(),
             **now,
             **more,
         )

@@ -43,7 +43,8 @@ class Member(Message):
     ``failures`` among its last ``exchanges``, by kind, and the peers in most of them (``blamed``). ``missing``: number of the
     ``missing_of`` members that it lost sight of at about the same moment, and some of their names. ``sketch``: the round and
     fragment that it finished last, and a sketch of its slow weights then, where the method keeps them equal on all peers.
-    ``reach``: who can dial it, as peers found that it asked.
+    ``reach``: who can dial it, as peers found that it asked, and if nobody can, which way its exchanges take; ``throughput``: the
+    bytes a second that these moved each way, 0 where none was large enough to tell.
     ``admission``: its packed `shoal.swarm.access.invitation.Admission`, in a swarm that is by invitation only.
     """
 
@@ -79,6 +80,7 @@ class Member(Message):
     mfu: Share | None = None
     sketch: Sketch | None = None
     reach: Reach = "unknown"
+    throughput: Rate = 0.0
 
     @model_validator(mode="after")
     def _shard_exists(self) -> Member:

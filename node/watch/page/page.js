@@ -30,6 +30,9 @@ const tokens = (value, mfu) => (value ? value.toLocaleString("en", { maximumFrac
 // How many steps training goes on during an exchange; 0 waits for each.
 const lag = (p) => (p.lag ? `${p.lag}${p.lag_auto ? " auto" : ""}${p.late ? `, ${p.late} late` : ""}` : "–");
 
+// How others reach it, and what its exchanges move each way.
+const reach = (p) => (p.reach || "unknown") + (p.throughput ? `, ${(p.throughput / 1e6).toPrecision(3)} MB/s` : "");
+
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 function bytes(value) {
@@ -97,10 +100,10 @@ function charts(picture) {
 }
 
 const COLUMNS = [
-  ["Peer", null], ["Role", (p) => p.roles.join(", ") + (p.relayed ? ", relayed" : "")], ["State", (p) => p.doing], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.step}`],
+  ["Peer", null], ["Role", (p) => p.roles.join(", ")], ["State", (p) => p.doing], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.step}`],
   ["Loss", (p) => number(p.loss)], ["With", (p) => p.partners.slice(0, 3).join(", ") || "–"], ["Steps/s", (p) => number(p.steps_per_s, 1)],
   ["Tokens/s", (p) => tokens(p.tokens_per_s, p.mfu)],
-  ["Lag", lag], ["Up", (p) => `${bytes(p.sent_per_s)}/s`], ["Down", (p) => `${bytes(p.received_per_s)}/s`], ["Reward", (p) => number(p.reward)],
+  ["Lag", lag], ["Reach", reach], ["Up", (p) => `${bytes(p.sent_per_s)}/s`], ["Down", (p) => `${bytes(p.received_per_s)}/s`], ["Reward", (p) => number(p.reward)],
   ["Faults", (p) => p.faults_text || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],
 ];
 

@@ -92,6 +92,11 @@ class Caller:
                     await asyncio.wait({answer, probe}, return_when=asyncio.FIRST_COMPLETED)
                     if not answer.done():
                         probe.result()
+                except NetworkError:
+                    stream.failed()
+                    if stream.way == stream.peer_id:
+                        self._state.selector.failed(stream.peer_id)
+                    raise
                 finally:
                     probe.cancel()
                     del probe

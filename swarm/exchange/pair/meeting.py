@@ -144,7 +144,12 @@ class PairState:
         held += loop.time() - since if pairing.needed.is_set() else 0.0
         log.debug("round %d: the transfer took %.2f s, of which training waited %.2f", key.round, loop.time() - began, held)
         over: dict[str, int] = {}
-        if (received is not None or given_up) and held < 2 * longest + called:  # else it broke off, or this node itself slept
+        if stream.tries and given_up:  # a slow way that both tried costs a round, and is not the peer's cost
+            pairing.broken = True
+            return None
+        if (
+            (received is not None or given_up) and held < 2 * longest + called and not stream.tries
+        ):  # else broken off, or this one slept
             over = self.time.spent(stream.peer_id, key.round, key.fragment, held, whole=not given_up, took=loop.time() - began)
         self.ended(pairing, stream.peer_id, received, over.pop(stream.peer_id, 0))
         for peer, rounds in over.items():

@@ -182,8 +182,23 @@ def test_a_member_that_never_shows_up_in_its_bucket_is_named(healthy):
         agreement.bucket(dealt(healthy), None)
 
 
+def test_of_members_in_view_it_says_by_which_way_they_are_reached_and_what_that_moves():
+    met = [
+        ("punched", 1e6),
+        ("direct", 9e6),
+        ("punched", 0.0),
+        ("relayed", 0.0),
+        ("punched", 3e6),
+        ("direct", 0.0),
+        ("unknown", 0.0),
+    ]
+    members = {str(number): SimpleNamespace(reach=reach, throughput=moved) for number, (reach, moved) in enumerate(met)}
+    assert agreement.in_view(members, 7) == ", 7 peers in view (3 punched, 2 MB/s; 2 direct, 9 MB/s; 1 relayed)"
+
+
 def test_of_a_swarm_of_buckets_it_says_that_size_and_speed_are_estimated():
-    members = {str(number): SimpleNamespace(state="training", loss=2.0, tokens_per_s=10.0, steps_per_s=1.0) for number in range(48)}
+    known = {"state": "training", "loss": 2.0, "tokens_per_s": 10.0, "steps_per_s": 1.0, "reach": "unknown"}
+    members = {str(number): SimpleNamespace(**known) for number in range(48)}
     assert agreement.in_view(members, 48) == ", 48 peers in view"
     estimated = ": about 1,536 peers (± 14 %), estimated from the 48 in view: 15,360 tokens a second in all, median loss 2.0000"
     assert agreement.in_view(members, 1536) == estimated

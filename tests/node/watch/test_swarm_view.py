@@ -33,7 +33,7 @@ def test_peers_and_totals(authors):
         Watching(time=NOW, swarm=SWARM),
         Described(time=NOW, name="first", task="text", method="noloco"),
         Connected(time=NOW, peer=anna.peer),
-        anna.heard(anna.round(3, [bert]), sent=5000, tokens_per_s=1500.0, mfu=0.25),
+        anna.heard(anna.round(3, [bert]), sent=5000, tokens_per_s=1500.0, mfu=0.25, reach="punched", throughput=1.56e6),
         bert.heard(bert.round(3, [anna]), tokens_per_s=500.5),
         carl.heard(carl.round(2)),
     )
@@ -46,6 +46,8 @@ def test_peers_and_totals(authors):
     assert "15.0 steps/s   2,000 tokens/s   " in headline(view)
     column = COLUMNS.index("tokens/s")
     assert [str(cells[column]) for _, cells in rows(view)] == ["1,500 (25 % MFU)", "500", "-"]
+    column = COLUMNS.index("reach")
+    assert [str(cells[column]) for _, cells in rows(view)] == ["punched, 1.56 MB/s", "unknown", "unknown"]
     assert [peer.get("mfu") for peer in picture(view, ended=False)["peers"]] == [0.25, None, None]
     assert (totals["sent"], totals["received"]) == (7000, 2700)
     assert totals["loss"] == pytest.approx((1.0 + 1.0 + 4 / 3) / 3)

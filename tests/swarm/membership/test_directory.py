@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import msgpack
 import pytest
@@ -374,3 +375,17 @@ def test_a_clock_far_ahead_is_ignored_and_named(four, caplog, me):
     assert me.peer_id not in four[0].directory.members()
     warned = [r for r in caplog.records if "its clock, or ours" in r.getMessage() and me.peer_id[-8:] in r.getMessage()]
     assert 1 <= len(warned) <= len(four)
+
+
+@pytest.mark.parametrize(
+    ("dialled", "addresses", "punched", "reach"),
+    [
+        ("direct", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], True, "direct"),
+        ("unreachable", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], True, "punched"),
+        ("unknown", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], False, "relayed"),
+        ("local", ["/ip4/192.168.1.2/tcp/1/p2p/me"], True, "local"),
+    ],
+)
+def test_a_record_says_by_which_way_exchanges_go_and_what_that_moves(dialled, addresses, punched, reach):
+    node = SimpleNamespace(dialled=dialled, _host=SimpleNamespace(addresses=lambda: addresses), ways=lambda: (punched, 1.5e6))
+    assert Directory.reach(node) == {"reach": reach, "throughput": 1.5e6}

@@ -129,7 +129,8 @@ def test_the_table_has_the_times_and_the_sentences_below():
     member = {
         "name": "anna", "peer": IDS["anna"], "state": "training", "round": 3, "step": 9, "loss": None, "step_s": 0.1234,
         "exchange_s": 2.5, "wait_s": 0.0, "exchanges": 20, "failures": {"timeout": 1, "broken": 3}, "shard": "0/1",
-        "reach": "direct", "seen_s_ago": 1.0, "tokens_per_s": 12345.6, "mfu": 0.41, "lag": 7, "lag_auto": True, "late": 2,
+        "reach": "punched", "throughput": 1.56e6, "seen_s_ago": 1.0,
+        "tokens_per_s": 12345.6, "mfu": 0.41, "lag": 7, "lag_auto": True, "late": 2,
     }  # fmt: skip
     said = ["anna\x1b[31m is slow."]
     report = {"name": "n", "task": "text", "method": "noloco", "peers": 1, "members": [member], "findings": said}
@@ -138,5 +139,7 @@ def test_the_table_has_the_times_and_the_sentences_below():
     report["optimizer"] = "muon"
     shown = table(report)
     assert "\nInner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains).\n" in shown
-    assert all(text in shown for text in ("0.123 s", "2.5 s", "4/20 broken", "12,346", "41 % MFU", "7 auto, 2 late"))
+    assert all(
+        text in shown for text in ("0.123 s", "2.5 s", "4/20 broken", "12,346", "41 % MFU", "7 auto, 2 late", "punched, 1.56 MB/s")
+    )
     assert shown.splitlines()[-2:] == ["anna?[31m is slow.", "Link: shoal://x"]

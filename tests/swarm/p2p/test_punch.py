@@ -12,6 +12,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import punch
 from shoal.swarm.p2p.daemon import DaemonError
+from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.listen import beside
 from shoal.swarm.p2p.punch import ALL, EACH, HOST, PUNCH_PROTOCOL, Punch, Puncher, Seen, tell_seen, usable
 from shoal.swarm.p2p.resource_manager import ResourceManager
@@ -295,12 +296,53 @@ def test_the_asking_member_dials_and_what_it_serves_is_served_there_as_to_the_me
         reader, writer = stream_pair()[0]
         await daemon.served["/x/1"](world.side.peer_id, "8.8.8.8", reader, writer)
         await daemon.served["/x/1"](SEED, "8.8.8.8", reader, writer)  # nobody that this node knows
-        assert served == [(SECOND, "8.8.8.8")]
+        assert served == [(world.side.peer_id, "8.8.8.8")]
+        assert (world.puncher.owner(world.side.peer_id), world.puncher.owner(SEED)) == (SECOND, None)
         assert writer.transport.is_closing()
         await world.puncher.serve("/y/1", incoming)
         assert "/y/1" in daemon.served
 
     asyncio.run(main())
+
+
+def test_streams_go_by_the_relay_where_exchanges_move_more_by_it(world):
+    async def main():
+        await world.puncher._try(SECOND)
+        ways, past = world.puncher._traffic.ways, world.side.peer_id
+        stream = await world.puncher.open(SECOND, "/x/1")
+        assert (stream.peer_id, stream.way, world.puncher.punched()) == (SECOND, past, True)
+        ways.note(SECOND, True, 1e6)
+        ways.note(SECOND, False, 2e6)
+        assert await world.puncher.open(SECOND, "/x/1") is None
+        assert not world.puncher.punched()
+
+    asyncio.run(main())
+
+
+def test_the_pings_of_bulk_take_its_way(world):
+    asked = []
+
+    class First:
+        async def is_local(self, way):
+            return False
+
+        async def open(self, way, protocol):
+            asked.append(way)
+            return stream_pair()[0]
+
+    async def main():
+        await world.puncher._try(SECOND)
+        daemon, past = world.puncher.daemon, world.side.peer_id
+        daemon.is_local = First.is_local.__get__(daemon)
+        pinged = daemon.open
+        daemon.open = lambda way, protocol: asked.append(("second", way)) or pinged(way, protocol)
+        host = SimpleNamespace(puncher=world.puncher, _supervisor=SimpleNamespace(running=First))
+        for way in (past, SECOND):
+            async with Host._echo(host, way) as echo:
+                assert echo is not None
+
+    asyncio.run(main())
+    assert asked == [("second", world.side.peer_id), SECOND]
 
 
 def test_where_nobody_answers_the_member_stays_relayed_and_is_asked_again_later(world):

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import CHUNK, Stream
-from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing.meter import LARGE, TrafficMeter
 
 PEER = "12D3KooWB5YCshUynkNTqaGZ3buERF4QogWMrr7uUFi1KExCHGZk"
 
@@ -41,6 +41,40 @@ def soon(seconds=20.0):
 async def swap(stream, out, into, **options):
     options = {"chunk_timeout": 5.0, "deadline": soon(), **options}
     await stream.swap(memoryview(out), memoryview(into), **options)
+
+
+@pytest.mark.parametrize(("out", "into", "measured"), [(LARGE, LARGE, True), (LARGE, LARGE - 1, False), (4 * LARGE, 0, False)])
+def test_many_bytes_each_way_measure_their_way(out, into, measured):
+    async def body(a, b):
+        a.way = "past"
+        await asyncio.gather(swap(a, bytes(out), bytearray(into)), swap(b, bytes(into), bytearray(out)))
+        assert (a._traffic.ways.rate() > 0) is measured
+        assert a._traffic.ways.best(PEER) is not measured  # the other way is not known
+
+    run(body)
+
+
+def test_a_way_by_which_nothing_comes_is_left_for_the_other():
+    async def body(a, b):
+        a.way = "past"
+        a._traffic.ways.note(PEER, True, 2e6)
+        a._traffic.ways.note(PEER, False, 1e6)
+        with pytest.raises(NetworkError, match="no byte for"):
+            await swap(a, bytes(LARGE), bytearray(LARGE), chunk_timeout=0.05)
+        assert not a._traffic.ways.choose(PEER)
+
+    run(body)
+
+
+def test_a_peer_that_had_gone_on_does_not_count_against_its_way():
+    async def body(a, b):
+        a._traffic.ways.note(PEER, False, 2e6)
+        b.close()
+        with pytest.raises(NetworkError):
+            await swap(a, bytes(LARGE), bytearray(LARGE))
+        assert a._traffic.ways.rate() == 2e6
+
+    run(body)
 
 
 def test_messages_keep_their_order_and_bounds():

@@ -27,7 +27,11 @@ def membership(method="noloco", bucket=0, seen=25):
         host=host,
         swarm=swarm_id(b""),
         gossip=gossip,
-        directory=SimpleNamespace(size=lambda: 400, members=lambda: dict.fromkeys(range(seen))),
+        directory=SimpleNamespace(
+            size=lambda: 400,
+            members=lambda: dict.fromkeys(range(seen)),
+            reach=lambda: {"reach": "punched", "throughput": 1.5e6},
+        ),
         manifest=SimpleNamespace(outer=SimpleNamespace(method=method), bucket=bucket),
     )
 
@@ -57,6 +61,7 @@ def test_before_anything_happened_it_waits(status_reporter):
     assert (status.peer, status.name, status.state, status.rounds, status.loss) == (ME, "anna", "waiting", (), None)
     assert (status.sent, status.received, len(status.addresses)) == (100, 50, 4)
     assert status.reward is status.claims is None
+    assert (status.reach, status.throughput) == ("punched", 1.5e6)
 
 
 def test_the_newest_rounds_are_told_with_their_partners(status_reporter):

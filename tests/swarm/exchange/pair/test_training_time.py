@@ -39,7 +39,7 @@ def timed(periods=None, wait=10.0, fragments=1, trial=0.0):
     return TrainingTime(ExchangeTimeouts(wait, trial=trial), patience, fragments)
 
 
-def run(transfer, holds=(), *, awaited=True, budget=WAIT):
+def run(transfer, holds=(), *, awaited=True, budget=WAIT, tries=False):
     """Let one transfer run; return its outcome, the selector's ends, the failures that were counted, and what it held."""
     context = PeerContext(None, Identity.ephemeral(), SWARM, "0" * 64, 0, dict)
     attempt = ExchangeAttempt(encode_contribution(SWARM, RoundKey(SWARM, 0), [torch.zeros(2)], 1.0, FLOAT32))
@@ -56,10 +56,10 @@ def run(transfer, holds=(), *, awaited=True, budget=WAIT):
         if awaited:
             pairing.needed.set()
         offer = SimpleNamespace(nbytes=8)
-        return await asyncio.wait_for(state.transfer(SimpleNamespace(peer_id="peer"), pairing, offer, caller=True), 30)
+        return await asyncio.wait_for(state.transfer(SimpleNamespace(peer_id="peer", tries=tries), pairing, offer, caller=True), 30)
 
     received = asyncio.run(go())
-    return received, selector.ends, [kind for _, _, kind in attempt.stats._events], time.holds["peer"]
+    return received, selector.ends, [kind for _, _, kind in attempt.stats._events], time.holds.get("peer")
 
 
 async def never(pairing):
@@ -91,6 +91,20 @@ def test_what_takes_longer_than_its_budget_is_given_up_and_counted_against_the_p
     received, _, failures, held = run(never)
     assert (received, failures) == (None, ["timeout"])
     assert held >= WAIT
+
+
+def test_a_try_of_a_slow_way_is_not_the_peers_cost():
+    received, ends, failures, held = run(never, tries=True)
+    assert (received, ends, failures, held) == (None, [], ["timeout"], None)
+    received, ends, _, held = run(slow, [WAIT / 100] * 3, budget=30.0, tries=True)
+    assert (received, ends, held) == (THEIRS, [("peer", True)], None)
+
+
+def test_one_that_breaks_off_a_try_is_not_excused():
+    async def breaks_off(pairing):
+        return None
+
+    assert run(breaks_off, tries=True)[1] == [("peer", False)]
 
 
 def test_what_was_committed_counts_though_the_rest_is_given_up():
