@@ -321,6 +321,11 @@ class Reading:
     rest: Sequence[Tensor]
 
     @property
+    def refused_part(self) -> float:
+        """The part of the blocks that is refused."""
+        return 1 - float(self.kept.float().mean()) if len(self.kept) else 0.0
+
+    @property
     def bits(self) -> bytes:
         """Which blocks are refused, one bit each, the first in the lowest bit of the first byte; empty if none is."""
         return b"" if bool(self.kept.all()) else pack((~self.kept).view(torch.uint8), 1).numpy().tobytes()

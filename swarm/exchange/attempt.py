@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from shoal.optim.codecs.base import all_finite
+from shoal.optim.codecs.mod4 import Reading
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
@@ -18,6 +19,8 @@ from shoal.swarm.exchange.stats import ExchangeStats, Problem
 from shoal.swarm.wire.fields import Failure
 
 R = TypeVar("R")
+Received = list[Tensor] | Reading
+"""A decoded contribution, or one of a codec for pairs as the own weights read it."""
 
 
 @dataclass
@@ -84,14 +87,16 @@ class ExchangeAttempt(Generic[R]):
         """Count a failed exchange with ``peer``."""
         self.stats.failed(self.key, peer, problem)
 
-    def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, list[Tensor]]:
-        """Return why the payload of ``peer`` cannot be used, or None, and its tensors. Slow: for a worker thread."""
-        mine = self.contribution
+    def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, Received]:
+        """Return why the payload of ``peer`` cannot be used, or None, and what it says. Slow: for a worker thread."""
+        mine, message = self.contribution, self.contribution.message
         try:
-            tensors = mine.codec.decode(payload, mine.shapes)
+            read = None if message is None else message.read(payload)
+            tensors = mine.codec.decode(payload, mine.shapes) if message is None or read is None else message.seen(read)
         except ValueError as error:  # raised by codecs at bytes that no peer of this version encodes
             return Problem("damaged", f"it is not {mine.codec.name}: {error}"), []
+        received = tensors if read is None else read
         if not all_finite(tensors):
-            return Problem("damaged", "it holds NaN or infinity"), tensors
+            return Problem("damaged", "it holds NaN or infinity"), received
         distrust = self.screen.problem(self.key, mine.tensors, peer, tensors)
-        return None if distrust is None else Problem("suspicious", distrust), tensors
+        return None if distrust is None else Problem("suspicious", distrust), received

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, FloatCodec, Shape
+from shoal.optim.codecs.mod4 import PairMessage, for_pairs
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
-from shoal.swarm.exchange.payload import BorrowedPayload, EncodedPayload, Payload
+from shoal.swarm.exchange.payload import BorrowedPayload, EncodedPayload, PairPayload, Payload
 from shoal.swarm.wire.digest import digest
 from shoal.swarm.wire.fields import MAX_WEIGHT, Sketch
-from shoal.swarm.wire.pair import Offer
+from shoal.swarm.wire.pair import MAX_REFUSED, Offer
 
 BARRED = "this node has banned its caller for a while, for what it said in verification"
 
@@ -38,6 +39,11 @@ class Contribution:
     def tensors(self) -> Sequence[Tensor]:
         """Return what the others decode (`Payload.tensors`)."""
         return self.payload.tensors()
+
+    @property
+    def message(self) -> PairMessage | None:
+        """What reads the partner's contribution, if the codec is one for pairs."""
+        return self.payload.message if isinstance(self.payload, PairPayload) else None
 
     def differs(self, theirs: Offer) -> str | None:
         """Return the reason why this cannot be averaged with the offered contribution, or None."""
@@ -65,6 +71,11 @@ def encode_contribution(
     payload: Payload
     if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and tensors.on_cpu:
         payload = BorrowedPayload(tensors, codec)
+    elif (pairs := for_pairs(codec)) is not None:
+        message = pairs[0].post(tensors, pairs[1])
+        if len(message.own) > 8 * MAX_REFUSED:
+            raise ValueError(f"{codec.name} cannot send {message.own.numel()} values at once: set more outer.fragments")
+        payload = PairPayload(message, codec)
     else:
         payload = EncodedPayload(codec.encode([tensor.float() for tensor in tensors]), codec, shapes)
     return Contribution(key, payload, shapes, codec, min(float(weight), MAX_WEIGHT), digest(payload.blocks()), even)

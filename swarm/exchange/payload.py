@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec, FloatCodec, Shape, buffer
+from shoal.optim.codecs.mod4 import PairMessage
 from shoal.optim.exchange.on_demand import OnDemand, slabs
 from shoal.swarm.wire.digest import CHUNK, chunks, digest
 
@@ -59,6 +60,18 @@ class EncodedPayload:
     def tensors(self) -> Sequence[Tensor]:
         """Decode the payload."""
         return self._codec.decode(self._payload, self._shapes)
+
+
+class PairPayload(EncodedPayload):
+    """Payload that a partner reads by its own weights, as ``message`` reads the partner's."""
+
+    def __init__(self, message: PairMessage, codec: Codec) -> None:
+        super().__init__(message.payload, codec, message.shapes)
+        self.message = message
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Return the own tensors, unrounded."""
+        return self.message.tensors()
 
 
 class BorrowedPayload:

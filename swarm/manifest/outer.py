@@ -131,8 +131,9 @@ class OuterSettings(BaseModel):
     codec: str | None = Field(
         default=None,
         max_length=64,
-        description="Number format on the wire: float32, float16, bfloat16, int8, and for methods that send pseudo-gradients e3m0, "
-        "topk2[:PART], topk2-senders[:PART], sign or auto:BITS, each also with +ef or +ef:BETA (error feedback).",
+        description="Number format on the wire: float32, float16, bfloat16, int8; for methods with one partner mod4; for "
+        "those that send pseudo-gradients e3m0, topk2[:PART], topk2-senders[:PART], sign or auto:BITS, each also with +ef or "
+        "+ef:BETA (error feedback).",
     )
     finish: Literal["none", "average"] = Field(
         default="none",

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from shoal.swarm.wire.envelope import KIB, Message
 from shoal.swarm.wire.fields import Bytes, Count, Digest, Nonce, Reason, Sha256, Shapes, SwarmId, Token, Weight
+
+MAX_REFUSED = 4096 * KIB
+Refused = Annotated[bytes, Field(max_length=MAX_REFUSED)]
+"""The blocks of the receiver's contribution that the sender refused (`shoal.optim.codecs.mod4.Reading.bits`)."""
 
 
 class Offer(Message):
@@ -37,16 +43,18 @@ class Answer(Message):
 class Ready(Message):
     """Message that the sender holds the whole verified contribution of its partner."""
 
-    KIND = "ready"
+    KIND, VERSION, LIMIT = "ready", 2, MAX_REFUSED + KIB
     nonce: Nonce
     sha256: Sha256
+    refused: Refused = b""
 
 
 class Commit(Message):
     """Decision to apply the exchange on both sides."""
 
-    KIND = "commit"
+    KIND, VERSION, LIMIT = "commit", 2, MAX_REFUSED + KIB
     nonce: Nonce
+    refused: Refused = b""
 
 
 class Abort(Message):
@@ -67,5 +75,6 @@ class OutcomeRequest(Message):
 class OutcomeReply(Message):
     """The outcome of the exchange on the replying side."""
 
-    KIND = "outcome-reply"
+    KIND, VERSION, LIMIT = "outcome-reply", 2, MAX_REFUSED + KIB
     outcome: Literal["committed", "aborted", "unknown"]
+    refused: Refused = b""

@@ -46,11 +46,11 @@ def slow_weights(task, outer, train, exchange, index, run="run"):
     return trainer, rounds
 
 
-def simulated(make_task, outer, train, peers):
+def simulated(make_task, outer, train, peers, run="run"):
     """The reference: peer id -> slow weights per round."""
 
     def peer(exchange):
-        trainer, rounds = slow_weights(make_task(), outer, train, exchange, peers.index(exchange.peer))
+        trainer, rounds = slow_weights(make_task(), outer, train, exchange, peers.index(exchange.peer), run)
         trainer.run()
         return rounds
 
@@ -109,8 +109,10 @@ def hosts():
         blocking(every=3, method="local", codec="float16"),
         blocking(every=3, method="gasloc", codec="int8", finish="average"),
         blocking(every=3, weights="tokens", buffers="average"),  # two tensors and what no codec may touch
+        blocking(every=3, codec="mod4"),
+        blocking(every=3, codec="mod4", weights="tokens", buffers="average"),
     ],
-    ids=["pull", "bfloat16", "local", "gasloc", "buffers"],
+    ids=["pull", "bfloat16", "local", "gasloc", "buffers", "mod4", "mod4-buffers"],
 )
 def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(hosts, outer):
     rounds = 5
@@ -137,7 +139,7 @@ def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(
         thread.start()
     for thread in threads:
         thread.join(60)
-    reference = simulated(task, outer, train, [identity.peer_id for identity, _ in hosts])
+    reference = simulated(task, outer, train, [identity.peer_id for identity, _ in hosts], swarm)
     for (identity, _), (_, real) in zip(hosts, made, strict=True):
         assert len(real) == rounds + (outer.finish == "average")
         assert_equal_bits(real, reference[identity.peer_id])

@@ -33,7 +33,7 @@ def half_of_the_other(patch):
     async def halved(self, stream, attempt, theirs, until, longest):
         received = await swap(self, stream, attempt, theirs, until, longest)
         tensors = [torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
-                   for a, b in zip(received.tensors, attempt.contribution.tensors(), strict=True)]  # fmt: skip
+                   for a, b in zip(received.values, attempt.contribution.tensors(), strict=True)]  # fmt: skip
         return PartnerContribution(received.peer, received.weight, tensors)
 
     patch.setattr(PairTransfer, "_swap", halved)
@@ -42,8 +42,8 @@ def half_of_the_other(patch):
 def callee_does_not_wait(patch):
     """The callee commits when it is ready, whatever the caller decides."""
 
-    async def follow(self, stream, offer, received, commit, patience):
-        commit.received = received
+    async def follow(self, stream, offer, received, attempt, patience):
+        attempt.commit.received = received
 
     patch.setattr(PairTransfer, "_follow", follow)
 
@@ -140,7 +140,7 @@ def wrong_weights(patch):
     mean = PairExchange._mean
 
     def unweighted(self, mine, theirs):
-        right = mean(self, mine, PartnerContribution(theirs.peer, mine.weight, theirs.tensors))
+        right = mean(self, mine, PartnerContribution(theirs.peer, mine.weight, theirs.values))
         return Mean(right.tensors, mine.weight + theirs.weight, right.members)
 
     patch.setattr(PairExchange, "_mean", unweighted)

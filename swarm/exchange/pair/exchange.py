@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
-from shoal.optim.exchange.averaging import mean_of
+from shoal.optim.codecs.mod4 import Reading, for_pairs
+from shoal.optim.exchange.averaging import mean_of, pair_mean
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
@@ -82,6 +83,12 @@ class PairExchange(ExchangeBase):
         return received
 
     def _mean(self, mine: Contribution, theirs: PartnerContribution) -> Mean:
-        """Compute the mean. Both sides do so from the same bytes in the same order."""
-        contributions = [(self._context.me, mine.weight, mine.tensors()), (theirs.peer, theirs.weight, theirs.tensors)]
-        return mean_of(self._screen, mine.codec, self._context.me, mine.key.fragment, contributions, mine.even)
+        """Compute the mean, from the same bytes on both sides; with a codec for pairs each side's is its own."""
+        me, fragment, pairs = self._context.me, mine.key.fragment, for_pairs(mine.codec)
+        if isinstance(theirs.values, Reading):
+            assert pairs is not None and mine.message is not None  # noqa: PT018
+            pairs[0].learn(mine.message, theirs.values)
+            own, other = (me, mine.weight, mine.message), (theirs.peer, theirs.weight, theirs.values)
+            return pair_mean(self._screen, fragment, own, other, theirs.refused, mine.even)
+        contributions = [(me, mine.weight, mine.tensors()), (theirs.peer, theirs.weight, theirs.values)]
+        return mean_of(self._screen, mine.codec, me, fragment, contributions, mine.even)

@@ -7,6 +7,8 @@ The *caller* opened the stream, the *callee* accepted. After the offers are agre
     caller   decides: commits      (or ABORT, if its own copy is not whole)
     caller   COMMIT -> callee      callee commits
 
+With a codec for pairs READY and COMMIT name the blocks that their sender refused, which then count on neither side.
+
 Guarantees, whatever dies or is cut at whatever point:
 
 1. Each side ends with the whole pair or with its own contribution alone, never with a mixture: the scratch becomes the result
@@ -27,19 +29,18 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
-
 from shoal.optim.codecs.base import buffer
+from shoal.optim.codecs.mod4 import Reading
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
+from shoal.swarm.exchange.attempt import ExchangeAttempt, Received
 from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.stats import Problem
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.digest import HashList
-from shoal.swarm.wire.envelope import M, Message, pack, unpack
+from shoal.swarm.wire.envelope import KIB, M, Message, pack, unpack
 from shoal.swarm.wire.nonce import fresh_nonce
 from shoal.swarm.wire.pair import Abort, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
 
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
 
 OUTCOME_PROTOCOL = "/shoal/outcome/1"
-REMEMBERED = 1024  # outcomes remembered for callees that ask again
+REMEMBERED = 64  # outcomes remembered for callees that ask again, at once; each may name many refused blocks
+MOST_REFUSED = 0.5  # of the blocks: beyond it the partner is as far away as one that is refused as a whole
 VERIFIED = 3e6  # values a second, at least, that a partner decodes and verifies, also with more nodes than processors
 ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
 
@@ -62,7 +64,19 @@ class PartnerContribution:
 
     peer: str
     weight: float
-    tensors: list[Tensor]
+    values: Received
+    refused: bytes = b""
+    """The blocks of the own contribution that the partner refused."""
+
+    @property
+    def bits(self) -> bytes:
+        """The blocks of this contribution that this node refused."""
+        return self.values.bits if isinstance(self.values, Reading) else b""
+
+    @property
+    def far(self) -> bool:
+        """True if this node refused most of it."""
+        return isinstance(self.values, Reading) and self.values.refused_part > MOST_REFUSED
 
 
 class Withdrawn(NetworkError):
@@ -78,7 +92,8 @@ class PairTransfer:
     def __init__(self, host: Host, timeouts: ExchangeTimeouts) -> None:
         self._host, self._timeouts = host, timeouts
         self._undecided: set[tuple[str, bytes]] = set()
-        self._outcomes: OrderedDict[tuple[str, bytes], Outcome] = OrderedDict()
+        self._outcomes: OrderedDict[tuple[str, bytes], tuple[Outcome, bytes]] = OrderedDict()
+        """The decisions, and with them the blocks that this node refused."""
         host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
 
     async def run(self, stream: Stream, attempt: Attempt, theirs: Offer, *, caller: bool) -> PartnerContribution | None:
@@ -91,24 +106,26 @@ class PairTransfer:
         try:
             received = await self._swap(stream, attempt, theirs, began + self._timeouts.moving(theirs.nbytes), until)
             confirm = self._decide if caller else self._follow
-            await confirm(stream, theirs, received, attempt.commit, self._patience(attempt, until))
+            await confirm(stream, theirs, received, attempt, self._patience(attempt, until))
         except (NetworkError, MessageError) as error:
             if isinstance(error, Withdrawn) and not caller:
                 raise
             log.info("round %d: no exchange with %s: %s", attempt.key.round, short(stream.peer_id), error)
             attempt.failed(stream.peer_id, error)
         else:
-            if attempt.commit.received is not None:
+            if attempt.commit.received is not None and attempt.commit.received.far:
+                attempt.failed(stream.peer_id, "suspicious")  # what could be read counts, yet it is as good as turned down
+            elif attempt.commit.received is not None:
                 attempt.stats.done(attempt.key, asyncio.get_running_loop().time() - began)
         finally:
             if exchange in self._undecided:
                 self._settle(exchange, "aborted")
         return attempt.commit.received
 
-    def _settle(self, exchange: tuple[str, bytes], outcome: Outcome) -> None:
+    def _settle(self, exchange: tuple[str, bytes], outcome: Outcome, refused: bytes = b"") -> None:
         """Record the one decision of an exchange in which this node is the caller; later questions find it made."""
         self._undecided.discard(exchange)
-        self._outcomes[exchange] = outcome
+        self._outcomes[exchange] = outcome, refused
         while len(self._outcomes) > REMEMBERED:
             self._outcomes.popitem(last=False)
 
@@ -142,56 +159,53 @@ class PairTransfer:
         except NetworkError as error:
             raise error if arrived or error.reason != "broken" else Withdrawn(str(error)) from None
         problem: Problem | None = Problem("damaged", "it does not match the digest it announced")
-        tensors = list[Tensor]()
+        values: Received = []
         if hashes.digest() == theirs.sha256:
-            problem, tensors = await asyncio.to_thread(attempt.problem, stream.peer_id, scratch)
+            problem, values = await asyncio.to_thread(attempt.problem, stream.peer_id, scratch)
         if problem is not None:
             await self._send(stream, Abort(nonce=theirs.nonce, reason=str(problem)))
             raise MessageError(f"the contribution of peer {short(stream.peer_id)} was refused: {problem}.", problem.kind)
-        return PartnerContribution(stream.peer_id, theirs.weight, tensors)
+        return PartnerContribution(stream.peer_id, theirs.weight, values)
 
-    async def _decide(
-        self, stream: Stream, offer: Offer, received: PartnerContribution, commit: CommitState[PartnerContribution], patience: float
-    ) -> None:
+    async def _decide(self, stream: Stream, offer: Offer, received: PartnerContribution, attempt: Attempt, patience: float) -> None:
         """Do the caller's half of the commit."""
-        reply = await self._receive(stream, patience, Ready, Abort)
+        reply = await self._receive(stream, patience, _room(attempt), Ready, Abort)
         if not isinstance(reply, Ready) or reply.nonce != offer.nonce:
             raise _called_off(reply)
-        exchange = (stream.peer_id, offer.nonce)
+        exchange, whole = (stream.peer_id, offer.nonce), _agreed(attempt, received, reply.refused)
         # Not if the callee gave up, asked and was answered "aborted", nor if this node's own time was up.
-        if exchange in self._undecided and commit.commit(received):
-            self._settle(exchange, "committed")
-            await self._send(stream, Commit(nonce=offer.nonce))
+        if exchange in self._undecided and attempt.commit.commit(whole):
+            self._settle(exchange, "committed", received.bits)
+            await self._send(stream, Commit(nonce=offer.nonce, refused=received.bits))
 
-    async def _follow(
-        self, stream: Stream, offer: Offer, received: PartnerContribution, commit: CommitState[PartnerContribution], patience: float
-    ) -> None:
+    async def _follow(self, stream: Stream, offer: Offer, received: PartnerContribution, attempt: Attempt, patience: float) -> None:
         """Do the callee's half of the commit."""
         try:
-            await stream.send(pack(Ready(nonce=offer.nonce, sha256=offer.sha256)), self._timeouts.chunk)
+            ready = Ready(nonce=offer.nonce, sha256=offer.sha256, refused=received.bits)
+            await stream.send(pack(ready), self._timeouts.chunk)
         except NetworkError:
             raise _called_off(
-                await self._receive(stream, self._timeouts.chunk, Abort)
+                await self._receive(stream, self._timeouts.chunk, Abort.LIMIT, Abort)
             ) from None  # it may have sent its reason before
         try:
-            reply = await self._receive(stream, patience, Commit, Abort)
+            reply = await self._receive(stream, patience, _room(attempt), Commit, Abort)
             if isinstance(reply, Abort):
                 raise _called_off(reply)
-            committed = isinstance(reply, Commit) and reply.nonce == offer.nonce
+            refused = reply.refused if isinstance(reply, Commit) and reply.nonce == offer.nonce else None
         except NetworkError:
-            committed = await self._ask(stream.peer_id, offer.nonce)
-        if committed:
-            commit.commit(received)
+            refused = await self._ask(stream.peer_id, offer.nonce, _room(attempt))
+        if refused is not None:
+            attempt.commit.commit(_agreed(attempt, received, refused))
 
-    async def _ask(self, peer: str, nonce: bytes) -> bool:
-        """Ask the caller once more, over a new stream, after its confirmation was lost."""
+    async def _ask(self, peer: str, nonce: bytes, room: int) -> bytes | None:
+        """Ask the caller once more, over a new stream, after its confirmation was lost; return what it refused, if it committed."""
         try:
-            reply = await asyncio.wait_for(self._asked(peer, nonce), ASK_S)
+            reply = await asyncio.wait_for(self._asked(peer, nonce, ASK_S, room), ASK_S)
         except (NetworkError, MessageError, asyncio.TimeoutError) as error:
             why = str(error) or f"no answer within {ASK_S:g} s"
             log.warning("the confirmation of an exchange was lost and its peer cannot be asked (%s): the round is given up", why)
-            return False
-        return reply.outcome == "committed"
+            return None
+        return reply.refused if reply.outcome == "committed" else None
 
     async def probe(self, peer: str, seconds: float) -> None:
         """Ask ``peer`` for an outcome that it does not know: libp2p opens a stream without its help, so only an answer shows that
@@ -202,11 +216,11 @@ class PairTransfer:
         except asyncio.TimeoutError:
             raise NetworkError(f"peer {short(peer)} did not answer within {seconds:.3g} s.", "timeout") from None
 
-    async def _asked(self, peer: str, nonce: bytes, seconds: float = ASK_S) -> OutcomeReply:
+    async def _asked(self, peer: str, nonce: bytes, seconds: float, room: int = KIB) -> OutcomeReply:
         again = await self._host.open(peer, OUTCOME_PROTOCOL, timeout=seconds)
         try:
             await again.send(pack(OutcomeRequest(nonce=nonce)), seconds)
-            return unpack(await again.receive(OutcomeReply.LIMIT, seconds), OutcomeReply)
+            return unpack(await again.receive(room, seconds), OutcomeReply)
         finally:
             again.close()
 
@@ -215,12 +229,12 @@ class PairTransfer:
         exchange = (stream.peer_id, request.nonce)
         if exchange in self._undecided:  # the callee gives up, so it is aborted; a READY still in flight comes too late
             self._settle(exchange, "aborted")
-        outcome: Literal["committed", "aborted", "unknown"] = self._outcomes.get(exchange, "unknown")
-        await stream.send(pack(OutcomeReply(outcome=outcome)), self._timeouts.chunk)
+        outcome: Literal["committed", "aborted", "unknown"]
+        outcome, refused = self._outcomes.get(exchange, ("unknown", b""))
+        await stream.send(pack(OutcomeReply(outcome=outcome, refused=refused)), self._timeouts.chunk)
 
-    async def _receive(self, stream: Stream, seconds: float, *types: type[M]) -> M:
-        limit = max(kind.LIMIT for kind in types)
-        return unpack(await stream.receive(limit, seconds), *types)
+    async def _receive(self, stream: Stream, seconds: float, room: int, *types: type[M]) -> M:
+        return unpack(await stream.receive(room, seconds), *types)
 
     async def _send(self, stream: Stream, message: Message) -> None:
         """Send a message that need not arrive: without it the peer's deadline or its question has the same effect."""
@@ -228,6 +242,25 @@ class PairTransfer:
             await stream.send(pack(message), self._timeouts.chunk)
         except NetworkError as error:
             log.info("%s was not sent: %s", message.KIND, error)
+
+
+def _room(attempt: Attempt) -> int:
+    """Return the bytes of the largest message that ends the exchange."""
+    message = attempt.contribution.message
+    return Abort.LIMIT + (0 if message is None else len(message.own) // 8)
+
+
+def _agreed(attempt: Attempt, received: PartnerContribution, refused: bytes) -> PartnerContribution:
+    """Return what was received, with the blocks that its sender refused. Raises MessageError if these are none of this exchange."""
+    message = attempt.contribution.message
+    try:
+        if message is not None:
+            message.refused(refused)
+        elif refused:
+            raise ValueError(f"{len(refused)} bytes name refused blocks, which {attempt.contribution.codec.name} has not")
+    except ValueError as error:
+        raise MessageError(f"peer {short(received.peer)} refused what was not sent: {error}.") from None
+    return replace(received, refused=refused)
 
 
 def _called_off(reply: Message) -> MessageError:

@@ -87,7 +87,7 @@ ALL = st.one_of(
         round=counts,
     ),
     st.builds(Ready, nonce=nonces, sha256=hashes),
-    st.builds(Commit, nonce=nonces),
+    st.builds(Commit, nonce=nonces, refused=st.binary(max_size=300)),
     st.builds(Abort, nonce=nonces, reason=reasons),
     st.builds(OutcomeRequest, nonce=nonces),
     st.builds(OutcomeReply, outcome=st.sampled_from(["committed", "aborted", "unknown"])),
@@ -218,19 +218,20 @@ def test_forgeries_are_refused():
 
 
 def test_kind_and_version_are_named_before_anything_else():
-    commit = Commit(nonce=bytes(16))
-    refused(pack(commit), Ready, Abort, says="kind 'commit' came in place of abort or ready: run the same shoal")
+    request = OutcomeRequest(nonce=bytes(16))
+    refused(pack(request), Ready, Abort, says="kind 'outcome-request' came in place of abort or ready: run the same shoal")
     for version, where in ((2, "here"), (0, "there")):
         says = f"has version {version}, this node speaks 1: update shoal {where}"
-        refused(msgpack.packb(["commit", version, {"other": 1}]), Commit, says=says)
+        refused(msgpack.packb(["outcome-request", version, {"other": 1}]), OutcomeRequest, says=says)
     newer = msgpack.packb([ME.peer_id, msgpack.packb(["member", Member.VERSION + 1, {}]), bytes(64)])
     with pytest.raises(MessageError, match=f"version {Member.VERSION + 1}, this node speaks {Member.VERSION}"):
         unseal(newer, Member)
-    refused(msgpack.packb(["\x1b[31m", 1, {}]), Commit, says="came in place of commit")
-    for head in ([b"commit", 1, {}], ["commit", True, {}], ["commit", "1", {}], ["commit", 1], ["commit", 1, {}, 2]):
-        refused(msgpack.packb(head), Commit, says="not .kind, version, fields")
-    refused(msgpack.packb(["commit", 1, []]), Commit, says="not .kind, version, fields")
-    refused(msgpack.packb({}), Commit, says="does not start with a kind and version")
+    refused(msgpack.packb(["\x1b[31m", 1, {}]), OutcomeRequest, says="came in place of outcome-request")
+    kind = "outcome-request"
+    for head in ([kind.encode(), 1, {}], [kind, True, {}], [kind, "1", {}], [kind, 1], [kind, 1, {}, 2]):
+        refused(msgpack.packb(head), OutcomeRequest, says="not .kind, version, fields")
+    refused(msgpack.packb(["outcome-request", 1, []]), OutcomeRequest, says="not .kind, version, fields")
+    refused(msgpack.packb({}), OutcomeRequest, says="does not start with a kind and version")
 
 
 @pytest.mark.parametrize(
@@ -277,22 +278,22 @@ def test_size_is_checked_before_decoding(monkeypatch):
 
     monkeypatch.setattr(wire.msgpack, "unpackb", never)
     monkeypatch.setattr(wire.msgpack, "Unpacker", never)
-    refused(bytes(5121), Member, Commit, says="5121 bytes where at most 5120")
+    refused(bytes(5121), Member, OutcomeRequest, says="5121 bytes where at most 5120")
     with pytest.raises(MessageError, match="5281 bytes where at most 5280"):
         unseal(bytes(5281), Member)
 
 
 def test_the_limit_of_the_own_kind_holds_among_larger_ones():
-    refused(raw(Commit(nonce=bytes(16)), more=bytes(2000)), Commit, Offer, says="where at most 1024")
+    refused(raw(OutcomeRequest(nonce=bytes(16)), more=bytes(2000)), OutcomeRequest, Offer, says="where at most 1024")
     with pytest.raises(MessageError, match=r"manifest-reply of 66\d+ bytes exceeds 65536"):
         pack(ManifestReply.model_construct(manifest=bytes(66_000), swarm=SWARM, reason=""))
 
 
 def test_duplicate_keys_are_refused():
-    packed = pack(Commit(nonce=bytes(16)))
+    packed = pack(OutcomeRequest(nonce=bytes(16)))
     head, field = packed[:-24], packed[-24:]  # fixmap of one: key (6), bin header (2), 16 bytes
     assert head[-1:] == b"\x81"
-    refused(head[:-1] + b"\x82" + field * 2, Commit, says="limits")
+    refused(head[:-1] + b"\x82" + field * 2, OutcomeRequest, says="limits")
 
 
 BOMBS = {

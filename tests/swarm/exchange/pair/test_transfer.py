@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from shoal.optim import BFLOAT16, FLOAT32, RoundKey, Simulation
+from shoal.optim import BFLOAT16, FLOAT32, RoundKey, Simulation, codec_named
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
 from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
@@ -244,7 +244,7 @@ def test_a_caller_that_has_gone_on_when_ready_comes_decides_nothing(pair, monkey
     monkeypatch.setattr(transfer.PairTransfer, "_receive", closing)
     first, second = pair.begin()
     assert (first.result(), second.result()) == (None, None)
-    (outcome,) = pair.exchanges[0]._matchmaker.state.transfers._outcomes.values()
+    ((outcome, _),) = pair.exchanges[0]._matchmaker.state.transfers._outcomes.values()
     assert outcome == "aborted"
 
 
@@ -378,3 +378,105 @@ def test_peers_of_different_runs_never_meet(promised):
             return exchange.start(RoundKey("another", 0), [torch.tensor([1.0])]).result()
 
     assert promised.together(other, contribute([1.0]), wait=1.0) == [None, None]
+
+
+def near(pair, number, rounds=1, far=None):
+    """Both sides' codecs of pairs, after as many rounds, with what they sent and got last; ``far``: how far the callee is away."""
+    codecs, shape = [codec_named("mod4") for _ in range(2)], (300, 100)
+    generator = torch.Generator().manual_seed(number)
+    base = torch.randn(shape, generator=generator)
+    for round in range(rounds):
+        sent, handles = [], []
+        for place, (exchange, codec) in enumerate(zip(pair.exchanges, codecs, strict=True)):
+            moved = 0.01 * torch.randn(shape, generator=generator)
+            codec.expect(f"run:{round}:0", [moved])
+            sent.append(base + moved + (far if far is not None and place else 0.0))
+            handles.append(exchange.start(RoundKey(SWARM, round), [sent[-1]], 1.0, codec))
+            while not place and not pair.exchanges[1]._matchmaker.held.calls:
+                threading.Event().wait(0.005)
+        got = [handle.result() for handle in handles]
+        for codec, mean in zip(codecs, got, strict=True):
+            codec.rejected() if mean is None else codec.accepted()
+    return sent, got
+
+
+def gains(sent, got):
+    return [mean.tensors[0].double() - own.double() for own, mean in zip(sent, got, strict=True)]
+
+
+def test_partners_that_read_each_other_by_their_own_weights_move_by_opposite_amounts(pair):
+    sent, got = near(pair, 1, rounds=3)
+    one, other = gains(sent, got)
+    apart = sent[1].double() - sent[0].double()
+    torch.testing.assert_close(one, -other, rtol=0, atol=1e-6)  # the rounding of a sum of float32
+    assert (one - apart / 2).norm() < 0.2 * apart.norm()
+    assert [exchange.stats.turned_down() for exchange in pair.exchanges] == [0, 0]
+
+
+AWAY = torch.where(torch.arange(300)[:, None] < 32, 1.0, 0.0)  # 50 of 469 blocks
+
+
+def test_blocks_that_one_refuses_count_on_neither_side(pair):
+    sent, got = near(pair, 1, far=AWAY)
+    one, other = gains(sent, got)
+    assert not one[:32].any()
+    assert not other[:32].any()
+    torch.testing.assert_close(one, -other, rtol=0, atol=1e-6)
+    assert one[33:].count_nonzero() > 0.8 * one[33:].numel()  # small differences vanish in the same dither
+
+
+def test_a_callee_whose_confirm_was_lost_learns_the_refused_blocks_too(pair, monkeypatch, network):
+    lose(monkeypatch, Commit)
+    sent, got = near(pair, 1, far=AWAY)
+    one, other = gains(sent, got)
+    assert network.opened[-1] == (pair.hosts[1].peer_id, pair.hosts[0].peer_id, OUTCOME_PROTOCOL)
+    torch.testing.assert_close(one, -other, rtol=0, atol=1e-6)
+    assert not other[:32].any()
+
+
+def test_who_is_far_away_as_a_whole_counts_as_turned_down(pair):
+    """So a node that nobody can read fetches the weights of the others (`shoal.swarm.state.resync`)."""
+    sent, got = near(pair, 1, far=torch.ones(300, 100))
+    assert all(gain.count_nonzero() < 0.05 * gain.numel() for gain in gains(sent, got))
+    assert [exchange.stats.turned_down() for exchange in pair.exchanges] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", [Ready, Commit])
+@pytest.mark.parametrize("refused", [b"\xff", bytes(60), bytes(5000)])
+def test_blocks_that_were_never_sent_cannot_be_refused(pair, monkeypatch, kind, refused):
+    """Of 469 blocks: 59 bytes. The peer that is told so applies nothing, in a sentence."""
+    send = Stream.send
+
+    async def lying(stream, data, timeout):
+        if kind.KIND.encode() in data[:20]:
+            data = pack(unpack(data, kind).model_copy(update={"refused": refused}))
+        await send(stream, data, timeout)
+
+    monkeypatch.setattr(Stream, "send", lying)
+    _, got = near(pair, 1)
+    deceived = 0 if kind is Ready else 1
+    assert got[deceived] is None
+    failed = pair.exchanges[deceived].stats.failures(RoundKey(SWARM, 0))
+    assert [kind for _, kind in failed] == ["damaged"]
+
+
+def test_with_another_codec_no_block_can_be_refused(pair, monkeypatch):
+    send = Stream.send
+
+    async def lying(stream, data, timeout):
+        if Ready.KIND.encode() in data[:20]:
+            data = pack(unpack(data, Ready).model_copy(update={"refused": b"\x01"}))
+        await send(stream, data, timeout)
+
+    monkeypatch.setattr(Stream, "send", lying)
+    assert pair.run()[0] is None
+
+
+def test_partners_with_other_codecs_refuse_each_other_and_apply_nothing(pair):
+    first = pair.exchanges[0].start(RoundKey(SWARM, 0), tensors(1.0), 1.0, codec_named("mod4"))
+    second = pair.exchanges[1].start(RoundKey(SWARM, 0), tensors(3.0), 1.0, FLOAT32)
+    pair.exchanges[0].hurry(2.0)
+    pair.exchanges[1].hurry(2.0)
+    assert (first.result(), second.result()) == (None, None)
+    said = [exchange.stats.failures(RoundKey(SWARM, 0)) for exchange in pair.exchanges]
+    assert "refused" in [kind for failures in said for _, kind in failures]
