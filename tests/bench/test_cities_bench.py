@@ -11,11 +11,11 @@ TEAM = {"anna": 1, "bert": 2, "carl": 3, "dora": 4}
 SLOW = "carl has a slow link: an exchange takes it 13.4 s, 4.1 times the median of all (3.28 s)"
 
 
-def good(struck=()):
+def good(struck=(), scenario="neighbours"):
     """A row without faults."""
     members = {name: {"reach": "punched"} for name in TEAM}
     return {
-        "scenario": "cut",
+        "scenario": scenario,
         "struck": list(struck),
         "computing": dict.fromkeys(TEAM, 0.97),
         "stood_s": dict.fromkeys(TEAM, 4.9),
@@ -64,7 +64,7 @@ def test_to_whom_it_happened_may_stand_still_be_gone_meanwhile_and_be_blamed_but
 
 
 def test_the_table_says_how_it_was_for_the_others_and_when_the_struck_came_back():
-    row = good(["bert"]) | {"down_s": 93.6, "exchanges": {"anna": [3, 4], "bert": [1, 4], "carl": [4, 4], "dora": [2, 5]}}
+    row = good(["bert"], "cut") | {"down_s": 93.6, "exchanges": {"anna": [3, 4], "bert": [1, 4], "carl": [4, 4], "dora": [2, 5]}}
     row["computing"]["bert"], row["stood_s"]["bert"], row["found_s"]["bert"] = 0.4, 90.0, 28.6
     assert cities.table([row]).splitlines()[-1] == "| cut | 94 s | 0.97 | 4.9 s | 29 s | 60 s | 10 of 17 |"
     row["found_s"]["bert"] = None
