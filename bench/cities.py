@@ -29,6 +29,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -447,7 +448,9 @@ def main() -> None:
                 made = measured(scenario, Path(folder))
             finally:
                 if options.keep:
-                    subprocess.run(["cp", "-r", folder, str(options.keep / scenario)], check=False)
+                    shutil.copytree(
+                        folder, options.keep / scenario, ignore=shutil.ignore_patterns("shoal-*", "*.key*"), dirs_exist_ok=True
+                    )
         with options.results.open("a") as file:
             file.write(json.dumps(made) + "\n")
         print(json.dumps(made), flush=True)
