@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.chaos.processes_under_test import free_ports
-from shoal.node.demo.demo import LINK_S
+from bench.chaos.processes_under_test import LINK_S, free_ports
 from shoal.node.demo.nodes import Nodes, Process, read_line
 from shoal.node.watch.events import Heard
 from shoal.node.watch.recording import recorded

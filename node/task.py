@@ -46,7 +46,6 @@ class NumberedBatches(Iterator[Any]):
         return self.batch(self.next_number - 1)
 
     def batch(self, number: int) -> Any:
-        """Return batch ``number``."""
         return self._dataset[number % len(self._dataset) if hasattr(self._dataset, "__len__") else number]
 
 

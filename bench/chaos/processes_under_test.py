@@ -28,6 +28,7 @@ from shoal.node.exit_codes import ExitCode
 
 END_S, END_EACH_S = 20.0, 1.0  # seconds for all nodes together to end in good order, and more for each
 GONE_S = 5.0  # seconds for the guards to end the daemons of killed nodes
+LINK_S = 60.0  # seconds for the first node to print its link
 TICK_S = 0.05
 MARK = "SHOAL_CHAOS"
 PORTS = range(20_000, 32_000)  # below the ephemeral ports, so that no other process gets a dead node's port by chance

@@ -16,11 +16,11 @@ from typing import Any
 from bench.chaos import processes
 from bench.chaos.figures import Life
 from bench.chaos.plan import Hit
-from bench.chaos.processes_under_test import ChaosError, ProcessesUnderTest, Running
+from bench.chaos.processes_under_test import LINK_S, ChaosError, ProcessesUnderTest, Running
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import Settings
 from shoal.node.data import manifest_options as agreement
-from shoal.node.demo.demo import LINK_S, settings_toml
+from shoal.node.demo.demo import settings_toml
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.join import for_new_swarm
 from shoal.node.runtime.result import write_json

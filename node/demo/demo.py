@@ -27,8 +27,6 @@ from shoal.node.runtime.result import RESULT
 from shoal.node.runtime.slow_weights import ROUNDS
 from shoal.node.tasks.loader import load_task
 
-LINK_S = 60.0  # seconds for the first node of a chaos run to print its link
-
 
 def run_demo(
     *,

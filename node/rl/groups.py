@@ -36,7 +36,6 @@ class Update:
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
         return sum(map(len, self.tokens))
 
 

@@ -51,7 +51,6 @@ class HF:
         return [*ids, *([self._end] if ended else [])]
 
     def ends(self, token: int) -> bool:
-        """Implement `Policy.ends`."""
         return token in self._ends
 
     def _prompt(self, prompt: str) -> list[int]:
@@ -126,7 +125,6 @@ class HF:
         return torch.cat(parts), mask
 
     def logits(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Implement `Policy.logits`."""
         after, mask = pad(completions, self._end, left=False, device=self._device())
         before, seen = pad([self._prompt(prompt) for prompt in prompts], self._end, left=True, device=self._device())
         tokens, visible = torch.cat([before, after], 1)[:, :-1], torch.cat([seen, mask], 1)[:, :-1]

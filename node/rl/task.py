@@ -115,7 +115,6 @@ class RLTask(Task):
         return self._make_policy()
 
     def model(self) -> torch.nn.Module:
-        """Return the policy's module."""
         return self.policy.module
 
     draws_with_model = True

@@ -126,7 +126,6 @@ class Tiny:
         return [_token(character) for character in completion] + ([END] if ended else [])
 
     def ends(self, token: int) -> bool:
-        """Implement `Policy.ends`."""
         return token == END
 
     def _prompt(self, prompt: str) -> list[int]:
@@ -162,13 +161,11 @@ class Tiny:
         return [written[start : start + count] for start in range(0, len(written), count)]
 
     def log_probs(self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float) -> tuple[Tensor, Tensor]:
-        """Implement `Policy.log_probs`."""
         logits, after, mask = self._pass(prompts, completions)
         logs = (logits / (temperature or 1.0)).log_softmax(-1)
         return logs.gather(-1, after[..., None])[..., 0], mask
 
     def logits(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Implement `Policy.logits`."""
         logits, _, mask = self._pass(prompts, completions)
         return logits, mask
 

@@ -95,7 +95,6 @@ class LineDisplay:
         self.message(text)
 
     def message(self, text: str) -> None:
-        """Print ``text``."""
         print(printable(text), file=self._stream, flush=True)
 
     def close(self) -> None:

@@ -41,5 +41,4 @@ class RunOptions:
 
     @property
     def folder(self) -> Path:
-        """The node's folder."""
         return self.settings.node.run_folder

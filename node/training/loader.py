@@ -157,7 +157,6 @@ class _Unsent(ExceptionWrapper):
         self.text = text
 
     def reraise(self) -> None:
-        """Raise LoadingError."""
         raise LoadingError(self.text)
 
 

@@ -35,7 +35,6 @@ class PeerAddresses:
             self._after.pop(gone, None)
 
     def addresses(self, peer: str) -> tuple[str, ...]:
-        """Return the addresses of ``peer``."""
         return self._known.get(peer, ())
 
     def tried(self, peer: str, now: float, *, reached: bool) -> None:

@@ -38,7 +38,6 @@ class Recorder:
             raise self._error(error) from None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _error(self, error: OSError) -> RecordError:

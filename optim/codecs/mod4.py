@@ -99,7 +99,6 @@ class Mod4Codec:
         self._moved = _exponents(torch.cat(parts)) if parts else None
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the payload of ``post``."""
         return self.post(tensors).payload
 
     @torch.no_grad()

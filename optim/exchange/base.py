@@ -242,9 +242,7 @@ class NoPartner:
     """Handle of an exchange that is over without a partner."""
 
     def done(self) -> bool:
-        """Return True."""
         return True
 
     def result(self, deadline: float | None = None) -> Mean | None:
-        """Return None."""
         return None

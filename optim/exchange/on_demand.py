@@ -29,7 +29,6 @@ class OnDemand(Sequence[Tensor]):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the tensors."""
         return [tuple(item.shape if isinstance(item, Tensor) else item[0].shape) for item in self._items]
 
     @property

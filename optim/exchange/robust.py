@@ -59,11 +59,9 @@ class Trusting:
     gathers = False
 
     def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
-        """Return None."""
         return None
 
     def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
-        """Return the weighted mean."""
         return weighted_mean(contributions, even)
 
 

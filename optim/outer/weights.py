@@ -124,7 +124,6 @@ class ModelWeights:
         return tensors
 
     def projection(self, part: Sequence[int]) -> tuple[float, ...]:
-        """Return the ``projection`` of the slow weights of ``part``."""
         return projection(self.slow[index] for index in part)
 
     def sketch(self, part: Sequence[int]) -> tuple[float, ...]:

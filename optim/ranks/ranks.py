@@ -59,7 +59,6 @@ class RankLength:
             yield found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the real length."""
         return self._real.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:

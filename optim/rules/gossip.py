@@ -108,7 +108,6 @@ class LocalSGDRule:
     """Rule of local SGD / FedAvg: slow weights become the mean of the fast weights. With pairs: epidemic averaging."""
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Return no state."""
         return {}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
@@ -157,11 +156,9 @@ class GASLoCRule:
         return {"offset": zeros(slow)}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """Return u."""
         return [s.lerp(f, self.lr) for s, f in zip(slow, fast, strict=True)]
 
     def even(self, count: int) -> int:
-        """Return all."""
         return count
 
     def apply(

@@ -61,7 +61,6 @@ class SpartaRule:
             raise ValueError(f"part must lie in [0, 1], got {self.part}: it is the part of all values that is averaged")
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Return no state."""
         return {}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:

@@ -69,7 +69,6 @@ class AccessPolicy:
         return self._creator is not None
 
     def denies(self, peer: str) -> bool:
-        """Return whether ``peer`` is on the deny list."""
         return peer != self.me and peer in self.lists.deny
 
     def blocks(self, peer: str) -> bool:

@@ -76,7 +76,6 @@ class ExchangeAttempt(Generic[R]):
 
     @property
     def key(self) -> RoundKey:
-        """The round that the contribution is for."""
         return self.contribution.key
 
     def moved_to(self, round: int) -> ExchangeAttempt[R]:

@@ -50,7 +50,6 @@ class EncodedPayload:
         return self._payload.numel()
 
     def blocks(self) -> Iterator[memoryview]:
-        """Return its chunks."""
         return chunks(self._payload.numpy().data)
 
     def whole(self) -> Tensor:
@@ -58,7 +57,6 @@ class EncodedPayload:
         return self._payload
 
     def tensors(self) -> Sequence[Tensor]:
-        """Decode the payload."""
         return self._codec.decode(self._payload, self._shapes)
 
 

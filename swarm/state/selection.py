@@ -82,7 +82,6 @@ class SnapshotOffer:
 
     @property
     def id(self) -> bytes:
-        """Id of the snapshot."""
         return snapshot_id(self.header)
 
     @property
@@ -310,7 +309,6 @@ class SampleSink:
 
     @property
     def have(self) -> set[int]:
-        """Chunks that are here."""
         return set(self.chunks)
 
     def write(self, chunk: int, data: memoryview) -> None:

@@ -69,7 +69,6 @@ class Ledger:
         return sorted((claim for group in self._claims.values() for claim in group), key=lambda claim: (claim.round, claim.id))
 
     def claims_of(self, peer: str, round: int) -> list[Claim]:
-        """Return the claims of ``peer`` in ``round``."""
         return self._claims.get((peer, round), [])
 
     def entry(self, peer: str, round: int, life: int | None = None) -> Entry | None:

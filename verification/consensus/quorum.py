@@ -53,7 +53,6 @@ class ViewQuorum:
 
     @property
     def proposed(self) -> Electorate | None:
-        """Electorate that `propose` set."""
         return self._known[self._own.root] if self._own else None
 
     def learned(self, electorate: Electorate) -> bool:

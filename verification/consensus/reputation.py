@@ -26,7 +26,6 @@ from shoal.verification.consensus.records import MAX_ROUND
 from shoal.verification.consensus.rulings import Electorates, Rules, Ruling, rule
 
 ROW = 15  # numbers of a standing
-POINT = 1000  # scores and prices are in thousandths of a point
 ABSENT = 2000  # absence from which a peer is not drawn
 MOST_ABSENCE = 2 * ABSENT  # absence of one that never votes: it is drawn again some twenty rounds after its last seat
 MOST_SCORE = 2**15  # in a row, above and below 0: a score fades one part after the other

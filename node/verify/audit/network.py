@@ -74,11 +74,9 @@ class SwarmNetwork:
         self._logs: LogServer | None = None
 
     def sign(self, record: bytes) -> bytes:
-        """Implement `AuditNetwork.sign`."""
         return sign_record(self._membership.identity, record)
 
     def verify(self, peer: str, record: bytes, signature: bytes) -> bool:
-        """Implement `AuditNetwork.verify`."""
         return verify_record(peer, record, signature)
 
     def open(self, take: Handler, log: Callable[[int], bytes], is_banned: Callable[[str], bool]) -> None:
@@ -93,11 +91,9 @@ class SwarmNetwork:
         self._records.publish(record, signature)
 
     def put(self, body: bytes) -> bytes:
-        """Implement `Bodies.put`."""
         return self._bodies.put(body)
 
     def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
-        """Implement `Bodies.get`."""
         return self._bodies.get(peer, sha256, most, timeout)
 
     def fetch_log(self, peer: str, since: int) -> bytes:
@@ -121,7 +117,6 @@ class SwarmNetwork:
         return {} if self._records is None else self._records.counts
 
     def close(self) -> None:
-        """Implement `AuditNetwork.close`."""
         if self._records is not None and self._logs is not None:
             self._records.close()
             self._logs.close()

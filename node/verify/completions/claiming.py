@@ -63,7 +63,6 @@ class Claimer:
         return written
 
     def write(self, policy: Policy, seed: int, index: int, question: Question) -> Claimed | None:
-        """Implement `shoal.node.rl.task.Claiming.write`."""
         del question  # the prover makes it anew, as verifiers do
         with self._lock:
             slot = self._slots.popleft() if self._slots else None

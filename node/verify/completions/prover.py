@@ -27,7 +27,6 @@ class ProvenGroup:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all completions."""
         return sum(len(one.tokens) for one in self.completions)
 
 

@@ -100,7 +100,6 @@ class PairSelector:
             self._unreached[peer] = record.issued
 
     def alive(self, peer: str) -> None:
-        """Note that ``peer`` called."""
         self._unreached.pop(peer, None)
 
     def _in(self, round: int) -> set[str]:
