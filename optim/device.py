@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+ALIGNED, SMALL = 64, 1 << 20
+"""Bytes: at a multiple of the first a tensor begins; less than the second is not worth a piece of pinned memory of its own."""
+
 
 def copies_beside(device: torch.device) -> bool:
     """Return whether copies to and from pinned memory go on beside the host, and can be awaited. Not those of Apple's devices."""
@@ -44,18 +47,92 @@ def current_device() -> Callable[[], None]:
     return lambda: torch.accelerator.set_device_index(index)
 
 
+def accelerator_of(tensors: Iterable[Tensor]) -> torch.device | None:
+    """Return the accelerator on which all tensors are; None if there is none, or one is elsewhere."""
+    devices = {tensor.device for tensor in tensors}
+    return devices.pop() if len(devices) == 1 and not devices & {torch.device("cpu"), torch.device("meta")} else None
+
+
+def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return uninitialised tensors of these shapes and dtypes in pinned memory, one behind the other in few pieces (`pieces`)."""
+    sizes, found = [_aligned(tensor.nbytes) for tensor in tensors], dict[int, Tensor]()
+    for places in pieces(sizes):
+        memory = torch.empty(sum(sizes[place] for place in places), dtype=torch.uint8, device="cpu", pin_memory=True)
+        for place, part in zip(places, torch.split(memory, [sizes[place] for place in places]), strict=True):
+            found[place] = part[: tensors[place].nbytes].view(tensors[place].dtype).view(tensors[place].shape)
+    return [found[place] for place in range(len(tensors))]
+
+
+def pieces(sizes: Sequence[int]) -> list[list[int]]:
+    """Return which of tensors of these sizes, in bytes, share a piece of memory.
+
+    Torch rounds a piece of pinned memory up to a power of two, so the pieces are such powers, nearly full, but for the last one.
+    """
+    found, left = list[list[int]](), sorted(range(len(sizes)), key=lambda place: -sizes[place])
+    while left:
+        total = sum(sizes[place] for place in left)
+        room = max(1 << (total.bit_length() - 1), sizes[left[0]]) if total > SMALL else total
+        taken, used = list[int](), 0
+        for place in left:
+            if used + sizes[place] <= room:
+                taken.append(place)
+                used += sizes[place]
+        found.append(taken)
+        gone = set(taken)
+        left = [place for place in left if place not in gone]
+    return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def pinned_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that torch takes from the system for the pinned memory of ``tensors``: of each piece a power of two."""
+    pieces = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors if tensor.is_pinned())}
+    return sum(1 << (size - 1).bit_length() for size in pieces.values() if size)
+
+
+def give_pinned_back() -> None:
+    """Let torch give the pinned memory that nothing uses any more back to the system, which it does not by itself."""
+    if hasattr(torch.accelerator, "empty_host_cache"):  # since 2.12
+        torch.accelerator.empty_host_cache()
+
+
 @torch.no_grad()
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return the tensors on ``device``; those on the CPU go there together, and nothing waits for it where copies go on beside."""
+    found = list(tensors)
+    if device.type == "cpu":
+        return [tensor.to(device) for tensor in found]
+    here = [place for place, tensor in enumerate(found) if tensor.device.type == "cpu"]
+    for dtype in {found[place].dtype for place in here}:
+        places = [place for place in here if tensors[place].dtype == dtype]
+        sizes = [tensors[place].numel() for place in places]
+        # Torch takes this memory back once the copy has ended, not before.
+        flat = torch.empty(sum(sizes), dtype=dtype, device="cpu", pin_memory=copies_beside(device))
+        torch.cat([tensors[place].reshape(-1) for place in places], out=flat)
+        for place, part in zip(places, torch.split(flat.to(device, non_blocking=copies_beside(device)), sizes), strict=True):
+            found[place] = part.view(tensors[place].shape)
+    return [tensor.to(device) for tensor in found]
+
+
+@torch.no_grad()
+def to_host(tensors: Sequence[Tensor], *, waits: bool = True) -> list[Tensor]:
     """Return the tensors on the CPU, of the same shapes; those of one device and dtype in one copy, the host's only wait for them.
 
-    Those on the CPU are returned as they are. The device needs memory for another copy of the others.
+    Those on the CPU are returned as they are. The device needs memory for another copy of the others. ``waits=False``: the caller
+    waits for the devices (`wait_for`) before it reads them.
     """
     found, groups = list(tensors), defaultdict[tuple[torch.device, torch.dtype], list[int]](list)
     for place, tensor in enumerate(tensors):
         if tensor.device.type != "cpu":
             groups[tensor.device, tensor.dtype].append(place)
     for places in groups.values():
-        flat = torch.cat([tensors[place].reshape(-1) for place in places]).cpu()
+        flat = torch.cat([tensors[place].reshape(-1) for place in places])
+        beside = not waits and copies_beside(flat.device)
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=beside)
+        flat = host.copy_(flat, non_blocking=beside)
         for place, part in zip(places, torch.split(flat, [tensors[place].numel() for place in places]), strict=True):
             found[place] = part.view(tensors[place].shape)
     return found

@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.store import ABLE, Packed, UnpackableError, pack, save
 from shoal.node.user_code import device_failed, out_of_memory
+from shoal.optim.device import copies_beside, give_pinned_back, pinned_bytes, pinned_like, wait_for
 
 PATIENCE_S = 60.0  # seconds that the last save may take, besides ...
 SLOWEST = 20e6  # ... its bytes over so many a second
@@ -32,17 +33,19 @@ HOLDERS = {
 }  # fmt: skip
 """Whoever keeps what is found under a key of the state, for sentences."""
 
-_Shaped = tuple[torch.dtype, tuple[int, ...], bool]
+_Shaped = tuple[torch.dtype, tuple[int, ...]]
 
 
 class Snapshots:
     """Copies of nested state in memory that is reused, because fresh pages cost more than the copying.
 
-    Tensors on a GPU are copied to pinned memory together, and waited for once.
+    Tensors on a GPU are copied to pinned memory together, and waited for once. Torch keeps pinned memory for later, in powers of
+    two: it is taken in few pieces, and given back to the system with the copy.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[_Shaped, list[Tensor]] = {}
+        self._pinned: list[Tensor] = []
 
     @torch.no_grad()
     def take(self, state: Any) -> Packed:
@@ -54,32 +57,47 @@ class Snapshots:
         """
         packed = state if isinstance(state, Packed) else pack(state)
         free = {shaped: list(buffers) for shaped, buffers in self._buffers.items()}
-        copies = {name: self._copy(tensor, free) for name, tensor in packed.tensors.items()}
-        for device in {tensor.device for tensor in packed.tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+        beside = {name: tensor for name, tensor in packed.tensors.items() if copies_beside(tensor.device)}
+        copies = {name: self._copy(tensor, free) for name, tensor in packed.tensors.items() if name not in beside}
+        if list(map(_shaped, self._pinned)) != list(map(_shaped, beside.values())):
+            self._unpin()
+            self._pinned = pinned_like(list(beside.values()))
+        for (name, tensor), room in zip(beside.items(), self._pinned, strict=True):
+            copies[name] = room.copy_(tensor, non_blocking=True)
+        wait_for(tensor.device for tensor in beside.values())
         for shaped, buffers in free.items():  # what was not needed now will not be needed next time
             unused = set(map(id, buffers))
             self._buffers[shaped] = [buffer for buffer in self._buffers[shaped] if id(buffer) not in unused]
-        return Packed(packed.tree, copies)
+        return Packed(packed.tree, {name: copies[name] for name in packed.tensors})
 
     def _copy(self, tensor: Tensor, free: dict[_Shaped, list[Tensor]]) -> Tensor:
-        shaped = (tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
+        shaped = _shaped(tensor)
         buffers = free.setdefault(shaped, [])
         if buffers:
             buffer = buffers.pop()
         else:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             self._buffers.setdefault(shaped, []).append(buffer)
-        return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+        return buffer.copy_(tensor)
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            self._pinned.clear()
+            give_pinned_back()
 
     def clear(self) -> None:
         """Give the memory back."""
         self._buffers.clear()
+        self._unpin()
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory kept for the next copy."""
-        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers)
+        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers) + pinned_bytes(self._pinned)
+
+
+def _shaped(tensor: Tensor) -> _Shaped:
+    return tensor.dtype, tuple(tensor.shape)
 
 
 class CheckpointWriter:

@@ -1,7 +1,7 @@
 """The device and the threads that a node computes with. torch is imported inside: it takes a second.
 
-Kinds of devices go through ``torch.accelerator``: cuda (NVIDIA, and AMD by ROCm), xpu (Intel), mps (Apple). A build of PyTorch has one
-of them at most.
+Kinds of devices go through ``torch.accelerator``: cuda (NVIDIA, and AMD by ROCm), xpu (Intel), mps (Apple). A build of PyTorch has
+one of them at most.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def resolve_device(text: str) -> torch.device:
     if not count or wanted != kind:
         there = f"there is {kind}" if count else trouble() or "this build of PyTorch has no accelerator"
         raise ConfigError(
-            f"The device {text!r} is not available here ({there}): install its driver and a build of PyTorch for it, or choose auto."
+            f"The device {text!r} is not available here ({there}): install its driver and a PyTorch for it, or choose auto."
         )
     if index >= count:
         there = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"{kind}:0 only"

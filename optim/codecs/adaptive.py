@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import Codec, Shape, check_finite, check_payload
+from shoal.optim.codecs.base import NOT_FINITE, Checks, Codec, Packs, Shape, check_finite, check_payload, finite
 from shoal.optim.codecs.bit_allocation import allocate
-from shoal.optim.device import wide
+from shoal.optim.device import accelerator_of, to_device, wide
 
 REFRESH = 20
 """Rounds after which the errors are measured again."""
@@ -40,6 +41,8 @@ class AutoCodec:
         self._shapes: list[Shape] = []
         self._choice: list[int] = []
         self._age = 0
+        self._last: tuple[Callable[[], Tensor | None], list[int]] = (lambda: None), []
+        """The last payload that was made on a device, and its choice."""
 
     @property
     def name(self) -> str:
@@ -58,6 +61,9 @@ class AutoCodec:
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
         """Measure the candidates if that is due, then encode. ValueError for NaN or infinity."""
+        if accelerator_of(tensors) is not None and all(isinstance(codec, Packs) for codec in self.candidates):
+            checks = Checks()
+            return checks.read(self.packed(tensors, checks))
         check_finite(tensors, "a tensor to be sent")
         shapes = [tuple(tensor.shape) for tensor in tensors]
         due = shapes != self._shapes or self._age >= self.every
@@ -71,6 +77,40 @@ class AutoCodec:
             offset += _padded(part.numel())
         self._shapes, self._choice, self._age = shapes, choice, 1 if due else self._age + 1
         return payload
+
+    @torch.no_grad()
+    def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
+        """Encode on the device of the tensors, which is waited for where candidates are measured. Only for such candidates."""
+        shapes, device = [tuple(tensor.shape) for tensor in tensors], tensors[0].device
+        checks.require(finite(tensors), f"a tensor to be sent {NOT_FINITE}")
+        due = shapes != self._shapes or self._age >= self.every
+        choice = self._measured_there(tensors, shapes) if due else self._choice
+        payload = Checks.payload(self.nbytes(shapes), device)
+        self._last = weakref.ref(payload), choice
+        payload[: len(shapes)] = to_device([torch.tensor(choice, dtype=torch.uint8, device="cpu")], device)[0]
+        offset = _padded(len(shapes))
+        for tensor, index in zip(tensors, choice, strict=True):
+            part = _packs(self.candidates[index]).packed([tensor], checks)
+            payload[offset : offset + part.numel()] = part
+            offset += _padded(part.numel())
+        age = 1 if due else self._age + 1
+
+        def keep() -> None:
+            self._shapes, self._choice, self._age = shapes, choice, age
+
+        checks.then(keep)
+        return payload
+
+    def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
+        """Decode by the choice that the payload names; that of the last one of ``packed`` is known without a look at it."""
+        last, choice = self._last
+        choice = choice if last() is payload else payload[: len(shapes)].tolist()
+        offset, tensors = _padded(len(shapes)), []
+        for shape, index in zip(shapes, choice, strict=True):
+            size = self.candidates[index].nbytes([shape])
+            tensors += _packs(self.candidates[index]).unpacked(payload[offset : offset + size], [shape], checks)
+            offset += _padded(size)
+        return tensors
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Decode by the choice that the payload names. ValueError if it names none, or one that does not fit."""
@@ -110,6 +150,20 @@ class AutoCodec:
         requested = math.floor(self.bits * sum(map(math.prod, shapes)) / 32) * 4
         return max(requested, sum(map(min, self._sizes(shapes))))
 
+    def _measured_there(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[int]:
+        """Return the choice that ``_measure`` makes, after one wait for the device. ValueError for NaN or infinity."""
+        errors: list[Tensor] = []
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            for codec in map(_packs, self.candidates):
+                (decoded,) = codec.unpacked(codec.packed([tensor], Checks()), [shape], Checks())
+                errors.append((tensor.float() - decoded).to(wide(tensor.device)).square().sum())
+        found = torch.stack(errors).tolist()
+        width = len(self.candidates)
+        rows = [found[first : first + width] for first in range(0, len(found), width)]
+        if not all(math.isfinite(row[0]) for row in rows):  # of float32, which loses nothing else
+            raise ValueError(f"a tensor to be sent {NOT_FINITE}")
+        return allocate(rows, self._sizes(shapes), self._budget(shapes))
+
     def _measure(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[int]:
         errors = []
         for tensor, shape in zip(tensors, shapes, strict=True):
@@ -119,6 +173,11 @@ class AutoCodec:
                 row.append(float((tensor.float() - decoded).to(wide(tensor.device)).square().sum()))
             errors.append(row)
         return allocate(errors, self._sizes(shapes), self._budget(shapes))
+
+
+def _packs(codec: Codec) -> Packs:
+    assert isinstance(codec, Packs)
+    return codec
 
 
 def _padded(size: int) -> int:

@@ -9,16 +9,19 @@ import contextlib
 import math
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from shoal.optim.device import accelerator_of
+
 Shape = tuple[int, ...]
 S = TypeVar("S")
 
+NOT_FINITE = "holds NaN or infinity: lower the learning rate or clip gradients"
 SMALL = 1 << 20  # bytes; below this size fresh memory is cheap
 _kept: deque[bytearray] = deque(maxlen=2)  # one exchange needs two
 
@@ -142,7 +145,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 def check_finite(tensors: Sequence[Tensor], what: str) -> None:
     """Raise ValueError, with ``what`` as its subject, if a value is NaN or infinity."""
     if not all_finite(tensors):
-        raise ValueError(f"{what} holds NaN or infinity: lower the learning rate or clip gradients")
+        raise ValueError(f"{what} {NOT_FINITE}")
 
 
 def check_sends_weights(codec: Codec, method: str) -> None:
@@ -152,6 +155,76 @@ def check_sends_weights(codec: Codec, method: str) -> None:
             f"{method} sends whole weights, of which the codec {codec.name} loses too much: choose float32, bfloat16, float16 "
             "or int8, or a method that sends pseudo-gradients"
         )
+
+
+class Checks:
+    """Conditions on tensors of an accelerator, asked of it all at once, with the payload that they are about.
+
+    What is on the CPU is asked at once. ``later=False``: so is what is not.
+    """
+
+    ROOM = 16
+    """Bytes behind a ``payload`` for the answers: conditions of more texts than that there are not."""
+
+    def __init__(self, later: bool = True) -> None:
+        self._later, self._conditions = later, dict[str, Tensor]()
+        self._after: list[Callable[[], None]] = []
+
+    def require(self, holds: Tensor, text: str) -> None:
+        """Raise ValueError with ``text``, here or in ``read``, unless ``holds``, a bool scalar, is true."""
+        if holds.device.type == "cpu" or not self._later:
+            if not bool(holds):
+                raise ValueError(text)
+        else:
+            self._conditions[text] = self._conditions[text] & holds if text in self._conditions else holds
+
+    def then(self, do: Callable[[], None]) -> None:
+        """Call ``do`` once all conditions are known to hold."""
+        self._after.append(do)
+
+    @staticmethod
+    def payload(nbytes: int, device: torch.device | str) -> Tensor:
+        """Return zeroed bytes, with room for answers behind them."""
+        return torch.zeros(nbytes + Checks.ROOM, dtype=torch.uint8, device=device)[:nbytes]
+
+    def read(self, payload: Tensor) -> Tensor:
+        """Return ``payload``, made by `payload`, on the CPU. ValueError with the first text whose condition does not hold."""
+        host = payload if payload.device.type == "cpu" else self._read(payload)
+        for do in self._after:
+            do()
+        return host
+
+    def _read(self, payload: Tensor) -> Tensor:
+        answers, size = list(self._conditions.values()), payload.numel()
+        whole = payload.as_strided((size + len(answers),), (1,))
+        if answers:
+            whole[size:] = torch.stack(answers)
+        host = buffer(whole.numel())
+        host.copy_(whole)  # the one wait
+        for text, holds in zip(self._conditions, host[size:].tolist(), strict=True):
+            if not holds:
+                raise ValueError(text)
+        return host[:size]
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """``Codec`` that computes on the tensors' accelerator, and makes nobody wait for it."""
+
+    def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
+        """Return ``encode``'s payload by `Checks.payload`, on the device of the tensors. What it would raise is in ``checks``."""
+        ...
+
+    def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
+        """Return what ``decode`` does of a payload of one's own."""
+        ...
+
+
+def finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether no value is NaN or infinity, on the tensors' device."""
+    if accelerator_of(tensors) is None:
+        return torch.tensor(all_finite(tensors), device="cpu")
+    return torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
 
 
 @dataclass(frozen=True)
@@ -177,6 +250,14 @@ class FloatCodec(Stateless):
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
         """Copy the tensors, rounded to ``dtype``, into one flat buffer. ValueError for a finite value too large for ``dtype``."""
         shapes = [tuple(tensor.shape) for tensor in tensors]
+        if accelerator_of(tensors) is not None:
+            checks = Checks()
+            payload = self.packed(tensors, checks)
+            try:
+                return checks.read(payload)
+            except ValueError:
+                self.check_range(tensors)
+                return payload.cpu()  # NaN and infinity are sent as they are
         flat = buffer(self.nbytes(shapes)).view(self.dtype)
         offset = 0
         for tensor in tensors:
@@ -185,6 +266,21 @@ class FloatCodec(Stateless):
         if not all_finite([flat]):
             self.check_range(tensors)
         return flat.view(torch.uint8)
+
+    @torch.no_grad()
+    def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
+        """Round and copy on the tensors' device."""
+        payload = Checks.payload(self.nbytes([tuple(tensor.shape) for tensor in tensors]), tensors[0].device)
+        flat = payload.view(self.dtype)
+        for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+            part.copy_(tensor.detach().reshape(-1))
+        if self.dtype != torch.float32:
+            checks.require(finite([flat]), f"a value to be sent is too large for {self.name}")
+        return payload
+
+    def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
+        """Return ``decode``."""
+        return self.decode(payload, shapes)
 
     def check_range(self, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError for a finite value that is too large for ``dtype``."""

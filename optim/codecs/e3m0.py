@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.base import Checks, Shape
 from shoal.optim.codecs.bitpack import byte_table, look_up, pack, packed_bytes
 from shoal.optim.codecs.blockwise import SectionCodec, check_received, check_sent, numel, slabs
 
@@ -36,11 +36,11 @@ class E3M0Codec(SectionCodec):
         whole, rest = divmod(numel(shape), BLOCK)
         return whole * BLOCK // 2 + (2 + packed_bytes(rest, 4) if rest else 0)
 
-    def write(self, tensor: Tensor, section: Tensor) -> None:
+    def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
         """Encode one tensor."""
         for first, values in slabs(tensor.reshape(-1), BLOCK):
             scales = values.abs().amax(dim=1).bfloat16()
-            check_sent(scales)
+            check_sent(scales, checks)
             digits = _digits(values, scales.float())
             if values.shape[1] == BLOCK:
                 part = _to_words(digits, scales).view(torch.uint8)
@@ -49,7 +49,7 @@ class E3M0Codec(SectionCodec):
             at = first * BLOCK // 2
             section[at : at + part.numel()].copy_(part.view(-1))
 
-    def read(self, section: Tensor, shape: Shape) -> Tensor:
+    def read(self, section: Tensor, shape: Shape, checks: Checks) -> Tensor:
         """Decode one tensor."""
         flat = torch.empty(numel(shape), dtype=torch.float32, device=section.device)
         for first, values in slabs(flat, BLOCK):
@@ -57,12 +57,12 @@ class E3M0Codec(SectionCodec):
             if values.shape[1] == BLOCK:
                 # A copy, because words must begin at multiples of 8 bytes.
                 words = section[at : at + values.numel() // 2].clone().view(torch.int64).view(-1, WORD)
-                scales = _from_words(words, values)
+                scales = _from_words(words, values, checks)
             else:
                 part = section[at:].clone()
                 scales = part[:2].view(torch.bfloat16)
                 values.view(-1).copy_(look_up(part[2:], byte_table(_levels(section.device)), values.numel()))
-            check_received(scales)
+            check_received(scales, checks)
             values.mul_(scales.float()[:, None])
         return flat.view(shape)
 
@@ -93,8 +93,8 @@ def _to_words(digits: Tensor, scales: Tensor) -> Tensor:
     return words | bits << 63
 
 
-def _from_words(words: Tensor, values: Tensor) -> Tensor:
-    """Fill ``values`` (blocks, 256) with the levels; return the scales. ValueError if a word is too large for its digits."""
+def _from_words(words: Tensor, values: Tensor, checks: Checks) -> Tensor:
+    """Fill ``values`` (blocks, 256) with the levels; return the scales. ``checks``: no word is too large for its digits."""
     places = torch.arange(WORD, device=words.device)
     bits = ((words < 0).int() << places).sum(1, dtype=torch.int32)
     scales = bits.to(torch.int16).view(torch.bfloat16)
@@ -104,13 +104,13 @@ def _from_words(words: Tensor, values: Tensor) -> Tensor:
         higher = rest.div(QUARTER, rounding_mode="trunc")
         torch.sub(rest, higher * QUARTER, out=quarters[..., place])
         rest = higher
-    if bool((rest >= QUARTER).any()):
-        raise ValueError("the payload has a word that encodes no values")
+    checks.require((rest < QUARTER).all(), "the payload has a word that encodes no values")
     quarters[..., 3] = rest
     values.view(-1, 4).copy_(_fours(words.device).index_select(0, quarters.view(-1)))
     return scales
 
 
+@functools.cache
 def _levels(device: torch.device) -> Tensor:
     """Return the value of each digit at a scale of 1; 15 is never sent."""
     powers = [2.0**-k for k in range(6, -1, -1)]

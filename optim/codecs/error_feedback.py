@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import Codec, Shape, check_finite
+from shoal.optim.codecs.base import NOT_FINITE, Checks, Codec, Packs, Shape, check_finite, finite
+from shoal.optim.device import accelerator_of
 
 
 class ErrorFeedback:
@@ -66,16 +67,48 @@ class ErrorFeedback:
         """
         if self._again and self._payload is not None:
             self._again = False
-            return self._payload.clone()
-        total = [tensor.detach().float() for tensor in tensors]
-        if self.error is not None:
-            self._check_shapes(total)
-            total = [torch.add(g, e.to(g.device), alpha=self.beta) for g, e in zip(total, self.error, strict=True)]
+            return self._payload.to("cpu", copy=True)
+        if accelerator_of(tensors) is not None and isinstance(self.codec, Packs):
+            checks = Checks()
+            return checks.read(self.packed(tensors, checks))
+        total = self._total(tensors)
         payload = self.codec.encode(total)
         error = [torch.sub(a, sent, out=sent) for a, sent in zip(total, self._decoded(payload, total), strict=True)]
         check_finite(error, "a tensor to be sent, or its decoded form,")
         self.error, self._payload = error, payload.clone()
         return payload
+
+    @torch.no_grad()
+    def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
+        """Encode on the device of the tensors, where the payload is kept too. Only for a wrapped codec that does."""
+        assert isinstance(self.codec, Packs)
+        if self._again and self._payload is not None:
+            self._again = False
+            payload = Checks.payload(self._payload.numel(), tensors[0].device)
+            return payload.copy_(self._payload)
+        total = self._total(tensors)
+        payload = self.codec.packed(total, checks)
+        sent = self.codec.unpacked(payload, [tuple(tensor.shape) for tensor in total], Checks())
+        error = [torch.sub(a, decoded) for a, decoded in zip(total, sent, strict=True)]
+        checks.require(finite(error), f"a tensor to be sent, or its decoded form, {NOT_FINITE}")
+
+        def keep() -> None:
+            self.error, self._payload = error, payload.clone()
+
+        checks.then(keep)
+        return payload
+
+    def _total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        total = [tensor.detach().float() for tensor in tensors]
+        if self.error is None:
+            return total
+        self._check_shapes(total)
+        return [torch.add(g, e.to(g.device), alpha=self.beta) for g, e in zip(total, self.error, strict=True)]
+
+    def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
+        """Decode a payload of one's own as the wrapped codec does."""
+        assert isinstance(self.codec, Packs)
+        return self.codec.unpacked(payload, shapes, checks)
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Decode as the wrapped codec does."""
@@ -144,7 +177,11 @@ class ErrorFeedback:
     def _decoded(self, payload: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         devices = {tensor.device for tensor in like}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        decoded = self.codec.decode(payload.to(device, copy=True), [tuple(tensor.shape) for tensor in like])
+        shapes, there = [tuple(tensor.shape) for tensor in like], payload.to(device, copy=True)
+        if device.type != "cpu" and isinstance(self.codec, Packs):  # nothing is asked of one's own payload
+            decoded = self.codec.unpacked(there, shapes, Checks())
+        else:
+            decoded = self.codec.decode(there, shapes)
         return [values.to(tensor.device) for values, tensor in zip(decoded, like, strict=True)]
 
     def _check_shapes(self, tensors: Sequence[Tensor]) -> None:

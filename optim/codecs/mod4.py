@@ -43,6 +43,7 @@ from shoal.optim.codecs.base import FLOAT32, Codec, Shape, buffer, check_payload
 from shoal.optim.codecs.bitpack import pack, packed_bytes, unpack
 from shoal.optim.codecs.blockwise import blocks, numel
 from shoal.optim.codecs.tail import BufferTailCodec
+from shoal.optim.device import to_host
 
 BLOCK, HALF, BITS, LEVELS = 64, 32, 4, 16
 REACH = 4.5
@@ -109,7 +110,9 @@ class Mod4Codec:
         sizes, own = _sizes(shapes[: len(head)]), _rows(head)
         exponents, moved = self._range(own, sizes)
         payload = buffer(self.nbytes(shapes[: len(head)]) + _gap(len(own), tail) + FLOAT32.nbytes(shapes[len(head) :]))
-        message = PairMessage(payload, own, sizes, exponents, moved, shapes, tail, [t.float().cpu() for t in tensors[len(head) :]])
+        message = PairMessage(
+            payload, own, sizes, exponents, moved, shapes, tail, [t.float() for t in to_host(tensors[len(head) :])]
+        )
         message.write(self._seed)
         self._pending = True
         return message
@@ -367,9 +370,9 @@ def _rows(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors in blocks, (blocks, 64) float32 on the CPU, a copy."""
     flat = buffer(4 * _count([tuple(tensor.shape) for tensor in tensors]) * BLOCK).view(torch.float32)
     at = 0
-    for tensor in tensors:
+    for tensor in to_host([tensor.detach() for tensor in tensors]):
         end = at + tensor.numel()
-        flat[at:end].copy_(tensor.detach().reshape(-1))
+        flat[at:end].copy_(tensor.reshape(-1))
         at += blocks(tensor.numel(), BLOCK) * BLOCK
         flat[end:at] = 0
     return flat.view(-1, BLOCK)

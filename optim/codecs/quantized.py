@@ -5,12 +5,13 @@ For a payload's layout see ``DenseCodec``; a value takes 1 + 1/64 bytes with int
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.base import Checks, Shape
 from shoal.optim.codecs.bitpack import byte_table, look_up, pack, packed_bytes
 from shoal.optim.codecs.blockwise import SectionCodec, blocks, check_received, check_sent, numel, slabs
 
@@ -38,20 +39,20 @@ class DenseCodec(SectionCodec):
         at = 4 * blocks(count, self.block)
         return section[:at].view(torch.float32), section[at:]
 
-    def write(self, tensor: Tensor, section: Tensor) -> None:
+    def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
         """Encode one tensor."""
         scales, codes = self._parts(section, tensor.numel())
         for first, values in slabs(tensor.reshape(-1), self.block):
             packed = self.quantise(values, scales[first : first + len(values)])
             at = packed_bytes(first * self.block, self.width)
             codes[at : at + packed.numel()].copy_(packed)
-        check_sent(scales)
+        check_sent(scales, checks)
 
-    def read(self, section: Tensor, shape: Shape) -> Tensor:
+    def read(self, section: Tensor, shape: Shape, checks: Checks) -> Tensor:
         """Decode one tensor."""
         flat = torch.empty(numel(shape), dtype=torch.float32, device=section.device)
         scales, codes = self._parts(section, flat.numel())
-        check_received(scales)
+        check_received(scales, checks)
         for first, values in slabs(flat, self.block):
             at = packed_bytes(first * self.block, self.width)
             self.restore(codes[at : at + packed_bytes(values.numel(), self.width)], values)
@@ -104,5 +105,9 @@ class SignCodec(DenseCodec):
 
     def restore(self, codes: Tensor, values: Tensor) -> None:
         """Look the values up in a table of bytes."""
-        levels = torch.tensor([1.0, -1.0], device=codes.device)
-        values.view(-1).copy_(look_up(codes, byte_table(levels), values.numel()))
+        values.view(-1).copy_(look_up(codes, _signs(codes.device), values.numel()))
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    return byte_table(torch.tensor([1.0, -1.0], device="cpu")).to(device)

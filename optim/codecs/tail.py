@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, Codec, Shape
+from shoal.optim.codecs.base import FLOAT32, Checks, Codec, Packs, Shape
+from shoal.optim.device import accelerator_of
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,30 @@ class BufferTailCodec:
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
         """Encode the head, zeros up to a multiple of 4 bytes, and the tail."""
+        if accelerator_of(tensors) is not None and isinstance(self.codec, Packs):
+            checks = Checks()
+            return checks.read(self.packed(tensors, checks))
         head, tail = list(tensors[: -self.count]), list(tensors[-self.count :])
         payload = self.codec.encode(head)
         gap = payload.new_zeros(self._room([tuple(tensor.shape) for tensor in head]) - payload.numel())
         return torch.cat([payload, gap, FLOAT32.encode(tail)])
+
+    def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
+        """Encode on the tensors' device. Only for a head's codec that does."""
+        assert isinstance(self.codec, Packs)
+        head, tail = list(tensors[: -self.count]), list(tensors[-self.count :])
+        shapes = [tuple(tensor.shape) for tensor in head]
+        payload = Checks.payload(self.nbytes([tuple(tensor.shape) for tensor in tensors]), tensors[0].device)
+        payload[: self.codec.nbytes(shapes)] = self.codec.packed(head, checks)
+        payload[self._room(shapes) :] = FLOAT32.packed(tail, checks)
+        return payload
+
+    def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
+        """Decode head and tail of a payload of one's own."""
+        assert isinstance(self.codec, Packs)
+        head, tail = self._cut(shapes)
+        parts = self.codec.unpacked(payload[: self.codec.nbytes(head)], head, checks)
+        return parts + FLOAT32.decode(payload[self._room(head) :].clone(), tail)
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Decode head and tail. ValueError if the size is wrong."""

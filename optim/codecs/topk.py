@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import Shape
+from shoal.optim.codecs.base import Checks, Shape
 from shoal.optim.codecs.bitpack import pack, pack12, packed_bytes, unpack, unpack12
 from shoal.optim.codecs.blockwise import CPU_SLAB, GPU_SLAB, SectionCodec, blocks, check_received, check_sent, numel
 
@@ -54,7 +54,7 @@ class TopK2Codec(SectionCodec):
         whole, rest = divmod(numel(shape), CHUNK)
         return whole * _chunk_bytes(self._kept(CHUNK)) + (_chunk_bytes(self._kept(rest)) if rest else 0)
 
-    def write(self, tensor: Tensor, section: Tensor) -> None:
+    def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
         """Encode one tensor."""
         whole, rest = divmod(tensor.numel(), CHUNK)
         at = whole * _chunk_bytes(self._kept(CHUNK))
@@ -63,18 +63,19 @@ class TopK2Codec(SectionCodec):
             levels, indices, signs = _parts(section[:at], whole, self._kept(CHUNK))
             for chunks in _chunks(tensor, whole):
                 span = slice(first, first + len(chunks))
-                _select(chunks, self._kept(CHUNK), levels[span], indices[span], signs[span])
+                _select(chunks, self._kept(CHUNK), levels[span], indices[span], signs[span], checks)
                 first += len(chunks)
         if rest:
-            _select(tensor.reshape(-1)[-rest:].view(1, rest), self._kept(rest), *_parts(section[at:], 1, self._kept(rest)))
+            parts = _parts(section[at:], 1, self._kept(rest))
+            _select(tensor.reshape(-1)[-rest:].view(1, rest), self._kept(rest), *parts, checks)
 
-    def read(self, section: Tensor, shape: Shape) -> Tensor:
+    def read(self, section: Tensor, shape: Shape, checks: Checks) -> Tensor:
         """Decode one tensor; only the kept values are written."""
         flat = torch.zeros(numel(shape), dtype=torch.float32, device=section.device)
         whole, rest = divmod(flat.numel(), CHUNK)
         at = whole * _chunk_bytes(self._kept(CHUNK))
         if whole:
-            places, values = _restore(section[:at], whole, CHUNK, self._kept(CHUNK))
+            places, values = _restore(section[:at], whole, CHUNK, self._kept(CHUNK), checks)
             chunk = torch.arange(whole, device=flat.device).unsqueeze(1)
             if _square(shape):
                 across, width = shape[1] // SIDE, shape[1]
@@ -84,7 +85,7 @@ class TopK2Codec(SectionCodec):
                 places += chunk * CHUNK
             flat[places.view(-1)] = values.view(-1)
         if rest:
-            places, values = _restore(section[at:], 1, rest, self._kept(rest))
+            places, values = _restore(section[at:], 1, rest, self._kept(rest), checks)
             flat[places.view(-1) + whole * CHUNK] = values.view(-1)
         return flat.view(shape)
 
@@ -100,7 +101,7 @@ def _square(shape: Shape) -> bool:
 
 def _chunks(tensor: Tensor, whole: int) -> Iterator[Tensor]:
     """Yield the whole chunks of a tensor as rows, some at a time."""
-    slab = GPU_SLAB if tensor.is_cuda else CPU_SLAB
+    slab = CPU_SLAB if tensor.device.type == "cpu" else GPU_SLAB
     if _square(tuple(tensor.shape)):
         across = tensor.shape[1] // SIDE
         squares = tensor.reshape(-1, SIDE, across, SIDE)
@@ -125,11 +126,11 @@ def _parts(section: Tensor, chunks: int, keep: int) -> tuple[Tensor, Tensor, Ten
     return levels.view(torch.bfloat16).view(chunks, 2), indices.view(chunks, -1), signs.view(chunks, -1)
 
 
-def _select(chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: Tensor) -> None:
+def _select(chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: Tensor, checks: Checks) -> None:
     """Encode rows of equal size."""
     magnitudes, places = chunks.abs().topk(keep, dim=1)
     levels.copy_(torch.stack([_mean(half) for half in _halves(magnitudes)], dim=1))
-    check_sent(levels)
+    check_sent(levels, checks)
     places = torch.where(magnitudes == 0, places[:, :1], places)
     indices.copy_(pack12(places))
     negative = (chunks.gather(1, places) < 0).to(torch.uint8)
@@ -150,16 +151,15 @@ def _mean(magnitudes: Tensor) -> Tensor:
     return magnitudes.sum(1) / (magnitudes != 0).sum(1).clamp(min=1)
 
 
-def _restore(section: Tensor, chunks: int, size: int, keep: int) -> tuple[Tensor, Tensor]:
-    """Return places within the chunks and values, both (chunks, kept). ValueError for bytes that ``_select`` never writes."""
+def _restore(section: Tensor, chunks: int, size: int, keep: int, checks: Checks) -> tuple[Tensor, Tensor]:
+    """Return places within the chunks and values, both (chunks, kept). ``checks``: the bytes are such as ``_select`` writes."""
     levels, indices, signs = _parts(section, chunks, keep)
-    check_received(levels)
+    check_received(levels, checks)
     places = unpack12(indices, keep)
     ordered, head = places.sort(dim=1).values, places[:, :1]
     # If a place were named twice, its value would depend on the order in which a device writes.
     twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != head)
-    if bool((ordered[:, -1] >= size).any()) or bool(twice.any()):
-        raise ValueError("the payload names a place twice, or one that is not in its chunk")
+    checks.require((ordered[:, -1] < size).all() & ~twice.any(), "the payload names a place twice, or one that is not in its chunk")
     high, low = levels.float().unsqueeze(2).unbind(1)
     values = torch.cat((high.expand(-1, (keep + 1) // 2), low.expand(-1, keep // 2)), dim=1)
     negative = unpack(signs.reshape(-1), 1, chunks * signs.shape[1] * 8).view(chunks, -1)[:, :keep]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.tail import BufferTailCodec
+from shoal.optim.device import accelerator_of, to_device, to_host
 from shoal.optim.exchange.base import AnnouncesAbsence, Borrows, ComparesStates, Exchange, Handle, Mean, NoPartner, RoundKey
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer import param_groups
@@ -115,6 +116,8 @@ class OuterRounds(OuterState):
             raise ValueError(f"the schedule sends fragment {fragment}, but there are only {len(self._parts)}: hand in fragments=")
         weight = self._weigh(fragment)
         tail = self._buffers.now() if fragment == 0 else []
+        if self.slow[0].device.type == "cpu":
+            tail = to_host(tail, waits=self._weights.waits(self._parts[fragment], tail))
         self._weights.read(self._parts[fragment])
         slow, fast, state = self._of(fragment)
         listening = fragment in self._listening
@@ -226,11 +229,15 @@ class OuterRounds(OuterState):
                 weight = 0.0
         facts = {"weight": weight, "total": total, "members": members, "lag": lag}
         context = self._context(pending.context.key, sent=pending.sent.contribution, fast=pending.fast, **facts)
-        tensors = pending.sent.contribution if mean is None else [t.to(self.slow[0]) for t in mean.tensors[:count]]
+        tensors: Sequence[Tensor] = pending.sent.contribution
+        if mean is not None:
+            tensors = [t.to(self.slow[0]) for t in to_device(mean.tensors[:count], self.slow[0].device)]
         param_groups.apply(pending.rules, slow, fast, tensors, state, context)
         self._weights.restart(part)
         if mean is not None and fragment == 0:
-            assign(self._buffers.now(), mean.tensors[count:])
+            buffers, tail = self._buffers.now(), mean.tensors[count:]
+            there = accelerator_of(buffers)
+            assign(buffers, tail if there is None else to_device(tail, there))
         # Removed last: had anything above raised, a second call would still find the exchange.
         self._in_flight.remove(pending)
         if self._auto is not None and pending.arrived is not None and mean is not None and len(mean.members) > 1:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import Shape, alike
+from shoal.optim.device import copies_beside, pinned_bytes, pinned_like, to_host, wait_for
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.fsdp import check_whole, local, reshard
 from shoal.optim.outer.offload import in_file
@@ -62,9 +63,21 @@ class ModelWeights:
         slow = self.slow[index]
         if index not in self._staging and isinstance(self._place, Path):
             self._staging[index] = self._room(slow.shape, slow.dtype)
-        elif index not in self._staging:  # pinned memory lets the GPU copy asynchronously
-            self._staging[index] = torch.empty_like(slow, pin_memory=self.params[index].is_cuda and slow.device.type == "cpu")
+        elif index not in self._staging and slow.device.type == "cpu" and copies_beside(self.params[index].device):
+            pending = [index, *(i for i in self.everything if i not in self._staging and i != index and self._comes_beside(i))]
+            self._staging |= dict(zip(pending, pinned_like([self.slow[i] for i in pending]), strict=True))
+        elif index not in self._staging:
+            self._staging[index] = torch.empty_like(slow)
         return self._staging[index]
+
+    def _comes_beside(self, index: int) -> bool:
+        """Return whether the weights come from an accelerator to main memory by way of pinned memory."""
+        return self.slow[index].device.type == "cpu" and copies_beside(self.params[index].device)
+
+    @property
+    def pinned(self) -> int:
+        """Bytes of pinned memory for staging."""
+        return pinned_bytes(self._staging.values())
 
     def stage(self, part: Sequence[int]) -> list[Tensor]:
         """Return the staging of ``part`` as it is now: a model may have been moved, or cut otherwise, since it was used last."""
@@ -140,8 +153,10 @@ class ModelWeights:
         for index, fast in zip(part, self.stage(part), strict=True):
             param = self.held(index)
             if param.data_ptr() != fast.data_ptr():
-                fast.copy_(param, non_blocking=param.is_cuda)  # other devices do not report the end of a copy
-        self._synchronize()
+                # Cast where it is: a copy that casts goes by way of memory that is not pinned.
+                beside = copies_beside(param.device)
+                fast.copy_(param.to(fast.dtype) if beside else param, non_blocking=beside)
+        self._synchronize(part)
         for index in part:
             if self.coarse(index):
                 self.fast[index].add_(self.rounding_error(index))
@@ -150,10 +165,13 @@ class ModelWeights:
     def restart(self, part: Sequence[int]) -> None:
         """Copy staging into the model and note the rounding errors."""
         self.write(part, self.fast)
+        coarse = [index for index in part if self.coarse(index)]
+        same = to_host([torch.eq(self.fast[index], self.slow[index]).all() for index in coarse])
         for index in part:
-            fast = self.fast[index]
             self.rounding.pop(index, None)
-            if self.coarse(index) and not torch.equal(fast, self.slow[index]):
+        for index, at_slow in zip(coarse, same, strict=True):
+            if not at_slow:
+                fast = self.fast[index]
                 self.rounding[index] = fast - fast.to(self.params[index].dtype)
 
     @torch.no_grad()
@@ -162,8 +180,9 @@ class ModelWeights:
         for index in part:
             param = local(self.params[index])
             if param.data_ptr() != weights[index].data_ptr():
-                param.copy_(weights[index], non_blocking=param.is_cuda)
-        self._synchronize()
+                beside = copies_beside(param.device)
+                param.copy_(weights[index].to(param.device, non_blocking=beside), non_blocking=beside)
+        self._synchronize(part)
         reshard(self.model)
 
     def versions(self) -> list[int]:
@@ -211,12 +230,17 @@ class ModelWeights:
             with torch.no_grad():
                 for param, own in zip(self.params, kept, strict=True):
                     local(param).copy_(own)
-            self._synchronize()
+            self._synchronize(self.everything)
             reshard(self.model)
 
-    def _synchronize(self) -> None:
-        for device in {p.device for p in self.params if p.is_cuda}:
-            torch.cuda.synchronize(device)
+    def waits(self, part: Sequence[int], others: Sequence[Tensor]) -> bool:
+        """Return False if ``read`` of ``part`` waits for the device of all ``others`` too."""
+        devices = {self.params[index].device for index in part if self.slow[index].device != self.params[index].device}
+        return not {tensor.device for tensor in others} <= devices
+
+    def _synchronize(self, part: Sequence[int]) -> None:
+        """Wait for the copies between a device and main memory; on one device all is in order."""
+        wait_for(self.params[index].device for index in part if self.slow[index].device != self.params[index].device)
 
 
 class Processes(Protocol):

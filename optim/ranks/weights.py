@@ -79,7 +79,7 @@ class RankWeights(ModelWeights):
             given = self.group.spread(mine, self.owners[index])
             if local(param).data_ptr() != weights[index].data_ptr():
                 local(param).copy_(local(cut_like(given, param)) if hasattr(param, "device_mesh") else given)
-        self._synchronize()
+        self._synchronize(part)
         reshard(self.model)
 
     def sizes(self, part: Sequence[int]) -> Sequence[int]:

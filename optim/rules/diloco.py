@@ -119,8 +119,8 @@ class DecoupledRule:
         gradients = pseudo_gradient(slow, fast)
         lengths = [torch.linalg.vector_norm(g) for g in gradients]
         for position, (g, length) in enumerate(zip(gradients, lengths, strict=True)):
-            if not self._is_plain(position, context) and length > 0:
-                g.div_(length)
+            if not self._is_plain(position, context):
+                g.div_(torch.where(length > 0, length, 1))
         return gradients + lengths
 
     def apply(

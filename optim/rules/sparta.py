@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.optim.device import to_device
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.rules.base import RoundContext, State, assign
 
@@ -95,6 +96,5 @@ class SpartaRule:
         flat, cuts = self._chosen(sizes, context.key)
         begins = [0, *itertools.accumulate(sizes)]
         parts = zip(cuts, cuts[1:], begins, tensors, strict=False)
-        return [
-            (flat[first:last] - begin if tensor.numel() else flat[:0]).to(tensor.device) for first, last, begin, tensor in parts
-        ]
+        found = [flat[first:last] - begin if tensor.numel() else flat[:0] for first, last, begin, tensor in parts]
+        return to_device(found, tensors[0].device)

@@ -1,13 +1,9 @@
 """Nodes whose device fails, or has no memory left: one sentence, the documented exit code, and the last whole step saved."""
 
 import pytest
-import torch
 
 from shoal.node.exit_codes import ExitCode
 
-STAND_IN = torch.cuda.is_available() and not torch.backends.cuda.is_built()
-"""Whether "cuda" is the software of tests/standin, which can be made to fail."""
-on_stand_in = pytest.mark.skipif(not STAND_IN, reason="only the stand-in GPU fails on demand: make standin")
 AS_PROGRAM = ("-m", "shoal")  # which loads the stand-in anew, with its environment
 
 TASK = """
@@ -73,8 +69,7 @@ def test_where_memory_runs_out_between_two_steps_the_last_one_is_saved_and_gone_
     assert again["steps"] == 20
 
 
-@pytest.mark.gpu
-@on_stand_in
+@pytest.mark.gpu(standin=True)
 @pytest.mark.parametrize("breaks", [40, 60])
 def test_a_device_that_fails_for_good_ends_with_a_sentence_and_keeps_the_last_checkpoint(shoal, breaks):
     shoal.env["STANDIN_BREAKS"] = str(breaks)

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shoal.optim.device import copies_beside, current_device, to_host, wide
+from shoal.optim.device import copies_beside, current_device, pieces, to_host, wide
 from shoal.optim.outer.sketch import projection, sketch, sketches
 
 CPU = torch.device("cpu")
-STAND_IN = torch.cuda.is_available() and not torch.backends.cuda.is_built()
-"""Whether "cuda" is the software of tests/standin."""
-on_stand_in = pytest.mark.skipif(not STAND_IN, reason="only the stand-in GPU can play such a device: make standin")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Refuses:
@@ -64,6 +62,21 @@ def test_tensors_on_the_cpu_are_returned_as_they_are():
     assert all(one is other for one, other in zip(to_host(tensors), tensors, strict=True))
 
 
+@given(st.lists(st.integers(0, 1 << 28), min_size=1, max_size=60))
+def test_pieces_of_pinned_memory_hold_each_tensor_once(sizes):
+    assert sorted(place for piece in pieces(sizes) for place in piece) == list(range(len(sizes)))
+
+
+def test_a_model_of_many_layers_loses_little_to_the_rounding_of_pinned_memory():
+    sizes = [4 * 768 * 50_000, *([4 * 768 * 768] * 48 + [4 * 768 * 3072] * 24 + [4 * 768] * 100)]
+    one_by_one, found = (
+        sum(1 << (size - 1).bit_length() for size in each)
+        for each in (sizes, [sum(sizes[place] for place in piece) for piece in pieces(sizes)])
+    )
+    assert found < 1.03 * sum(sizes)
+    assert one_by_one > 1.7 * sum(sizes)
+
+
 SIZES = [0, 1, 3, 1023, 1024, 1025, 65_536, 70_001, (1 << 20) + 1027]
 
 
@@ -82,7 +95,6 @@ def test_sketches_are_the_sums_of_every_fourth_value():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_several_tensors_of_a_device_come_in_one_copy():
     tensors = [torch.arange(6.0, device="cuda").view(2, 3), torch.ones(3), torch.tensor(2.0, device="cuda")]
     found = to_host(tensors)
@@ -90,17 +102,15 @@ def test_several_tensors_of_a_device_come_in_one_copy():
     assert [tensor.tolist() for tensor in found] == [[[0, 1, 2], [3, 4, 5]], [1, 1, 1], 2]
 
 
-@pytest.mark.gpu
-@on_stand_in
+@pytest.mark.gpu(standin=True)
 @pytest.mark.parametrize("of", [sketch, projection])
 def test_a_sketch_waits_for_the_device_once_whatever_the_size(of):
-    lib = sys.modules[next(name for name in sys.modules if name.endswith("_standin"))]
     tensors = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in SIZES]
     there = [tensor.cuda() for tensor in tensors]
     of(there[:1])  # signs are taken to the device once
-    before = lib.waits()
-    found = of(there)
-    assert lib.waits() - before == 1
+    with sys.modules["standin"].waits() as waits:
+        found = of(there)
+    assert len(list(waits.elements())) == 1
     assert found == of(tensors)
 
 
@@ -146,8 +156,7 @@ for method in METHODS:
 """
 
 
-@pytest.mark.gpu
-@on_stand_in
+@pytest.mark.gpu(standin=True)
 def test_every_method_runs_with_slow_weights_on_a_device_without_float64(monkeypatch):
     monkeypatch.setenv("STANDIN_NO_FLOAT64", "1")
     ended = subprocess.run([sys.executable, "-c", WITHOUT_FLOAT64], capture_output=True, text=True, timeout=240)
@@ -177,8 +186,7 @@ assert found == [1, 0], found
 """
 
 
-@pytest.mark.gpu
-@on_stand_in
+@pytest.mark.gpu(standin=True)
 def test_the_chosen_device_is_the_current_one_and_other_threads_can_be_given_it(monkeypatch):
     monkeypatch.setenv("STANDIN_DEVICES", "2")
     ended = subprocess.run([sys.executable, "-c", OTHER_THREADS], capture_output=True, text=True, timeout=120)

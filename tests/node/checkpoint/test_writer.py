@@ -329,11 +329,25 @@ def test_copies_use_the_same_memory_again_and_what_is_not_needed_any_more_is_giv
 
 @pytest.mark.gpu
 def test_a_gpus_tensors_are_copied_to_pinned_memory():
-    snapshots, state = Snapshots(), [torch.ones(1000, device="cuda"), torch.ones(3)]
+    snapshots, state = Snapshots(), [torch.ones(1000, device="cuda"), torch.ones(3), torch.ones(5, device="cuda")]
     first = snapshots.take(state)
     state[0].zero_()
-    assert [tensor.is_pinned() for tensor in first.tensors.values()] == [True, False]
+    assert [tensor.is_pinned() for tensor in first.tensors.values()] == [True, False, True]
     assert all(bool((tensor == 1).all()) for tensor in first.tensors.values())
+    places = [tensor.data_ptr() for tensor in first.tensors.values()]
+    assert [tensor.data_ptr() for tensor in snapshots.take(state).tensors.values()] == places
+
+
+@pytest.mark.gpu(standin=True)
+def test_pinned_memory_is_counted_as_torch_takes_it_and_given_back():
+    standin = sys.modules["standin"]
+    snapshots, before = Snapshots(), standin.pinned_bytes()
+    first = snapshots.take([torch.ones(3 << 18, device="cuda"), torch.ones(1 << 18, device="cuda")])
+    assert snapshots.nbytes == standin.pinned_bytes() - before == 4 << 20
+    del first
+    snapshots.clear()
+    assert snapshots.nbytes == 0
+    assert standin.pinned_bytes() <= before
 
 
 KILLED = """

@@ -204,7 +204,6 @@ def test_what_is_pinned_is_in_one_piece_first_and_other_layouts_stay(monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_of_the_built_in_task_reach_the_device_without_a_wait(workers, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fish swims over the lazy shoal " * 2000)
