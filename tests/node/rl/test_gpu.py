@@ -1,0 +1,31 @@
+"""A policy on a GPU: it learns what one on the CPU does, and its claims are judged alike."""
+
+import pytest
+import torch
+
+from shoal.node.config.rl import RLSettings
+from shoal.node.rl.loading import load_env
+from shoal.node.rl.task import RLTask
+from shoal.node.rl.tiny import Tiny, Warm
+from shoal.node.task import Shard
+from shoal.node.training.trainer import Trainer
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from tests.gpu import assert_same
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("same_adam")]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_a_policy_learns_from_the_same_completions(monkeypatch):
+    env = load_env("strings", {"families": "last", "letters": 3})
+    found = []
+    for device in (CPU, CUDA):
+        policy = Tiny(env.made, seed=1, width=16, warm=Warm(steps=20, batch=16))
+        policy.module.to(device)
+        task = RLTask(env, lambda policy=policy: policy, RLSettings(held_out=20, local=2, external=0), seed=1)
+        trainer = Trainer(task, OuterSettings(method="none", every=2), TrainSettings(steps=4, optimizer="adamw"), device=device)
+        trainer.connect(trainer.opt.exchange, "run", Shard(0, 1, 0))
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            trainer.run()
+            found.append([*trainer.params, torch.tensor(trainer.evaluate())])
+    assert_same(found[1], found[0])
