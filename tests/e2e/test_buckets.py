@@ -19,10 +19,10 @@ def test_nodes_of_a_swarm_of_buckets_train_and_meet_others_in_every_epoch(shoal,
         options={"slow_s": 0.1, "quick_s": 0.1},
     )
     names = [f"node{number}" for number in range(PEERS)]
-    first = shoal.node("up", table, names[0], "--hooks", TASK, "--shard", f"0/{PEERS}")
+    first = shoal.node("up", table, names[0], "--task", TASK, "--shard", f"0/{PEERS}")
     link = first.line()
     nodes = [first]
-    nodes += [shoal.node("join", link, name, "--hooks", TASK, "--shard", f"{i}/{PEERS}") for i, name in enumerate(names) if i]
+    nodes += [shoal.node("join", link, name, "--task", TASK, "--shard", f"{i}/{PEERS}") for i, name in enumerate(names) if i]
 
     def rounds(name):
         return [event for event in shoal.metrics(name) if event["event"] == "round"]

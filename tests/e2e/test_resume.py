@@ -41,7 +41,7 @@ def own(shoal, name, seconds=0.02):
     path.parent.mkdir(exist_ok=True)
     path.write_text(TASK.replace("{seconds}", f"{seconds}"))
     return [
-        "--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key", "--hooks", f"{path}:Fit",
+        "--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key", "--task", f"{path}:Fit",
         "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1",
     ]  # fmt: skip
 

@@ -18,9 +18,9 @@ def rounds(shoal, name):
 @pytest.mark.parametrize("length", ["seconds:1", "seconds:auto"])
 def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, length):
     table = shoal.toml(swarm={"name": "uneven", "start_when": 2}, outer={"round": length})
-    quick = shoal.node("up", table, "quick", "--hooks", TASK, "--shard", "0/2")
+    quick = shoal.node("up", table, "quick", "--task", TASK, "--shard", "0/2")
     link = quick.line()
-    slow = shoal.node("join", link, "slow", "--hooks", TASK, "--shard", "1/2")
+    slow = shoal.node("join", link, "slow", "--task", TASK, "--shard", "1/2")
     eventually(lambda: min(len(rounds(shoal, name)) for name in ("quick", "slow")) >= ROUNDS, 60, "five rounds")
     slow.signal(signal.SIGINT)
     quick.signal(signal.SIGINT)
@@ -42,8 +42,8 @@ def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, leng
 @pytest.mark.slow(reason="rounds are seconds of real time")
 def test_a_node_that_slept_goes_on_in_the_round_that_the_swarm_is_in(shoal, eventually):
     table = shoal.toml(swarm={"name": "uneven", "start_when": 2}, outer={"round": "seconds:1", "wait_s": 1.0})
-    awake = shoal.node("up", table, "awake", "--hooks", TASK, "--shard", "0/2")
-    sleeper = shoal.node("join", awake.line(), "sleeper", "--hooks", TASK, "--shard", "1/2")
+    awake = shoal.node("up", table, "awake", "--task", TASK, "--shard", "0/2")
+    sleeper = shoal.node("join", awake.line(), "sleeper", "--task", TASK, "--shard", "1/2")
     eventually(lambda: any(event["partner"] for event in rounds(shoal, "sleeper")), 60, "an exchange")
     sleeper.signal(signal.SIGSTOP)
     before = len(rounds(shoal, "awake"))

@@ -35,12 +35,12 @@ def swarm(shoal, seconds, lag, slow):
         train={"steps": 0},
         options={"quick_s": STEP_S, "slow_s": STEP_S},
     )
-    nodes = {"anna": shoal.node("up", settings, "anna", "--hooks", TASK, "--public", "--bootstrap", address)}
+    nodes = {"anna": shoal.node("up", settings, "anna", "--task", TASK, "--public", "--bootstrap", address)}
     link = nodes["anna"].line()
-    nodes["bert"] = shoal.node("join", link, "bert", "--hooks", TASK, "--yes")
+    nodes["bert"] = shoal.node("join", link, "bert", "--task", TASK, "--yes")
     nodes["bert"].line()
     if slow:
-        third = shoal.node("join", link, "third", "--hooks", TASK, "--yes", program=(PROGRAM,))
+        third = shoal.node("join", link, "third", "--task", TASK, "--yes", program=(PROGRAM,))
         third.line()
 
     def rounds(name):
