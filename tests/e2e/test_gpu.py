@@ -1,0 +1,87 @@
+"""Real nodes on a GPU: they average with nodes on the CPU, go on elsewhere, and several GPUs are one peer."""
+
+import math
+import os
+import signal
+from contextlib import suppress
+
+import psutil
+import pytest
+
+OPTIONS = {"width": 16, "heads": 2, "layers": 2, "context": 16, "batch": 4}
+SEED = 3
+
+
+def rounds(shoal, name):
+    return [event for event in shoal.metrics(name) if event["event"] == "round"]
+
+
+def tables(shoal, **train):
+    outer = {"every": 3, "wait_s": 60.0, "method": "diloco"}
+    return shoal.toml(options=OPTIONS, outer=outer, train={"seed": SEED, **train}, swarm={"start_when": 2, "shards": 2})
+
+
+@pytest.mark.gpu
+def test_a_demo_trains_on_it(shoal):
+    demo = shoal.start("demo", "--device", "cuda", "--peers", "2", "--rounds", "2", "--every", "4", "--no-compare", "--json")
+    report = demo.json(200)
+    assert (report["rounds"], report["pairs_none"]) == (2, 0)
+    assert report["exchanges"] > 0
+    assert report["loss_last"] < report["loss_first"]
+
+
+@pytest.mark.gpu
+def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_others_device(shoal):
+    table = tables(shoal, steps=9)
+    how = {"gpu": ("--device", "cuda", "--slow-on-device"), "cpu": ("--device", "cpu")}
+    one = shoal.node("up", table, "gpu", *how["gpu"], "--shard", "0/2")
+    two = shoal.node("join", one.line(), "cpu", *how["cpu"], "--shard", "1/2")
+    assert [node.wait(200) for node in (one, two)] == [0, 0], (one.said(), two.said())
+    assert [[event["members"] for event in rounds(shoal, name)] for name in how] == [[2, 2, 2]] * 2
+    ends = [[event["weights"] for event in rounds(shoal, name)] for name in how]
+    assert ends[0] == ends[1], "members of a group hold the same bits, whatever they compute on"
+
+    link = one.line()
+    moved = [
+        shoal.node("up", table, "gpu", *how["cpu"], "--shard", "0/2", "--resume", "--steps", "12"),
+        shoal.node("join", link, "cpu", *how["gpu"], "--shard", "1/2", "--resume", "--steps", "12"),
+    ]
+    assert [node.wait(200) for node in moved] == [0, 0], [node.said() for node in moved]
+    for name in how:
+        assert shoal.result(name)["steps"] == 12
+        assert math.isfinite(rounds(shoal, name)[-1]["loss"])
+
+
+def rank_of(process, rank):
+    """The process of a rank that a command has started."""
+    for child in psutil.Process(process.popen.pid).children():
+        with suppress(psutil.Error):  # it has just ended
+            if child.environ().get("RANK") == str(rank):
+                return child.pid
+    return None
+
+
+@pytest.mark.gpu(devices=2)
+def test_two_gpus_are_one_peer_that_survives_the_death_of_a_rank_and_resumes_in_another_layout(shoal, eventually):
+    outer = {"every": 3, "lag": 0}
+    table = shoal.toml(options=OPTIONS, outer=outer, train={"steps": 0, "seed": SEED})
+    both = ("--gpus", "2", "--device", "cuda")
+    node = shoal.node("up", table, "one", *both, "--parallel", "ddp", "--set", "node.checkpoint_every_rounds=1")
+    node.line()
+    eventually(lambda: len(rounds(shoal, "one")) >= 2, 120, "two rounds")
+    lost = rank_of(node, 1)
+    os.kill(lost, signal.SIGKILL)
+    eventually(lambda: rank_of(node, 1) not in (None, lost), 120, "another start of the ranks")
+    died = max(event["round"] for event in rounds(shoal, "one"))
+    eventually(lambda: max(event["round"] for event in rounds(shoal, "one")) > died + 1, 120, "rounds after it")
+    node.signal(signal.SIGTERM)
+    assert node.wait(120) == 130, node.said()
+    assert "rank 1 was ended by SIGKILL" in node.said()
+
+    steps = shoal.result("one")["steps"]
+    sharded = shoal.node("up", table, "one", *both, "--parallel", "fsdp", "--resume", "--steps", str(steps + 3))
+    assert sharded.wait(200) == 0, sharded.said()
+    single = shoal.node("up", table, "one", "--device", "cuda:1", "--resume", "--steps", str(steps + 6))
+    assert single.wait(200) == 0, single.said()
+    assert shoal.result("one")["steps"] == steps + 6
+    assert all(math.isfinite(event["loss"]) for event in rounds(shoal, "one"))
