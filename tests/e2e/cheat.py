@@ -2,7 +2,6 @@
 
 quantised   generates with weights of 4 bits, and claims that the policy it hands out did
 copier      does not check: takes another verifier's commitment, and later its vote, for its own
-idle        claims that it trains, and does one step in five
 """
 
 import copy
@@ -14,7 +13,6 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from shoal.node.cli import main as cli  # noqa: E402
-from shoal.node.training.trainer import Trainer  # noqa: E402
 from shoal.node.verify.completions import claiming  # noqa: E402
 from shoal.verification.consensus.records import Commitment, Reveal  # noqa: E402
 from shoal.verification.consensus.voter import Voter  # noqa: E402
@@ -59,20 +57,6 @@ def cheat_by_copying():
     Voter.work = work
 
 
-def cheat_by_resting():
-    step = Trainer.step
-
-    def rest(trainer):
-        if trainer.opt.steps % 5 == 0:
-            step(trainer)
-            return
-        next(trainer._batches)
-        trainer.opt.step()  # there are no gradients: it only counts
-        trainer.schedule.step()
-
-    Trainer.step = rest
-
-
 if __name__ == "__main__":
-    {"quantised": cheat_by_quantising, "copier": cheat_by_copying, "idle": cheat_by_resting}[sys.argv.pop(1)]()
+    {"quantised": cheat_by_quantising, "copier": cheat_by_copying}[sys.argv.pop(1)]()
     cli.main()
