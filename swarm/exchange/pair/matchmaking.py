@@ -14,8 +14,9 @@ is open; the other waits for it. A peer whose partner is not available (busy, ot
 candidates, then calls back those that it turned away meanwhile, then listens for a moment for other peers without a partner,
 then goes on without one. So of two free peers that called each other too early, neither listens before it has called the other
 again. If it knows beforehand that its partner is dead, it calls only peers that are free too, and goes on at once if there are
-none (`PairSelector`). If a transfer breaks off it goes on at once, because the time of the round is spent. A peer that gets
-"passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one that slept, meets the others again.
+none (`PairSelector`). If a transfer breaks off, or a partner is given up for its silence, it goes on at once, because the time of
+the round is spent. A peer that gets "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one
+that slept, meets the others again.
 Where training goes on meanwhile, nobody stands still for others, so peers of different speed do not keep in step by waiting. There
 a peer waits for its partner as long as it else would, then searches the candidates (one in rounds shorter than two such waits, if
 the partner lives) without haste, so that it is turned down by none that listens, calls back, and is free for all others of its
@@ -44,7 +45,7 @@ from shoal.optim.exchange.base import RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL, CallAnswerer
-from shoal.swarm.exchange.pair.calling import PROBE_S, Caller
+from shoal.swarm.exchange.pair.calling import PROBE_S, PROBED, Caller
 from shoal.swarm.exchange.pair.held import HeldCalls
 from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.pairing import PairSelector
@@ -165,6 +166,7 @@ class PairMatchmaker:
                     left = until - loop.time()
                 if left <= 0:
                     break
+                called = loop.time()
                 received = await self._try(pairing, peer, left if peer == partner else min(left, PROBE_S))
                 if received is not None or pairing.broken:
                     return received
@@ -181,6 +183,8 @@ class PairMatchmaker:
                     break
                 if loop.time() >= deadline and not self.state.overlap:
                     return None
+                if pairing.failing and pairing.needed.is_set() and loop.time() - called >= PROBED * self._timeouts.chunk:
+                    return None  # its silence took the time that training waits for one that is gone
             if moved:
                 continue
             return await self._listen(pairing, min(deadline - loop.time(), linger))

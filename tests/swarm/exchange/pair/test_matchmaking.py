@@ -201,6 +201,32 @@ def test_a_partner_that_vanishes_while_it_holds_a_call_is_not_waited_for(network
     assert time.monotonic() - began < LONG / 2
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_whom_a_silent_partner_kept_waiting_calls_nobody_else(network, held):
+    """The wait for one that is gone is all that training stands still for; the search of others would come on top of it."""
+    peers = a, b, *_ = [Peer(network, wait=LONG, chunk=0.5) for _ in range(3)]
+    round, called, opened = a_round([peer.id for peer in peers], [(a.id, b.id)]), [], a.host.open
+
+    async def silence(protocol, stream):
+        await asyncio.Event().wait()
+
+    async def open(peer_id, protocol, *, addresses=(), timeout):
+        if protocol == EXCHANGE_PROTOCOL:
+            called.append(peer_id)
+            if not held:
+                await asyncio.sleep(timeout)
+                raise NetworkError("nobody answers.", "timeout")
+        return await opened(peer_id, protocol, addresses=addresses, timeout=timeout)
+
+    a.host.open = open
+    handle = a.start(round)
+    if held:
+        until(lambda: b.exchange._matchmaker.held.calls)
+    b.host.answer = silence
+    assert value(handle.result()) is None
+    assert called == [b.id]
+
+
 def test_a_caller_that_vanishes_while_it_is_held_is_forgotten(network):
     a, b = Peer(network), Peer(network)
     a.start()
