@@ -22,7 +22,7 @@ def train_alone(parts: NodeParts, stop: Callable[[], bool]) -> float | None:
     for state in own.inner.state.values():
         state.clear()
     alone = Trainer(make_task(parts.settings), OuterSettings(method="none"), train, own=train, device=parts.device)
-    alone.connect(Alone(), "alone", parts.shard)
+    alone.connect(Alone(), "alone", parts.trainer.shard)
     try:
         alone.run(stop=stop)
         return None if stop() else alone.evaluate()

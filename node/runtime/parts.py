@@ -14,7 +14,7 @@ from shoal.node.plan.table import memory_of, work_of
 from shoal.node.runtime.door import RL
 from shoal.node.runtime.refusal_log import RefusalLog
 from shoal.node.runtime.result import Result
-from shoal.node.task import Shard, Task
+from shoal.node.task import Task
 from shoal.node.training.trainer import Trainer
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.status_reporter import StatusReporter
@@ -36,7 +36,6 @@ class NodeParts:
     device: torch.device
     membership: Membership
     trainer: Trainer
-    shard: Shard
     member: TrainingMember
     sharing: RolloutSharing | None
     """Present where rollouts are shared."""

@@ -51,7 +51,9 @@ from shoal.swarm.topics.status_reporter import StatusReporter
 from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.outer_factory import announced_speeds
+from shoal.swarm.training.shard import settled
 
+SETTLE_S = 3.0  # seconds to read who else came, before the first step
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
 
 
@@ -73,6 +75,7 @@ class TrainingNode:
         self._parts: NodeParts | None = None
         self._rates = Rates()
         self._loss: float | None = None
+        self._seen: set[str] | None = None  # the members when this node chose its shard; None: it did not choose
         self._newcomer = False  # begins with the weights of a swarm that is under way
 
     @property
@@ -179,16 +182,16 @@ class TrainingNode:
         try_partners(trainer, screen, log)
         closing.callback(trainer.close)
         self._begin_from(state, saved, settings, membership, trainer, member)
-        params, dealt = sum(parameter.numel() for parameter in trainer.params), f"{shard.index}/{shard.of}"
-        result = Result(name, host.peer_id, membership.swarm, outer.method, str(device), dealt, params, fragments=opt.fragments)
+        params = sum(parameter.numel() for parameter in trainer.params)
+        result = Result(
+            name, host.peer_id, membership.swarm, outer.method, str(device), str(shard), params, fragments=opt.fragments
+        )
         announce_publicly(membership, params, device.type, log, created=self.link is None)
         refusals = RefusalLog(membership.refused, metrics.write, log)
         member.reporter = status = StatusReporter(membership, name)
         self._activity.on_change = status.doing
         closing.callback(status.close)
-        return NodeParts(
-            settings, device, membership, trainer, shard, member, sharing, verification, result, metrics, refusals, status
-        )
+        return NodeParts(settings, device, membership, trainer, member, sharing, verification, result, metrics, refusals, status)
 
     def _own_run(self, settings: Settings, membership: Membership, saved: SavedRun | None) -> SavedRun | None:
         """Read the directory; return ``saved`` if it is of this swarm."""
@@ -206,7 +209,22 @@ class TrainingNode:
         if self.link is not None:
             with suppress(NetworkError):  # it was read when this node came
                 membership.directory.refresh(10.0)
-        return choose_shard(settings, membership.manifest, membership.directory.members(), membership.host.peer_id)
+        members = membership.directory.members()
+        self._seen = set(members) if settings.node.shard is None else None
+        return choose_shard(settings, membership.manifest, members, membership.host.peer_id)
+
+    def _settle(self) -> None:
+        """Take another shard if a node that came at the same moment took this node's too, and goes first."""
+        p, member = self.parts, self.parts.member
+        if self._seen is None:
+            return
+        with suppress(NetworkError):
+            p.membership.directory.refresh(SETTLE_S)
+        shard = settled(p.membership.directory.members(), member.shard, p.result.peer, self._seen)
+        if shard != member.shard:
+            self.display.message(f"another node that came at the same moment has shard {member.shard}: this one takes {shard}")
+            p.trainer.connect(member.exchange, p.membership.swarm, shard)
+            member.shard, p.result.shard = shard, str(shard)
 
     def _swarm_state(
         self, settings: Settings, membership: Membership, trainer: Trainer, model: str, *, came_from_elsewhere: bool
@@ -263,6 +281,7 @@ class TrainingNode:
             wait_for_peers(p.membership, trainer.opt, self._link_file, self.display.message, lambda: self.shutdown.requested)
         if not self._newcomer:  # an evaluation takes as long as dozens of steps, and the swarm is under way
             result.loss_first = self._loss = self._evaluate()
+        self._settle()
         p.member.start_counting()
         p.member.announce("training", result.loss_first)
         p.metrics.write("start", **asdict(result))

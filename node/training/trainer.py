@@ -307,7 +307,7 @@ class Trainer:
         index, of, seed = state["shard"]
         if Shard(index, of, seed) != self.shard:
             raise TrainingError(
-                f"The checkpoint was trained on shard {index}/{of}, this node has {self.shard.index}/{self.shard.of}: "
+                f"The checkpoint was trained on shard {index}/{of}, this node has {self.shard}: "
                 f"pass --shard {index}/{of}, or start without --resume."
             )
 

@@ -85,7 +85,7 @@ class TrainingMember:
     ) -> None:
         self._membership, self._opt, self._screen, self._clock = membership, opt, screen, clock
         screen.newcomers.where = self._range
-        self._name, self._model, self._shard, self._publisher = name, model, shard, publisher
+        self._name, self._model, self.shard, self._publisher = name, model, shard, publisher
         self.exchange = exchange
         self.lag_report = LagReport(opt, membership.host.traffic.rate, clock)
         self.reporter: StatusReporter | None = None
@@ -125,8 +125,8 @@ class TrainingMember:
             "step": self._opt.steps,
             "loss": real(loss),
             "steps_per_s": rate(steps_per_s),
-            "shard": self._shard.index,
-            "shards": self._shard.of,
+            "shard": self.shard.index,
+            "shards": self.shard.of,
             "model": self._model,
             "state": state,
             "version": SHOAL_VERSION,

@@ -317,3 +317,23 @@ def test_a_swarm_that_verifies_has_no_buckets():
 def test_a_task_whose_name_no_manifest_can_hold_is_one_sentence(hooks):
     with pytest.raises(ConfigError, match=r"^The task '.*' cannot be a swarm's: give its file a name of ASCII letters"):
         manifest(**{"task.hooks": hooks})
+
+
+@pytest.mark.parametrize(("theirs", "expected"), [("0", Shard(1, 2, 5)), ("z", Shard(0, 2, 5))])
+def test_before_its_first_step_a_node_settles_its_shard_with_those_that_came_at_the_same_moment(theirs, expected):
+    other, view, said, connected = f"{theirs}ther", {}, [], []
+    node = TrainingNode.__new__(TrainingNode)
+    node.display, node._seen = SimpleNamespace(message=said.append), set()
+
+    def refresh(seconds):
+        view[other] = SimpleNamespace(peer=other, shard=0, shards=2, state="waiting")
+
+    membership = SimpleNamespace(directory=SimpleNamespace(refresh=refresh, members=lambda: view), swarm="a" * 52)
+    trainer = SimpleNamespace(connect=lambda exchange, run, shard: connected.append((exchange, run, shard)))
+    member, result = SimpleNamespace(shard=Shard(0, 2, 5), exchange="its"), SimpleNamespace(peer="me", shard="0/2")
+    node._parts = SimpleNamespace(membership=membership, trainer=trainer, member=member, result=result)
+    node._settle()
+    assert (member.shard, result.shard) == (expected, f"{expected.index}/2")
+    moved = expected.index == 1
+    assert connected == [("its", "a" * 52, expected)] * moved
+    assert said == ["another node that came at the same moment has shard 0/2: this one takes 1/2"] * moved
