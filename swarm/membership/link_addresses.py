@@ -7,12 +7,14 @@ of any: one provider's fault, or one stranger's many keys, then do not make up t
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 from shoal.swarm.access.link import MAX_ADDRESSES, Link, address_problem
-from shoal.swarm.p2p.multiaddr import host_of, is_loopback, range_of
+from shoal.swarm.p2p.multiaddr import host_of, is_loopback, is_public_host, range_of
 
 MOST_OF_SEEDS = 4
 MOST_OWN = 4
@@ -48,15 +50,23 @@ def lasting_link(
         met: ids of peers that called this node or answered it.
         otherwise: addresses for the places that are left.
 
+    Private addresses lead nobody from elsewhere to the swarm, so they are in a link only if none of these but ``members``, whose
+    word this is, has another.
+
     Raises LinkError: there is no address at all.
     """
-    of_seeds = _by_rank([_usable(addresses, peer) for peer, addresses in seeds.items()])[:MOST_OF_SEEDS]
-    mine = _preferred([address for address in own if address_problem(address) is None])
-    theirs = [usable for peer in _ranked(members, met) if (usable := _usable(members[peer].addresses, peer))]
+    far = any(map(_leads_far, [*own, *otherwise, *itertools.chain(*seeds.values())]))
+
+    def kept(addresses: Sequence[str]) -> list[str]:
+        return [address for address in addresses if _leads_far(address) or not far]
+
+    of_seeds = kept(_by_rank([_usable(addresses, peer) for peer, addresses in seeds.items()]))[:MOST_OF_SEEDS]
+    mine = kept(_preferred([address for address in own if address_problem(address) is None]))
+    theirs = [usable for peer in _ranked(members, met) if (usable := kept(_usable(members[peer].addresses, peer)))]
     room = MAX_ADDRESSES - len(of_seeds) - len(mine[:MOST_OWN])
     # Stable, so this node stands before the others of its kind.
     members_first = sorted([*mine[:MOST_OWN], *(addresses[0] for addresses in theirs[:room])], key=lambda a: RELAY in a)
-    rest = [*(address for addresses in theirs for address in addresses[1:2]), *mine[MOST_OWN:], *otherwise]
+    rest = [*(address for addresses in theirs for address in addresses[1:2]), *mine[MOST_OWN:], *kept(otherwise)]
     wanted = list(dict.fromkeys(address for address in (*of_seeds, *members_first, *rest) if address_problem(address) is None))
     return Link(swarm, tuple(wanted[:1])).also(wanted[1:])
 
@@ -85,7 +95,13 @@ def _preferred(addresses: Sequence[str]) -> list[str]:
     """
     relayed = any(RELAY in address for address in addresses)
     addresses = [address for address in addresses if not is_loopback(address)] or addresses
-    return sorted(addresses, key=lambda address: relayed and RELAY not in address)
+    return sorted(addresses, key=lambda address: (relayed and RELAY not in address, not _leads_far(address)))
+
+
+def _leads_far(address: str) -> bool:
+    """Return whether an address, or that of the relay in it, is a public IP address or a name of one."""
+    host = host_of(address)
+    return is_public_host(host) if re.match("/ip[46]/", address) else not is_loopback(address)
 
 
 def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:

@@ -164,6 +164,13 @@ def is_loopback_host(host: str) -> bool:
     return False
 
 
+def is_public_host(host: str) -> bool:
+    """Return whether ``host`` is a public IP address, which leads to the same machine from every network."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_global
+    return False
+
+
 def host_asked(header: str) -> str:
     """Return the host in HTTP's header ``Host``, which may be any text, without the port."""
     return (header.rpartition("]")[0].strip("[") or header.partition(":")[0]).lower()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,7 +24,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shoal.swarm.p2p.multiaddr import is_loopback
+from shoal.swarm.p2p.multiaddr import is_loopback, is_public_host
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import Message, pack, unpack
@@ -78,17 +77,10 @@ class DialBackView:
     outcome: Outcome | None = None
 
 
-def _is_public(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_global
-    except ValueError:
-        return False
-
-
 def dialled_port(addresses: Sequence[str]) -> int | None:
     """Return the TCP port of the full multiaddrs ``addresses`` of a node that peers should dial, that of a public one first."""
     parts = [address.split("/") for address in addresses if "/p2p-circuit" not in address and not is_loopback(address)]
-    ports = [(not _is_public(part[2]), int(part[4])) for part in parts if part[3] == "tcp" and part[4].isdecimal()]
+    ports = [(not is_public_host(part[2]), int(part[4])) for part in parts if part[3] == "tcp" and part[4].isdecimal()]
     return next((port for _, port in sorted(ports) if port >= LOWEST_PORT), None)
 
 
@@ -97,11 +89,11 @@ def reach_of(seen: Sequence[DialBackView], addresses: Sequence[str]) -> Reach | 
 
     A peer dials the address that it sees. So if a node announces others, as that of a tunnel, only its success proves anything.
     """
-    outside = [view for view in seen if _is_public(view.address)]
+    outside = [view for view in seen if is_public_host(view.address)]
     if any(view.outcome in ("reached", "other") for view in outside):
         return "direct"
     parts = [address.split("/") for address in addresses if "/p2p-circuit" not in address]
-    announced = {part[2] for part in parts if part[1].startswith("dns") or _is_public(part[2])}
+    announced = {part[2] for part in parts if part[1].startswith("dns") or is_public_host(part[2])}
     failed = {view.address for view in outside if view.outcome in ("unreached", "refused", "silent")}
     if failed:
         return "unreachable" if not announced or announced & failed else None
@@ -130,8 +122,7 @@ class ReachabilityProbe:
         if not (self._each.take(address, 1, 1) and self._all.take("", 1, 1)):
             return "busy"
         outcome = await _dial(address, port, token)
-        public = ipaddress.ip_address(address).is_global
-        return outcome if public or outcome == "reached" else "unreached"
+        return outcome if is_public_host(address) or outcome == "reached" else "unreached"
 
 
 async def _dial(address: str, port: int, token: bytes) -> Outcome:

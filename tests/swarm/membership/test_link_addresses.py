@@ -27,7 +27,7 @@ def at(number, host=None, port=4001):
 
 
 def relayed(number, by=99):
-    return f"/ip4/203.0.113.9/tcp/4001/p2p/{peer(by)}/p2p-circuit/p2p/{peer(number)}"
+    return f"/ip4/9.9.9.9/tcp/4001/p2p/{peer(by)}/p2p-circuit/p2p/{peer(number)}"
 
 
 def members(*numbers, **changes):
@@ -81,10 +81,26 @@ def test_second_addresses_fill_what_is_left_and_others_come_last():
 def test_an_address_beyond_the_machine_is_preferred_and_a_relay_where_there_is_one():
     here, lan = at(1, "127.0.0.1"), at(1, "192.168.0.7")
     assert chosen({peer(1): Record((here, lan))}) == (lan,)
-    assert chosen({}, own=[here, at(1), lan]) == (at(1), lan)
+    assert chosen({}, own=[here, at(1)]) == (at(1),)
     assert chosen({}, own=[here]) == (here,)
     assert chosen({peer(1): Record((lan, relayed(1)))}) == (relayed(1), lan)
     assert chosen({peer(1): Record((here,))}) == (here,)
+
+
+@pytest.mark.parametrize("far", [at(50), at(50).replace("/ip4/198.50.0.1", "/dns4/seed.example.org"), relayed(50)])
+def test_private_addresses_are_handed_on_only_in_a_swarm_that_is_known_by_no_other(far):
+    lan, cgnat = at(1, "192.168.0.7"), at(7, "100.64.1.2")
+    others = {peer(1): Record((lan, at(1)), 2000.0), peer(2): Record((at(2, "10.0.0.2"),))}
+    assert chosen(others, seeds={peer(50): (far,)}, own=[cgnat], otherwise=[at(9, "172.16.0.9")]) == (far, at(1))
+    assert chosen(others, own=[cgnat], otherwise=[far]) == (at(1), far)
+    assert chosen(others, own=[cgnat, far])[0] == (at(1) if far == relayed(50) else far)
+    assert not {lan, cgnat} & {*chosen(others, own=[cgnat, far])}
+
+
+def test_a_members_word_of_a_public_address_drops_no_private_one():
+    lan = at(7, "192.168.0.7")
+    assert chosen(members(1), own=[lan]) == (lan, at(1))
+    assert chosen({peer(1): Record((at(1, "10.0.0.1"), at(1)))}) == (at(1), at(1, "10.0.0.1"))
 
 
 def test_what_a_stranger_names_of_others_or_malformed_is_left_out():
