@@ -41,7 +41,7 @@ ENV XDG_CONFIG_HOME=/data/config PATH=/opt/venv/bin:$PATH
 USER shoal
 WORKDIR /data
 VOLUME /data
-EXPOSE 4001
+EXPOSE 4001/tcp 4001/udp
 HEALTHCHECK --interval=30s --timeout=10s --start-period=3m CMD ["shoal-health"]
 ENTRYPOINT ["shoal"]
 CMD ["--help"]
