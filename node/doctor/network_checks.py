@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import re
+import socket
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, Tell, many
 from shoal.node.doctor.visit import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.clock_check import ASKED, clock_problem
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, Outcome, ask, listen_for_dial_back
+from shoal.swarm.p2p.multiaddr import host_of
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, Outcome, ask, dialled_port, listen_for_dial_back
 from shoal.swarm.p2p.seed_client import addresses_of
 from shoal.swarm.p2p.seed_client import ask as ask_seed
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, measure
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
+if TYPE_CHECKING:  # hivemind, and so torch, which may be what is missing
+    from shoal.swarm.p2p.host import Host
+
 CONNECT_S = 8.0  # seconds for one bootstrap peer
+OPENED_S = 12.0  # seconds from its start in which a daemon has a router open a port, and the host asks it for its addresses
 OLD = "does not offer"  # part of `Host.open`'s error for a protocol that a peer does not know
 
 
@@ -30,6 +37,7 @@ def daemon(visit: Visit, tell: Tell) -> str:
     from shoal.swarm.membership.visitor import start_unconnected
 
     # The addresses of the link are tried later, one by one.
+    visit.began = time.monotonic()
     visit.host = start_unconnected(visit.identity, visit.link, ("/ip4/0.0.0.0/tcp/0",))
     return "the network daemon starts and answers"
 
@@ -139,11 +147,7 @@ def dialled(visit: Visit, tell: Tell) -> str:
 
         async def rung(peer: str = seen.peer) -> tuple[int, Outcome | None]:
             async with listen_for_dial_back(visit.port) as (number, token):
-                stream = await host.open(peer, DIAL_PROTOCOL, timeout=10.0)
-                try:
-                    return number, (await ask(stream, number, token)).outcome
-                finally:
-                    stream.close()
+                return number, await _rung(host, peer, number, token)
 
         try:
             number, outcome = host.call(rung(), 30.0)
@@ -158,6 +162,9 @@ def dialled(visit: Visit, tell: Tell) -> str:
         visit.outcome = outcome
         if outcome == "reached":
             return f"{short(seen.peer)} connected back to {seen.address} port {number}"
+        if (found := _by_router(visit, seen)) is not None:
+            visit.opened = seen.address
+            return f"{short(seen.peer)} connected back to {seen.address} port {found}, which the router opened (UPnP or NAT-PMP)"
         said = _NOT_REACHED[str(outcome)].format(peer=short(seen.peer), address=seen.address, port=number)
         raise Note(
             f"{said}: open it in the firewall and forward it in the router, or rely on a bootstrap node with --relay; a node that "
@@ -166,16 +173,51 @@ def dialled(visit: Visit, tell: Tell) -> str:
     raise Skip(f"not tried: {problem}.")
 
 
+async def _rung(host: Host, peer: str, number: int, token: bytes = b"") -> Outcome | None:
+    stream = await host.open(peer, DIAL_PROTOCOL, timeout=10.0)
+    try:
+        return (await ask(stream, number, token)).outcome
+    finally:
+        stream.close()
+
+
+def _by_router(visit: Visit, seen: DialBackView) -> int | None:
+    """Return the port that the router opened for the daemon, if the peer that sees this machine there connects to it."""
+    host, port = visit.running(), None
+    while not _own(seen.address):
+        port = dialled_port([address for address in host.addresses() if host_of(address) == seen.address])
+        if port is not None or time.monotonic() > visit.began + OPENED_S:
+            break
+        time.sleep(0.2)
+    if port is None:
+        return None
+    try:
+        return port if host.call(_rung(host, seen.peer, port), 30.0) == "other" else None  # the daemon answers, and knows no token
+    except (NetworkError, MessageError):
+        return None
+
+
+def _own(host: str) -> bool:
+    """Return whether this machine has the IP address ``host``."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
+
+
 def nat(visit: Visit, tell: Tell) -> str:
     """Classify the NAT from the addresses that peers see and whether they could dial back."""
     seen = sorted({seen.address for seen in visit.seen if seen.address})
     if not seen:
         raise Skip("no peer sees an address of this machine.")
-    own = {found[1] for address in visit.running().addresses() if (found := re.match(r"/ip[46]/([^/]+)/", address))}
-    hidden = [address for address in seen if address not in own]
+    hidden = [address for address in seen if not _own(address)]
     reached = visit.outcome == "reached"
     if len(hidden) > 1 and all(ipaddress.ip_address(address).version == 4 for address in hidden):
         raise Note(f"behind a NAT that shows {' and '.join(hidden)} to different peers: use a bootstrap node with --relay.")
+    if visit.opened is not None:
+        return f"behind a NAT, seen as {visit.opened}, whose router opens a port by itself: nothing to forward or to announce"
     if hidden:
         if reached:
             return f"behind a NAT, seen as {hidden[0]}, with the port forwarded: add --announce /ip4/{hidden[0]}/tcp/PORT"

@@ -39,6 +39,8 @@ class Visit:
     """Name the parameters that each of several inner optimizers trains."""
     identity: Identity = field(default_factory=Identity.ephemeral)
     host: Host | None = None
+    began: float = 0.0
+    """When it was started, by the monotonic clock."""
     directory: Directory | None = None
     reached: list[str] = field(default_factory=list)
     """Full multiaddrs of members that answered."""
@@ -48,6 +50,8 @@ class Visit:
     seen: list[DialBackView] = field(default_factory=list)
     outcome: str | None = None
     """Outcome of dialling back, if it was tried."""
+    opened: str | None = None
+    """The address at which the router was found to let peers in, at a port that it opened for the daemon."""
 
     def ask(self, address: str, protocol: str, work: Callable[[Stream], Awaitable[T]], seconds: float) -> T:
         """Do ``work`` on a stream to the peer of a full multiaddr. Raises NetworkError or MessageError."""

@@ -164,7 +164,8 @@ def options(
         "pubsub": 1,
         "pubsubRouter": "gossipsub",
         "autonat": int(beyond),
-        "natPortMap": int(beyond),
+        # By UPnP or NAT-PMP, five seconds after the start. Not for who names an address to listen on or to announce, nor for QUIC.
+        "natPortMap": int(not announce and any(address.startswith("/ip4/0.0.0.0/tcp/") for address in listen)),
         "autoRelay": int(bool(helpers)),
         "relayDiscovery": 0,
         "relay": int(relay != "off" or bool(helpers)),

@@ -20,6 +20,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p import dial
 from shoal.swarm.p2p.daemon import Daemon, read_message
+from shoal.swarm.p2p.multiaddr import host_of, is_public_host
 from shoal.swarm.p2p.stream import short
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class RelaySlots:
         self, own: str, bootstrap: Sequence[str], needed: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.needed = needed
+        self._found = False
+        """Whether `needed` is libp2p's finding, by the daemon that runs."""
         self._own, self._clock = own, clock
         self._candidates = dial.candidates(bootstrap)
         self._held: dict[str, float] = {}
@@ -63,6 +66,7 @@ class RelaySlots:
         self._held.clear()
         self._put_off.clear()
         self._stuck = None
+        self._found = False
 
     async def look(self, daemon: Daemon, known: Sequence[str]) -> bool:
         """Ask the relays that are due; ``known``: the addresses that the daemon gives. Return whether it has to be restarted.
@@ -70,7 +74,11 @@ class RelaySlots:
         That is so when it has refused for `STUCK_S` seconds to dial a relay that answers: it puts a peer off for up to five
         minutes after dials that failed. Raises one of `daemon.DAEMON_GONE`.
         """
-        self.needed = self.needed or any("/p2p-circuit/" in address for address in known)
+        if any("/p2p-circuit/" in address for address in known):
+            self.needed = self._found = True
+        elif self._found and any(is_public_host(host_of(address)) for address in known):  # hidden until somebody dialled it
+            self.needed = False
+            self.ended()
         if not self.needed:
             return False
         refused = False

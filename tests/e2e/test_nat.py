@@ -1,6 +1,8 @@
 """Two nodes behind two NATs, which nobody can dial, meet through a seed that forwards, and average; also after a break."""
 
+import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -46,7 +48,7 @@ def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, 
     common = ("--listen", "/ip4/0.0.0.0/tcp/4001", "--relay", relay)
     first = shoal.node("up", settings, "anna", *common, "--bootstrap", address, before=internet.enter("home-0"))
     link = first.line()
-    assert f"?peer={address}&" in link
+    assert f"?peer={address}" in link
     # It trains before anybody can reach it.
     eventually(lambda: [e for e in shoal.metrics("anna") if e["event"] == "round"], 60, "a round of the first alone")
     shoal.node("join", link, "bert", *common, before=internet.enter("home-1"))
@@ -136,3 +138,91 @@ def test_status_says_who_can_be_dialled_and_what_to_do_where_nobody_can(internet
 
     (finding,) = eventually(told, 90, "both said to be what they are")
     assert finding.startswith("bert can be dialled by nobody and has no relay")
+
+
+# What a router adds to its rules; miniupnpd enters the ports that it opens into these chains.
+OPENING = """
+table inet filter {
+  chain forward { type filter hook forward priority 0; jump miniupnpd; }
+  chain leave { type nat hook postrouting priority srcnat; jump postrouting_miniupnpd; }
+  chain enter { type nat hook prerouting priority dstnat; jump prerouting_miniupnpd; }
+  chain miniupnpd { }
+  chain prerouting_miniupnpd { }
+  chain postrouting_miniupnpd { }
+}
+"""
+
+
+@contextlib.contextmanager
+def opening(internet, router, tmp_path, protocol):
+    """Have ``router`` open ports for the machine behind it that asks by ``protocol``."""
+    if shutil.which("miniupnpd") is None:
+        pytest.skip("miniupnpd is not installed (package miniupnpd)")
+    internet.nft(router, "-f", "-", rules=OPENING)
+    subprocess.run([*internet.enter(router), "ip", "route", "add", "224.0.0.0/4", "dev", "in"], check=True)
+    settings = tmp_path / "miniupnpd.conf"
+    speaks = {f"enable_{each}": "yes" if each == protocol else "no" for each in ("upnp", "natpmp")}
+    lines = {
+        "ext_ifname": "out",
+        "listening_ip": "in",
+        "port": 0,
+        "secure_mode": "yes",
+        **speaks,
+        "lease_file": tmp_path / "leases",
+    }
+    rule = "allow 1024-65535 192.168.0.0/16 1024-65535\n"
+    settings.write_text("".join(f"{name}={value}\n" for name, value in lines.items()) + rule)
+    command = ["miniupnpd", "-d", "-f", str(settings), "-P", str(tmp_path / "pid")]
+    with (tmp_path / "miniupnpd.log").open("w") as file:
+        server = subprocess.Popen([*internet.enter(router), *command], stdout=file, stderr=subprocess.STDOUT)
+        try:
+            yield
+        finally:
+            server.terminate()
+            server.wait(10)
+
+
+@pytest.mark.slow(reason="libp2p finds after a minute and a half that a port was opened, if a relay is there at the start")
+@pytest.mark.parametrize(("protocol", "relay"), [("upnp", "auto"), ("natpmp", "off")])
+def test_a_node_whose_router_opens_ports_is_dialled_by_one_that_nobody_can_dial(
+    internet, shoal, eventually, tmp_path, protocol, relay
+):
+    seed = shoal.start(
+        "seed", "--relay", "--json", "--listen", f"/ip4/{SEED}/tcp/4001", "--identity", shoal.home / "seed.key",
+        before=internet.enter("seed"),
+    )  # fmt: skip
+    (address,) = [a for a in json.loads(seed.line())["addresses"] if SEED in a]
+    settings = shoal.toml(
+        swarm={"name": "nat", "start_when": 1}, outer={"every": 5, "wait_s": 5.0}, options={"layers": 1, "width": 64, "context": 32}
+    )
+    with opening(internet, "router-0", tmp_path, protocol):
+        how = ("--listen", "/ip4/0.0.0.0/tcp/0", "--relay")
+        first = shoal.node("up", settings, "anna", *how, relay, "--bootstrap", address, before=internet.enter("home-0"))
+        link, opened = first.line(), f"peer=/ip4/{internet.ip('home-0')}/tcp/"
+
+        def said_to_be(reach, *shown):
+            status = shoal.start("status", link, "--json", before=internet.enter("seed"))
+            report = status.json() if status.wait() == 0 else {"members": []}  # nobody else can be asked, and it not yet
+            return [m["reach"] for m in report["members"]] == [reach] and all(each in report["link"] for each in shown) and report
+
+        if relay == "auto":  # libp2p tries before the port is open
+            eventually(lambda: said_to_be("relayed", "/p2p-circuit/"), 90, "the node said to be relayed")
+        lasting = eventually(lambda: said_to_be("direct", opened), 180, "the node said to be dialled")["link"]
+        assert "p2p-circuit" not in lasting
+        assert "192.168." not in lasting
+        shoal.node("join", link, "bert", *how, "off", before=internet.enter("home-1"))
+
+        def met():
+            return [e for e in shoal.metrics("bert") if e["event"] == "round" and e["members"] == 2]
+
+        eventually(met, 90, "an exchange")
+        rounds, before = len(met()), internet.received("seed")
+        eventually(lambda: len(met()) > rounds + 10, 60, "further exchanges")
+        assert internet.received("seed") - before < sum(e["bytes_sent"] for e in met()[rounds:]), "no relay is between them"
+        said = {}
+        for home in ("home-0", "home-1"):
+            checks = shoal.start("doctor", link, "--json", before=internet.enter(home)).json()["checks"]
+            said[home] = [(check["outcome"], check["said"]) for check in checks if check["check"] in ("dialled back", "nat")]
+        assert [outcome for outcome, _ in said["home-0"]] == ["ok", "ok"], said
+        assert "which the router opened (UPnP or NAT-PMP)" in said["home-0"][0][1]
+        assert [outcome for outcome, _ in said["home-1"]] == ["note", "note"], said

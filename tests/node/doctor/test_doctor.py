@@ -17,10 +17,11 @@ from shoal.node.cli.main import cli
 from shoal.node.commands.plan import measured_line
 from shoal.node.config.settings import load
 from shoal.node.doctor import machine_checks as machine
-from shoal.node.doctor import run
+from shoal.node.doctor import network_checks, run
 from shoal.node.doctor import swarm_checks as agreement
 from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, examine
 from shoal.node.doctor.run import diagnose
+from shoal.node.doctor.visit import Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.loader import load_task
@@ -37,7 +38,7 @@ from shoal.swarm.membership.membership import OWN_LOOP, SHOAL_VERSION
 from shoal.swarm.p2p import seed_client
 from shoal.swarm.p2p.daemon import Daemon
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, ReachabilityProbe
 from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
 from shoal.swarm.seed.server import Seed
 from shoal.swarm.state.server import StateServer
@@ -405,3 +406,41 @@ def test_checks_that_were_skipped_are_not_said_to_be_well(monkeypatch):
     assert CliRunner().invoke(cli, ["doctor"]).output.endswith("nothing that was checked is in the way; skipped: 1 of 2\n")
     outcomes.pop()
     assert CliRunner().invoke(cli, ["doctor"]).output.endswith("nothing is in the way\n")
+
+
+class TestRouterThatOpensPorts:
+    """The addresses of the daemon, and what a peer says that sees this machine at 9.9.9.9 and tries ports there."""
+
+    def dialled(self, monkeypatch, opened, outcomes, seen="9.9.9.9"):
+        tried = []
+
+        async def rung(host, peer, number, token=b""):
+            tried.append(number)
+            return outcomes[bool(token)]
+
+        monkeypatch.setattr(network_checks, "_rung", rung)
+        monkeypatch.setattr(network_checks, "OPENED_S", 0.0)
+        addresses = ("/ip4/192.168.0.7/tcp/4001/p2p/x", *opened)
+        host = SimpleNamespace(addresses=lambda: addresses, call=lambda work, seconds: asyncio.run(work))
+        visit = Visit(None, host=host, seen=[DialBackView("peer-one", seen, 0.0, 0.0)])
+        try:
+            return network_checks.dialled(visit, None), network_checks.nat(visit, None), tried
+        except Note as note:
+            return str(note), None, tried
+
+    def test_its_port_is_tried_after_the_one_given_and_named(self, monkeypatch):
+        here = ("/ip4/9.9.9.9/tcp/31000/p2p/x",)
+        said, nat, tried = self.dialled(monkeypatch, here, {True: "silent", False: "other"})
+        assert said == "…peer-one connected back to 9.9.9.9 port 31000, which the router opened (UPnP or NAT-PMP)"
+        assert nat == "behind a NAT, seen as 9.9.9.9, whose router opens a port by itself: nothing to forward or to announce"
+        assert tried[1:] == [31000]
+
+    def test_one_that_nobody_answers_at_or_elsewhere_is_none(self, monkeypatch):
+        for opened, outcomes, more in (
+            (("/ip4/9.9.9.9/tcp/31000/p2p/x",), {True: "silent", False: "silent"}, [31000]),
+            (("/ip4/8.8.8.8/tcp/31000/p2p/x",), {True: "silent", False: "other"}, []),
+            ((), {True: "silent", False: "other"}, []),
+        ):
+            said, _, tried = self.dialled(monkeypatch, opened, outcomes)
+            assert said.startswith("the connection of …peer-one to 9.9.9.9 port ")
+            assert tried[1:] == more

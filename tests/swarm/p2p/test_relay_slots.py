@@ -90,6 +90,24 @@ def test_no_relay_is_asked_until_libp2p_has_found_that_nobody_can_dial_this_node
     assert world.slots.addresses() == CIRCUIT
 
 
+def test_a_node_that_libp2p_has_dialled_after_all_gives_its_slots_up(monkeypatch):
+    world = World(monkeypatch)
+    hidden, opened = ["/ip4/192.168.0.7/tcp/1/p2p/" + ME], ["/ip4/9.9.9.9/tcp/1/p2p/" + ME]
+    for known, slots in ((CIRCUIT, CIRCUIT), (hidden, CIRCUIT), (hidden + CIRCUIT, CIRCUIT), (hidden + opened, []), (hidden, [])):
+        world.look(known=known)
+        assert world.slots.addresses() == slots
+    world.look(known=CIRCUIT)
+    world.slots.ended()  # with the daemon, and what it knew
+    world.look(known=opened)
+    assert world.slots.addresses() == CIRCUIT
+
+
+def test_a_node_that_needs_slots_by_its_settings_keeps_them(monkeypatch):
+    world = World(monkeypatch, needed=True)
+    world.look(known=["/ip4/9.9.9.9/tcp/1/p2p/" + ME])
+    assert world.slots.addresses() == CIRCUIT
+
+
 def test_a_slot_is_asked_for_again_before_anybody_misses_it_and_not_at_each_look(monkeypatch):
     world = World(monkeypatch, needed=True)
     for _ in range(7):
