@@ -28,13 +28,14 @@ INSTALL = PIP_USE_PEP517=1 $(BIN)/python -m pip install --quiet --disable-pip-ve
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo install test test-slow standin gpu-test arm64-check coverage libp2p lint format bench clean distclean
+.PHONY: help demo install test test-slow standin gpu-test gpu-check arm64-check coverage libp2p lint format bench clean distclean
 
 help:
 	@echo "make demo       train with PEERS=$(PEERS) nodes on this machine for ROUNDS=$(ROUNDS) rounds"
 	@echo "make test       run the tests, but for the slow ones"
 	@echo "make test-slow  run the slow ones"
 	@echo "make gpu-test   those for GPUs, on the GPU of this machine or else on a stand-in for one, which g++ builds"
+	@echo "make gpu-check  all that is worth knowing of this machine's GPU, in a report for an issue"
 	@echo "make arm64-check  a node for arm64, under an emulator, in a swarm with one of this machine"
 	@echo "make coverage   unit tests of optim, swarm and verification; fails below $(COVERAGE_FLOOR) % of lines and branches"
 	@echo "make libp2p     install py-libp2p too, without a compiler"
@@ -67,6 +68,9 @@ gpu-test: $(TEST)
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then standin=; else \
 	    standin=$$($(BIN)/python tests/standin/build.py) || exit 1; fi; set -x; \
 	PYTHONPATH=$$standin STANDIN_DEVICES=2 $(BIN)/python -m pytest -m gpu -n $(WORKERS) --durations=10 $(ARGS)
+
+gpu-check: $(TEST)
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(BIN)/python bench/gpu_check.py $(ARGS)
 
 arm64-check: $(TEST)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_platforms.py $(ARGS)
