@@ -39,6 +39,24 @@ def wait_for(devices: Iterable[torch.device]) -> None:
         torch.accelerator.synchronize(device)
 
 
+def free_and_total(device: torch.device) -> tuple[int, int] | None:
+    """Return the bytes of an accelerator's memory that are free, and all; None where the kind does not tell."""
+    if copies_beside(device):
+        free, total = torch.get_device_module(device).mem_get_info(device)
+        return int(free), int(total)
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        return total - torch.mps.driver_allocated_memory(), total
+    return None
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes of an accelerator's memory that tensors of this process have."""
+    if device.type == "mps":
+        return torch.mps.current_allocated_memory()
+    return int(torch.get_device_module(device).memory_allocated(device))
+
+
 def current_device() -> Callable[[], None]:
     """Return what makes the current accelerator of this thread that of another thread, where it is the first one until then."""
     if not torch.accelerator.is_available():

@@ -113,6 +113,8 @@ def make_trainer(
             slow_on_device=on_device, offload=node.offload, on_model=check,
             on_round=on_round, speeds=speeds,
         )  # fmt: skip
+    if made.plan is not None:
+        log(f"{made.plan}")
     found = parameter_split(task, train, made.model)
     if found is not None:
         log(f"{found}.")

@@ -12,11 +12,13 @@ from shoal.node.memory import free_memory
 from shoal.swarm.errors import ShoalError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
 GB = 10**9
 POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
 _INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
+EXCESS = 1.2  # times the planned memory of a device from which on a node says that it holds more
 _EXCHANGE = {"noloco": 1, "local": 1, "diloco": 1, "diloco-hb": 1, "none": 0, "sparta": 0.1}
 """Of the slow weights' size, what an exchange takes: the partner's contribution, in which the mean is computed."""
 _OTHER_EXCHANGE = 2.0
@@ -94,6 +96,60 @@ def check(
         log(
             f"{need} and can have {there / GB:.2f}, so the system may end it without a word: end other programs, "
             "pass --offload DIR, or train a smaller model; with --ram it would not begin"
+        )
+
+
+class DevicePlan:
+    """What training will take of a device's memory, beside the activations, which nobody knows before the first step.
+
+    Args:
+        model: on the device already.
+        method: of the outer optimizer, whose slow weights are there if ``slow_there``.
+        tries: another copy of the model tries partners' weights.
+
+    Raises MemoryBudgetError: it does not fit, with what would.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, *, method: str, slow_there: bool, tries: bool) -> None:
+        from shoal.optim.device import allocated, free_and_total  # here, because it imports torch
+
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        own, whole = _bytes(trained), _bytes([*model.parameters(), *model.buffers()])
+        slow = 4 * sum(parameter.numel() for parameter in trained)
+        coarse = any(parameter.itemsize < 4 for parameter in trained)
+        self._device = device
+        self.lasting = {"model": whole, "inner optimizer": _INNER * own}
+        """Bytes, by what they are for, that are taken after a step too."""
+        self.passing = {"gradients": own}
+        if slow_there:
+            self.lasting["slow weights"] = slow * (1 + _STATE.get(method, 0) + coarse)
+            self.passing["exchange"] = int(_EXCHANGE.get(method, _OTHER_EXCHANGE) * slow)
+        elif coarse:
+            self.passing["staging"] = 4 * max(parameter.numel() for parameter in trained)
+        if tries:
+            self.lasting["trial of partners' weights"] = whole
+        self._before = allocated(device) - whole
+        memory, total = free_and_total(device), sum({**self.lasting, **self.passing}.values())
+        if memory is not None and total > memory[0] + whole:
+            remedies = ["leave --slow-on-device out"] if slow_there else []
+            remedies += ["share the model among GPUs (--gpus all --parallel fsdp)", "train a smaller model, or end other programs"]
+            raise MemoryBudgetError(f"{self} and {(memory[0] + whole) / GB:.2f} are free there: {', '.join(remedies)}.")
+
+    def __str__(self) -> str:
+        parts = {**self.lasting, **self.passing}
+        listed = ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in parts.items() if nbytes)
+        return f"Training will take about {sum(parts.values()) / GB:.2f} GB of {self._device} without activations ({listed})"
+
+    def compared(self) -> str | None:
+        """Return a sentence if after the first step a fifth more is taken than was planned."""
+        from shoal.optim.device import allocated
+
+        taken, planned = allocated(self._device) - self._before, sum(self.lasting.values())
+        if taken <= EXCESS * planned:
+            return None
+        return (
+            f"after its first step this node holds {taken / GB:.2f} GB of {self._device}, where {planned / GB:.2f} were planned: "
+            "other parts of the task, or another optimizer than Adam, keep the rest, so less is left for activations"
         )
 
 

@@ -25,6 +25,7 @@ from shoal.node.training.errors import TrainingError as TrainingError
 from shoal.node.training.inner_step import InnerStep
 from shoal.node.training.layout import Layout
 from shoal.node.training.loader import Loader
+from shoal.node.training.resources import DevicePlan
 from shoal.node.training.schedule import Schedule, make_inner
 from shoal.node.training.throughput import Rates, Throughput
 from shoal.optim import Alone, Exchange, RoundInfo, method_named
@@ -121,6 +122,12 @@ class Trainer:
         wrapped = self.layout.wrap(self.model, self.device)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         on_model(self.params)
+        alone = self.device.type != "cpu" and self.layout.ranks == 1
+        tries = outer.check_loss and not task.draws_with_model
+        self.plan = (
+            DevicePlan(self.model, self.device, method=outer.method, slow_there=slow_on_device, tries=tries) if alone else None
+        )
+        """What this process alone takes of its device, until it has been compared."""
         self.inner_step = InnerStep(
             task, wrapped, self.params, self.device, clip=train.clip, own=own,
             rank=self.layout.rank, ranks=self.layout.ranks, unsynchronised=self.layout.unsynchronised,

@@ -1,13 +1,18 @@
 """The memory budget: the sum that is made before training, and the queues that follow from it."""
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from shoal.node.memory import free_memory
-from shoal.node.task import Task
+from shoal.node.task import Shard, Task
 from shoal.node.training import resources as memory
-from shoal.node.training.resources import BODIES, GB, POOL, MemoryBudgetError, check, held, shares
+from shoal.node.training.resources import BODIES, GB, POOL, DevicePlan, MemoryBudgetError, check, held, shares
 from shoal.node.training.trainer import Trainer
+from shoal.optim import Alone
+from shoal.optim import device as of_device
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
@@ -115,3 +120,69 @@ def test_a_folder_that_cannot_hold_the_outer_state_is_one_sentence(tmp_path):
         Trainer(Wide(), OuterSettings(), TrainSettings(), offload=tmp_path / "file")
     made = Trainer(Wide(), OuterSettings(), TrainSettings(), offload=tmp_path / "there")
     assert [tensor.shape for tensor in made.opt.slow] == [(1000, 1000)]
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Plays a device of 100 MB, of which tensors of this process have the model's 4 MB and 1 MB more."""
+    has = SimpleNamespace(free=95_000_000, allocated=5_000_000)
+    monkeypatch.setattr(of_device, "free_and_total", lambda device: (has.free, 100_000_000))
+    monkeypatch.setattr(of_device, "allocated", lambda device: has.allocated)
+    return has
+
+
+GPU = torch.device("cuda", 0)
+
+
+def planned(**options):
+    return DevicePlan(Wide().model(), GPU, **{"method": "noloco", "slow_there": False, "tries": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "lasting", "passing"),
+    [
+        ({}, {"model": 4, "inner optimizer": 8}, {"gradients": 4}),
+        ({"slow_there": True}, {"model": 4, "inner optimizer": 8, "slow weights": 8}, {"gradients": 4, "exchange": 4}),
+        ({"tries": True}, {"model": 4, "inner optimizer": 8, "trial of partners' weights": 4}, {"gradients": 4}),
+    ],
+)
+def test_what_training_takes_of_a_device_is_planned_by_what_it_is_for(card, options, lasting, passing):
+    plan = planned(**options)
+    assert {name: nbytes / 10**6 for name, nbytes in plan.lasting.items()} == lasting
+    assert {name: nbytes / 10**6 for name, nbytes in plan.passing.items()} == passing
+
+
+def test_narrow_weights_are_cast_where_they_are(card):
+    plan = DevicePlan(Wide().model().bfloat16(), GPU, method="noloco", slow_there=False, tries=False)
+    assert plan.passing == {"gradients": 2_000_000, "staging": 4_000_000}
+
+
+def test_a_device_without_room_is_refused_with_what_would_fit(card):
+    card.free = 24_000_000  # and the 4 MB that the model has
+    planned(slow_there=True)
+    card.free -= 1
+    words = r"about 0\.03 GB of cuda:0 without activations \(model 0\.00, .*\) and 0\.03 are free there: leave --slow-on-device out"
+    with pytest.raises(MemoryBudgetError, match=words):
+        planned(slow_there=True)
+    planned()
+
+
+def test_after_the_first_step_what_is_held_is_compared_with_the_plan(card):
+    plan = planned()
+    card.allocated = 1_000_000 + int(12_000_000 * 1.2)
+    assert plan.compared() is None
+    card.allocated += 1
+    assert "this node holds 0.01 GB of cuda:0, where 0.01 were planned" in plan.compared()
+
+
+@pytest.mark.gpu(standin=True)
+@pytest.mark.parametrize("slow_there", [False, True])
+@pytest.mark.parametrize("method", ["noloco", "diloco", "eager"])
+def test_the_plan_is_what_a_node_really_holds_after_its_first_step(slow_there, method):
+    gc.collect()  # trainers of other tests
+    trainer = Trainer(Wide(), OuterSettings(method=method), TrainSettings(steps=1), device=GPU, slow_on_device=slow_there)
+    trainer.connect(Alone(), "run", Shard(0, 1, 0))
+    trainer.step()
+    held = of_device.allocated(GPU) - trainer.plan._before
+    assert 0.8 * held <= sum(trainer.plan.lasting.values()) <= 1.2 * held
+    assert trainer.plan.compared() is None
