@@ -58,5 +58,5 @@ def test_nodes_that_never_exchange_have_failed(monkeypatch):
 
 def test_rows_in_the_results_are_of_pairs_of_known_kinds():
     rows = [json.loads(line) for line in reach.RESULTS.read_text().splitlines()]
-    assert {row["outcome"] for row in rows} <= {"direct", "relayed", "failed"}
+    assert {row["outcome"] for row in rows} <= {"direct", "punched", "relayed", "failed"}
     assert {row[name] for row in rows for name in ("first", "second")} == set(reach.KINDS)
