@@ -12,6 +12,7 @@ from bench._nat import NatError
 
 
 @pytest.mark.slow(reason="real nodes on slow lines, for 4 to 13 minutes each")
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("scenario", cities.SCENARIOS)
 def test_the_team_goes_on(scenario, tmp_path_factory, record_property):
     try:
