@@ -199,6 +199,7 @@ class StreamingDiLoCo(OuterOptimizer):
     Evaluate within ``averaged()``: the slow weights are better than any peer's fast ones.
     ``lag``: by default as found by ``AutoLag``, at least 1. mix 0.5 is the paper's (from memory, as its lr 0.4, momentum 0.9 and
     lag 1, of which the defaults here differ by what was measured: docs/methods.md); public code (torchft, MaxText) has mix 0.
+    "keep" is ours: what was learnt while the mean was on its way stays, of which 0.5 loses half and 0 all.
     After a failed exchange the fast weights are kept (torchft discards the round).
     """
 
@@ -210,7 +211,7 @@ class StreamingDiLoCo(OuterOptimizer):
         every: int = 100,
         fragments: Fragments = 4,
         lag: Lag = "auto",
-        mix: float = 0.5,
+        mix: float | Literal["keep"] = 0.5,
         lr: float = 0.7,
         momentum: float = 0.6,
         **options: Unpack[Options],

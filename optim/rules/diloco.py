@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,20 +25,21 @@ class DiLoCoRule:
     With one peer it is SNOO (2510.15830), and Lookahead without momentum. Without momentum over everyone: SparseLoCo's outer step.
 
     ``mix`` (Streaming DiLoCo, 2501.18512; torchft and MaxText do the same): fast <- mix fast + (1 - mix) slow. 0 discards the
-    progress made while the exchange was in flight, 1 ignores the others. The next pseudo-gradient is measured from the new slow
-    weights, not from the mix. The inner optimizer's state is neither sent nor reset.
+    progress made while the exchange was in flight, 1 ignores the others. "keep" (ours) discards nothing: fast <- fast + (slow -
+    fast when it was sent), so all that was learnt meanwhile is in the next pseudo-gradient, once. That is measured from the new
+    slow weights, not from the mix. The inner optimizer's state is neither sent nor reset.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("momentum",)
     lr: float = 0.7
     momentum: float = 0.6
     nesterov: bool = True
-    mix: float = 0.0
+    mix: float | Literal["keep"] = 0.0
 
     def __post_init__(self) -> None:
         check_rate_and_momentum(self.lr, self.momentum)
-        if not 0 <= self.mix <= 1:
-            raise ValueError(f"mix must lie in [0, 1], got {self.mix}: 0 takes the slow weights, 1 keeps the fast ones")
+        if self.mix != "keep" and (isinstance(self.mix, str) or not 0 <= self.mix <= 1):
+            raise ValueError(f"mix must be keep or lie in [0, 1], got {self.mix}: 0 takes the slow weights, 1 keeps the fast ones")
 
     def initial(self, slow: Sequence[Tensor]) -> State:
         """Return momentum 0; no buffer without momentum."""
@@ -52,9 +53,15 @@ class DiLoCoRule:
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         """Take one outer step."""
+        keeps = self.mix == "keep" and context.lag > 0
+        if keeps:
+            for f, s, g in zip(fast, slow, context.sent, strict=True):
+                f.sub_(s).add_(g)  # what was learnt since: exactly 0 if nothing was
         outer_step(slow, mean, state, self.lr, self.momentum, self.nesterov)
         for s, f in zip(slow, fast, strict=True):
-            if self.mix == 0:
+            if keeps:
+                f.add_(s)
+            elif self.mix == "keep" or self.mix == 0:
                 f.copy_(s)
             elif self.mix < 1:
                 f.mul_(self.mix).add_(s, alpha=1 - self.mix)

@@ -40,6 +40,15 @@ def _lag(value: object) -> object:
 Lag = Annotated[int | Literal["auto"] | None, BeforeValidator(_lag)]
 
 
+def _mix(value: object) -> object:
+    if value is None or value == "keep" or (type(value) in (int, float) and 0 <= value <= 1):  # type: ignore[operator]
+        return float(value) if isinstance(value, int) else value
+    raise ValueError("it should be keep, or a number from 0 to 1")
+
+
+Mix = Annotated[float | Literal["keep"] | None, BeforeValidator(_mix)]
+
+
 def parse_round(text: str) -> tuple[Unit, float | None]:
     """Return the unit of a round and its length; None: ``every`` steps, or seconds that follow the peers' speeds.
 
@@ -110,11 +119,10 @@ class OuterSettings(BaseModel):
         description="noloco, local, gasloc, streaming, decoupled: inner steps between sending a part and applying its mean: a "
         "number below every, 0 to wait for each exchange, or auto (each mean is applied once it is there).",
     )
-    mix: float | None = Field(
+    mix: Mix = Field(
         default=None,
-        ge=0,
-        le=1,
-        description="streaming: how much of the fast weights stays when a mean comes; gasloc: how much of the mean is taken.",
+        description="streaming: how much of the fast weights stays when a mean comes, or keep: all that was learnt since it was "
+        "sent; gasloc: how much of the mean is taken.",
     )
     penalty: float | None = Field(
         default=None, ge=1, le=1e6, description="co2: what a stale mean is divided by; not given, it follows the gap."
@@ -204,6 +212,8 @@ class OuterSettings(BaseModel):
             if getattr(self, knob) is not None and knob not in method.knobs:
                 able = ", ".join(methods_with(knob))
                 raise ValueError(f"the method {self.method!r} has no {knob}: leave it out, or choose one that has it ({able})")
+        if self.mix == "keep" and self.method != "streaming":
+            raise ValueError(f"the method {self.method!r} has no mix of 'keep', which is streaming's: set a number from 0 to 1")
         self._fits_the_round()
         if self.codec is not None:
             method.check_codec(codec_named(self.codec))

@@ -68,6 +68,9 @@ def test_example_file_documents_every_key(key):
         ({"outer.every": True}, r"outer\.every=True"),
         ({"outer.lr": math.nan}, r"outer\.lr=nan .* finite"),
         ({"outer.method": "diloco2"}, r"outer\.method='diloco2' .* 'noloco', 'local', .* or 'sparta'"),
+        ({"outer.method": "gasloc", "outer.mix": "keep"}, r"'gasloc' has no mix of 'keep', which is streaming's"),
+        ({"outer.method": "streaming", "outer.mix": "hold"}, r"outer\.mix='hold' .*it should be keep, or a number from 0 to 1"),
+        ({"outer.method": "streaming", "outer.mix": 1.5}, r"outer\.mix=1\.5 .*it should be keep, or a number from 0 to 1"),
         ({"outer.codec": "int9"}, r"outer\.codec='int9' .* unknown codec 'int9': choose one of float32, .*\+ef"),
         ({"outer.codec": "sign+ef:7"}, r"outer\.codec='sign\+ef:7' .* must lie in \[0, 1\], got 7"),
         (
@@ -76,7 +79,6 @@ def test_example_file_documents_every_key(key):
             r"\(noloco, gasloc, diloco, diloco-hb, ",
         ),
         ({"outer.codec": "topk2+ef"}, r"noloco sends whole weights, of which the codec topk2\+ef loses too much"),
-        ({"outer.mix": 1.5, "outer.method": "gasloc"}, r"outer\.mix=1\.5 .* less than or equal to 1"),
         ({"swarm.bucket": 3}, r"swarm\.bucket=3 .* holds 4 to 64 members, or 0"),
         ({"swarm.bucket": 65}, r"swarm\.bucket=65 .* holds 4 to 64 members"),
         ({"swarm.bucket": 64, "swarm.epoch_s": 20.0}, r"swarm\.epoch_s=20\.0 .* an epoch takes 30 to 86400 seconds"),

@@ -44,12 +44,16 @@ def streaming(lab, peers, steps, *, every, slices, lag, mix, lr, momentum, merge
             if step % every == (number + 1) * every // len(slices) % every:
                 under_way[number] = (step, [slow[part] - fast[peer][part] for peer in peers])
             if number in under_way and under_way[number][0] == step - lag:
+                before, sent = slow[part].copy(), under_way[number][1]
                 mean = (merge or (lambda moved: np.mean(moved, axis=0)))(under_way.pop(number)[1])
                 velocity[part] = momentum * velocity[part] + mean
                 slow = slow.copy()
                 slow[part] -= lr * (mean + momentum * velocity[part])
-                for peer in peers:
+                for peer, own in zip(peers, sent, strict=True):
                     fast[peer] = fast[peer].copy()
+                    if mix == "keep":  # recipes: move = (slow - slow before) - d, where d = fast - slow when it was sent
+                        fast[peer][part] += (slow[part] - before) + own
+                        continue
                     fast[peer][part] = mix * fast[peer][part] + (1 - mix) * slow[part]
         for peer in peers:
             path[peer][0].append(slow)
@@ -61,7 +65,10 @@ def two(peer, weights):
     return [weights[:1], weights[1:]]
 
 
-@pytest.mark.parametrize(("lag", "mix"), [(0, 0.0), (0, 0.5), (1, 0.5), (2, 0.0), (3, 0.25), (5, 0.5), (5, 0.0)])
+@pytest.mark.parametrize(
+    ("lag", "mix"),
+    [(0, 0.0), (0, 0.5), (1, 0.5), (2, 0.0), (3, 0.25), (5, 0.5), (5, 0.0)] + [(lag, "keep") for lag in (0, 1, 3, 5)],
+)
 def test_it_is_the_reference_with_fragments_in_flight(lab, lag, mix):
     """With a lag of more than EVERY / 2 both fragments are in flight at once."""
     found = lab.run(StreamingDiLoCo, 40, every=EVERY, fragments=two, lag=lag, mix=mix)
@@ -72,8 +79,9 @@ def test_it_is_the_reference_with_fragments_in_flight(lab, lag, mix):
         assert all(info.lag == lag and len(info.members) == 4 for info in found[peer].infos)
 
 
-def test_1_one_fragment_without_lag_and_mix_is_diloco_to_the_bit(lab):
-    found = lab.run(StreamingDiLoCo, 30, every=5, fragments=1, lag=0, mix=0.0, lr=0.7)
+@pytest.mark.parametrize("mix", [0.0, "keep"])
+def test_1_one_fragment_without_lag_and_mix_is_diloco_to_the_bit(lab, mix):
+    found = lab.run(StreamingDiLoCo, 30, every=5, fragments=1, lag=0, mix=mix, lr=0.7)
     for peer, expected in lab.run(DiLoCo, 30, every=5).items():
         assert np.array_equal(found[peer].slow, expected.slow)
         assert np.array_equal(found[peer].fast, expected.fast)
@@ -102,6 +110,25 @@ def test_2_when_all_but_one_fragment_are_frozen_it_is_diloco_on_that_one(lab, mo
         path.append(slow)
         for peer in lab.PEERS:
             lab.close(found[peer].slow[sent - 1], slow)
+
+
+@pytest.mark.parametrize("lag", [1, 3, 5])
+def test_alone_with_rate_one_nothing_that_is_learnt_in_flight_is_lost(lab, lag):
+    """The own mean only brings what the fast weights have: they are those of plain training, which a mix of 0.5 loses."""
+    knobs = {"every": EVERY, "fragments": two, "lag": lag, "lr": 1.0, "momentum": 0.0}
+    plain = [lab.trained("anna", lab.start(), steps) for steps in range(1, 61)]
+    lab.close(lab.run(StreamingDiLoCo, 60, ["anna"], **knobs, mix="keep")["anna"].fast, plain)
+    mixed = lab.run(StreamingDiLoCo, 60, ["anna"], **knobs, mix=0.5)["anna"].fast
+    assert np.abs(np.array(mixed) - np.array(plain)).max() > 1e-3
+
+
+def test_a_weight_that_does_not_change_ends_as_exactly_the_slow_one(lab):
+    def still(weights):
+        return torch.optim.SGD([{"params": [w], "lr": lab.RATE * (i == 0)} for i, w in enumerate(weights)])
+
+    found = lab.run(StreamingDiLoCo, 31, every=EVERY, fragments=2, lag=3, mix="keep", inner=still)
+    for peer in lab.PEERS:
+        assert np.array_equal(found[peer].fast[-1][SECOND], found[peer].slow[-1][SECOND])
 
 
 @pytest.mark.parametrize("lag", [0, 2, 5])
