@@ -78,6 +78,8 @@ REFUSED = [
     ["up", "--set", "outer.lr"],
     ["up", "--name", "../x"],
     ["up", "--device", "abacus"],
+    ["up", "--device", "xpu"],
+    ["demo", "--set", "node.ram=4"],
     ["up", "--method", "none", "--set", "outer.lr=3"],
     ["up", "--task", "nowhere/task.py:Mine"],
     ["up", "--task", "broken.py:Mine"],

@@ -58,6 +58,16 @@ def demo(as_json: bool, verbose: bool, no_compare: bool, **options: Any) -> int:
     """
     log_to_stderr(verbose)
     outer = {**outer_overrides(options), **metrics_overrides(options), **computing_overrides(options)}
+    lost = [
+        key for key in outer if key.startswith("node.") and key.removeprefix("node.") not in ("metrics", "tensorboard", "wandb")
+    ]
+    if lost:
+        from shoal.node.config.settings import ConfigError
+
+        raise ConfigError(
+            f"A demo gives its nodes settings of their own, so {lost[0]} would do nothing: leave --set {lost[0]} out, or start "
+            "nodes with shoal up and shoal join."
+        )
     rl = {f"rl.{name}": options.pop(name) for name in RL_OPTIONS}
     own = {name: value for name, value in options.items() if name not in (*OUTER_OPTIONS, *METRICS_OPTIONS, *COMPUTING_OPTIONS)}
     if own["hooks"] == "rl":
