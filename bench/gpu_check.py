@@ -152,7 +152,7 @@ def profile(task: TextTask, device: torch.device, trace: Path) -> str:
             next(steps)
         _synchronize(device)
     found.export_chrome_trace(str(trace))
-    key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    key = "self_device_time_total" if len(activities) > 1 else "self_cpu_time_total"  # the CPU is one of them
     return f"{trace.name}\n" + tail(found.key_averages().table(sort_by=key, row_limit=8, max_name_column_width=40))
 
 
