@@ -115,7 +115,7 @@ class CallAnswerer:
             return reply("refuse", difference)
         if not taken:
             crossing = pairing.dialing == peer
-            unasked = pairing.listening and state.selector.takes(peer, offer.round)
+            unasked = pairing.listening and state.selector.accepts(peer, offer.round)
             if pairing.engaged is not None or not (crossing or pairing.expecting == peer or unasked):
                 state.turn_away(peer, offer.round, offer.fragment)
                 return reply("busy")

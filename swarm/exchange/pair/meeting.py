@@ -175,7 +175,7 @@ class PairState:
     def turn_away(self, peer: str, round: int, fragment: int) -> None:
         """Remember to call back, if this node is then still looking for a partner in that round."""
         pairing = self.under_way.get(fragment)
-        if pairing is None or pairing.key.round != round or peer in pairing.turned_away or not self.selector.takes(peer, round):
+        if pairing is None or pairing.key.round != round or peer in pairing.turned_away or not self.selector.accepts(peer, round):
             return
         pairing.turned_away.append(peer)
 

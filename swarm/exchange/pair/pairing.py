@@ -72,8 +72,12 @@ class PairSelector:
         return {pair[0] for pair in living if len(pair) == 1} - {self._context.me}
 
     def takes(self, peer: str, round: int) -> bool:
-        """Return whether this node is free for ``peer`` if that calls unasked."""
+        """Return whether ``peer`` is not passed over."""
         return not self._over(peer, round)
+
+    def accepts(self, peer: str, round: int) -> bool:
+        """Return whether a node that found nobody is free for ``peer`` if that calls unasked: also for one that failed once."""
+        return self.takes(peer, round) or self.passed.once(peer)
 
     def _over(self, peer: str, round: int) -> bool:
         if not self.passed.at(peer, round):

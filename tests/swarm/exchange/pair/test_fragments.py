@@ -294,6 +294,23 @@ def test_training_that_needs_the_outcome_waits_for_nobody_who_has_not_come(netwo
     assert not alone._attempt.commit.closed  # it ended by itself
 
 
+@pytest.mark.parametrize("failures", [1, 2])
+def test_who_found_nobody_meets_one_that_failed_once_but_not_twice(network, failures):
+    """In a small swarm one that had been cut off found the only free one each round, which turned it away for eight rounds."""
+    a, b, *busy = [Overlapping(network, wait=0.2, overlap=True) for _ in range(5)]
+    ids = [peer.id for peer in (a, b, *busy)]
+    round = next(r for r in range(4, 1000) if partner_of(SEED, r, a.id, ids) is None)
+    for number in reversed(range(failures)):
+        a.exchange._matchmaker._selector.passed.missed(b.id, round - 4 * number, 1)
+    for peer in busy:
+        peer.host.die()
+    first, second = a.send(round, 1.0), b.send(round, 3.0)
+    if failures == 1:
+        until(lambda: first.done() and second.done())
+    means = [first.result(), second.result()]
+    assert [mean is not None for mean in means] == [failures == 1] * 2
+
+
 @pytest.mark.parametrize(("needed", "over"), [(0.0, 1.0), (0.25, 1.0), (5.0, 5.0)])
 def test_who_has_listened_long_enough_costs_training_no_more(needed, over):
     """Seconds of a virtual clock after the listening began."""
