@@ -200,7 +200,7 @@ class OnSwarm:
 
         threads = [threading.Thread(target=peer, args=(number,)) for number in range(len(scripts))]
         # What others are waited for follows from the time of a round, and rounds of real nodes take minutes.
-        with mock.patch.object(Patience, "period", lambda *_: 4 * wait):
+        with mock.patch.object(Patience, "period", return_value=4 * wait):
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -40,6 +40,7 @@ from shoal.node.verify.completions.material import decode as decode_material
 from shoal.node.verify.history.statements import _odds
 from shoal.node.watch.events import ReplayError, Unreachable, event_of, line_of
 from shoal.optim import Alone
+from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.registry import codec_named
 from shoal.swarm.access.invitation import admission, entry_of, issue
 from shoal.swarm.access.link import Link
@@ -245,6 +246,26 @@ def codecs():
             sound=lambda found: [tuple(one.shape) for one in found] == shapes,
             sentence=False,
         )
+    message = Mod4Codec().post(tensors)
+    half = Mod4Codec().post([tensor * 2 for tensor in tensors]).payload
+    yield Decoder(
+        "payload mod4",
+        ("optim/codecs/mod4.py:_stream",),
+        lambda data: message.read(torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)),
+        lambda: [half.numpy().tobytes()],
+        refuses=(ValueError,),
+        sound=lambda reading: reading.kept.shape == message.sizes.shape and bool(reading.values[reading.kept].isfinite().all()),
+        sentence=False,
+    )
+    yield Decoder(
+        "refused blocks of mod4",
+        ("optim/codecs/mod4.py:PairMessage.refused",),
+        message.refused,
+        lambda: [bytes(-(-len(message.sizes) // 8)), b"\xa5" * -(-len(message.sizes) // 8)],
+        refuses=(ValueError,),
+        sound=lambda refused: refused.shape == message.sizes.shape,
+        sentence=False,
+    )
 
 
 def proofs():

@@ -110,6 +110,7 @@ DIGESTS = {
 }  # fmt: skip
 """Numbers of digests, keys and constants, all of one length."""
 OWN = {
+    "optim/codecs/mod4.py:Mod4Codec.load_state_dict", "optim/codecs/mod4.py:_read_text",
     "node/checkpoint/store.py:_pack",
     "node/config/settings.py:_read", "node/config/settings.py:assignment", "node/data/hub.py:HubDataset.documents",
     "node/data/record_files.py:RecordFiles._text", "node/data/tokenizer.py:Bytes.encode", "node/demo/demo.py:run_demo",
@@ -136,7 +137,6 @@ ELSEWHERE = {
     "swarm/topics/rollout.py:_tensor": "message rollout, and test_message_fields",
     "swarm/wire/fields.py:_shapes": "message offer, and test_message_fields",
     "swarm/identity.py:public_key_of": "link, and every peer id of a message",
-    "verification/fingerprints/text.py:hamming": "proof simhash",
 }  # fmt: skip
 
 
