@@ -20,7 +20,7 @@ from shoal.swarm.p2p.dial import answering
 from shoal.swarm.p2p.listen import as_before, check_free, fixed_ports
 from shoal.swarm.p2p.multiaddr import is_loopback
 from shoal.swarm.p2p.peerstore import DialBackoff, Peerstore
-from shoal.swarm.p2p.relay_slots import RelaySlots
+from shoal.swarm.p2p.relay_slots import RelaySlots, launch_relay
 
 if TYPE_CHECKING:
     from hivemind.dht.node import DHTNode
@@ -160,13 +160,13 @@ class DaemonSupervisor:
         self._slots.needed |= not relays and self._relay == "auto" and not self._announce  # what libp2p finds is not seen then
         if self._relay == "only" and not relays:
             log.warning("no bootstrap node or peer can forward to this node now, so nobody behind a NAT reaches it")
-        daemon = await Daemon.launch(
+        # A node that announces addresses is reached there.
+        daemon = await (launch_relay if self._announce and self._relay == "auto" else Daemon.launch)(
             self._identity,
             listen=self._listen,
             announce=self._announce,
             relays=relays,
             relay=self._relay,
-            public=bool(self._announce) and self._relay == "auto",  # a node that announces addresses is reached there
             light=self._light,
             idle="5m",  # until the DHT node's connection is there, for which hivemind is imported first
             timeout=timeout,

@@ -18,6 +18,7 @@ from shoal.swarm.p2p.listen import beside, check_announced, check_free, fixed_po
 from shoal.swarm.p2p.multiaddr import range_of
 from shoal.swarm.p2p.punch import tell_seen
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
+from shoal.swarm.p2p.relay_slots import launch_relay
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.pacing.meter import TrafficMeter
@@ -108,12 +109,11 @@ class Seed:
     async def _launch(self) -> Daemon:
         """Start a daemon that counts as reachable, and serve on it. Raises StartupError or NetworkError."""
         quic = beside(self._listen)  # for members that ask by what port their packets come; it is in no link
-        daemon = await Daemon.launch(
+        daemon = await launch_relay(
             self._identity,
             listen=[*self._listen, *quic],
             announce=self._announce,
             relay="auto" if self._relay else "off",
-            public=True,
             idle="",  # no connection to it stays open
         )
         try:

@@ -182,3 +182,56 @@ def test_whatever_a_relay_answers_there_is_a_slot_or_an_error_that_is_expected(a
     daemon.answers[SEED] = answer
     with pytest.raises((NetworkError, OSError)):
         asyncio.run(reserve(daemon, SEED))
+
+
+def limited(data, seconds=120):
+    """Return a relay's answer: a slot whose connections end after ``data`` bytes, below 2^28, or ``seconds``."""
+    limit = bytes([8, seconds, 16, *(data >> shift & 127 | 128 for shift in (0, 7, 14)), data >> 21])
+    answer = bytes([8, 2, 34, len(limit), *limit, 40, 100])
+    return bytes([len(answer), *answer])
+
+
+@pytest.mark.parametrize(
+    ("answer", "most"), [(GRANTED, float("inf")), (limited(131072), 131072), (limited(200_000_000), 200_000_000)]
+)
+def test_a_slot_says_after_how_many_bytes_a_connection_ends(answer, most):
+    daemon = FakeDaemon()
+    daemon.answers[SEED] = answer
+    assert asyncio.run(reserve(daemon, SEED)) == most
+
+
+@pytest.mark.parametrize(("answers", "starts"), [([None], 1), ([limited(131072), GRANTED], 2), ([limited(131072)] * 9, 6)])
+def test_a_daemon_that_cuts_off_what_it_forwards_is_started_anew(monkeypatch, answers, starts):
+    launched, ended = [], []
+
+    async def launch(identity, *, relay, **chosen):
+        daemon = FakeDaemon()
+        daemon.peer_id = SEED
+        if relay == "off":  # who asks
+            daemon.answers[SEED] = answers[len(launched) - 1]
+        else:
+            assert chosen["public"]
+            launched.append(daemon)
+
+        async def shutdown():
+            ended.append(daemon)
+
+        daemon.shutdown = shutdown
+        return daemon
+
+    monkeypatch.setattr(relay_slots.Daemon, "launch", launch)
+    monkeypatch.setattr(relay_slots, "ASK_S", 0.1)
+    listen = ["/ip4/0.0.0.0/tcp/4001"]
+    daemon = asyncio.run(relay_slots.launch_relay(Identity.ephemeral(), listen=listen, relay="auto"))
+    assert daemon is launched[-1]
+    assert len(launched) == starts
+    assert [one for one in ended if one in launched] == launched[:-1]
+
+
+def test_who_is_reached_on_this_machine_alone_is_asked_for_no_slot(monkeypatch):
+    async def launch(identity, **chosen):
+        return chosen["listen"]
+
+    monkeypatch.setattr(relay_slots.Daemon, "launch", launch)
+    listen = ["/ip4/127.0.0.1/tcp/0"]
+    assert asyncio.run(relay_slots.launch_relay(Identity.ephemeral(), listen=listen)) == listen
