@@ -55,7 +55,7 @@ class Reader(Batches):
     ) -> None:
         self._source, self._tokenizer, self._shard = source, tokenizer, shard
         self._context, self._batch, self._most = context, batch, max(1, shuffle // context)
-        cut = f"{source.identity} {tokenizer.digest} {shard} {context} {self._most}"
+        cut = f"{source.identity} {tokenizer.digest} {shard!r} {context} {self._most}"
         self._cut = hashlib.sha256(cut.encode()).hexdigest()[:32]
         self._begin(0, None, 0)
         self._block, self._skip = 0, 0
