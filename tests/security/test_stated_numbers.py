@@ -19,6 +19,7 @@ ROWS = {
         ("state-request", "since"),
     },
     "weight in the mean": lambda kind, name: name == "weight",
+    "blocks that count on neither side": lambda kind, name: name == "refused" and kind in ("ready", "commit", "outcome-reply"),
     "sketch of the weights": lambda kind, name: name == "sketch",
     "who counts in a group, and how long it waits": lambda kind, name: kind.startswith("group-") and name in (
         "mean", "lost", "held", "patience", "members"
@@ -40,7 +41,7 @@ ROWS = {
     or (kind, name) == ("listed-swarm", "peers")
     or (kind == "member" and name in (
         "blamed", "exchange_s", "exchanges", "failures", "lag", "late", "loss", "mfu", "missing", "missing_names", "missing_of",
-        "missing_within_s", "step", "wait_s",
+        "missing_within_s", "step", "throughput", "wait_s",
     )),
 }  # fmt: skip
 """Whether a field of a kind of message belongs to a row of the page."""

@@ -13,6 +13,7 @@ from shoal.swarm.exchange.training_time import FIRST_RATE
 from shoal.swarm.pacing.progress import LATE_S, SLOW_S, SLOWEST, Progress, slow_s
 from shoal.swarm.wire.member import Member
 from tests.sim.clock import VirtualLoop
+from tests.sim.isolation import isolated
 from tests.sim.network import Links, SimNetwork, Trace
 
 MB = 1_000_000
@@ -70,9 +71,9 @@ def test_nothing_goes_on_beyond_the_longest():
 def network():
     loop = VirtualLoop(busy=1_000_000)
     made = SimNetwork(loop, 1, Links(0.02, 0.0, 125e3), Trace())  # 1 Mbit/s
-    yield made
-    made.end()
-    loop.close()
+    with isolated(loop):
+        yield made
+        made.end()
 
 
 def exchanged(network, kind, exchange=10.0, chunk=5.0):
