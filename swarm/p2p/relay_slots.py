@@ -18,7 +18,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from shoal.swarm.errors import NetworkError
+from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import dial
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, read_message
@@ -143,8 +143,12 @@ async def launch_relay(identity: Identity, *, listen: Sequence[str], announce: S
     """
     for _ in range(STARTS):
         daemon = await Daemon.launch(identity, listen=listen, announce=announce, public=True, **chosen)
-        if all(map(is_loopback, listen)) or await _forwards(daemon, listen):
-            break
+        try:
+            if all(map(is_loopback, listen)) or await _forwards(daemon, listen):
+                break
+        except BaseException:
+            await daemon.shutdown()
+            raise
         await daemon.shutdown()
     else:
         daemon = await Daemon.launch(identity, listen=listen, announce=announce, public=True, **chosen)
@@ -153,17 +157,19 @@ async def launch_relay(identity: Identity, *, listen: Sequence[str], announce: S
 
 
 async def _forwards(daemon: Daemon, listen: Sequence[str]) -> bool:
-    client = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], relay="off")
+    client: Daemon | None = None
     try:
+        client = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], relay="off")
         known = [f"{address}/p2p/{daemon.peer_id}" for address in listen if not address.endswith("/0")] or await daemon.addresses()
         here = [address.replace("/0.0.0.0/", "/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/") for address in known]
         await asyncio.wait_for(client.connect(daemon.peer_id, here), CONNECT_S)
         return await asyncio.wait_for(reserve(client, daemon.peer_id), ASK_S) >= LEAST
-    except (*DAEMON_GONE, asyncio.TimeoutError) as error:
+    except (*DAEMON_GONE, StartupError, asyncio.TimeoutError) as error:
         log.info("how much this node forwards is not known: %s", error)
         return True
     finally:
-        await client.shutdown()
+        if client is not None:
+            await client.shutdown()
 
 
 def _fields(message: Empty) -> dict[int, Any]:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shoal.swarm.errors import NetworkError
+from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import dial, relay_slots
 from shoal.swarm.p2p.daemon import DaemonError
@@ -235,3 +235,28 @@ def test_who_is_reached_on_this_machine_alone_is_asked_for_no_slot(monkeypatch):
     monkeypatch.setattr(relay_slots.Daemon, "launch", launch)
     listen = ["/ip4/127.0.0.1/tcp/0"]
     assert asyncio.run(relay_slots.launch_relay(Identity.ephemeral(), listen=listen)) == listen
+
+
+@pytest.mark.parametrize(("error", "ended"), [(StartupError("no second daemon"), []), (asyncio.CancelledError(), ["ended"])])
+def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_called_off_it_ends(monkeypatch, error, ended):
+    found = []
+
+    async def launch(identity, *, relay, **chosen):
+        if relay == "off":
+            raise error
+        daemon = FakeDaemon()
+
+        async def shutdown():
+            found.append("ended")
+
+        daemon.shutdown = shutdown
+        return daemon
+
+    monkeypatch.setattr(relay_slots.Daemon, "launch", launch)
+    starting = relay_slots.launch_relay(Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/4001"], relay="auto")
+    if ended:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(starting)
+    else:
+        asyncio.run(starting)
+    assert found == ended
