@@ -3,17 +3,13 @@
 import math
 import os
 import signal
-from contextlib import suppress
 
-import psutil
 import pytest
+
+from tests.e2e.test_ranks import rank_of, rounds
 
 OPTIONS = {"width": 16, "heads": 2, "layers": 2, "context": 16, "batch": 4}
 SEED = 3
-
-
-def rounds(shoal, name):
-    return [event for event in shoal.metrics(name) if event["event"] == "round"]
 
 
 def tables(shoal, **train):
@@ -50,15 +46,6 @@ def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_
     for name in how:
         assert shoal.result(name)["steps"] == 12
         assert math.isfinite(rounds(shoal, name)[-1]["loss"])
-
-
-def rank_of(process, rank):
-    """The process of a rank that a command has started."""
-    for child in psutil.Process(process.popen.pid).children():
-        with suppress(psutil.Error):  # it has just ended
-            if child.environ().get("RANK") == str(rank):
-                return child.pid
-    return None
 
 
 @pytest.mark.gpu(devices=2)
