@@ -36,4 +36,4 @@ def test_it_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
-    assert "DiLoCo" in (tmp_path / "api.html").read_text(encoding="utf-8")
+    assert "DiLoCo" in (tmp_path / "python-api.html").read_text(encoding="utf-8")

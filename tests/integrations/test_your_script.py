@@ -1,4 +1,4 @@
-"""The programs of docs/your-script.md: two peers each, which meet and learn as well as the plain script; and what resume keeps."""
+"""The programs of "Your script in Shoal" (docs/python-api.md): two peers each, which meet and learn as the plain script does."""
 
 import json
 import os
