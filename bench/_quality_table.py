@@ -1,4 +1,4 @@
-"""Results of bench/quality.py as rows, as a table for people, and as the section of docs/benchmarks.md."""
+"""Results of bench/quality.py as rows, as a table for people, and as the section of bench/results/tables.md."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _overlapped(found: Sequence[Row]) -> str:
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """The tables for docs/benchmarks.md."""
+    """The tables for bench/results/tables.md."""
     parts = []
     for peers, steps in sorted({(row["peers"], row["steps"]) for row in found}, key=lambda pair: (-pair[1], pair[0] != 4, pair[0])):
         lines = [_cells(row) for row in found if (row["peers"], row["steps"]) == (peers, steps)]

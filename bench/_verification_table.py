@@ -1,4 +1,4 @@
-"""The figures of bench/verification.py as tables in Markdown, for reading and for docs/benchmarks.md."""
+"""The figures of bench/verification.py as tables in Markdown, for reading and for bench/results/tables.md."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python bench/adversaries.py                     # 8 peers, 2 of them hostile; all attacks, 3 seeds: a while
     python bench/adversaries.py --attacks 'sign flip' --seeds 0 --json
-    python bench/adversaries.py --resume bench/results/adversaries.jsonl --into docs/benchmarks.md
-    python bench/adversaries.py --data unlike --resume bench/results/adversaries.jsonl --into docs/benchmarks.md
+    python bench/adversaries.py --resume bench/results/adversaries.jsonl --into bench/results/tables.md
+    python bench/adversaries.py --data unlike --resume bench/results/adversaries.jsonl --into bench/results/tables.md
 
 Peers are simulated in one process (optim/simulation.py); they read the Python standard library with the GPT of the built-in task.
 The hostile ones train and follow the protocol, but contribute what bench/_attacks.py says. ``undefended`` is what the exchange does

@@ -1,7 +1,7 @@
-"""The table of chaos runs in docs/benchmarks.md, from lines that `python -m bench.chaos --json` printed.
+"""The table of chaos runs in bench/results/tables.md, from lines that `python -m bench.chaos --json` printed.
 
 python -m bench.chaos --peers 8 --minutes 5 --kills-per-minute 2 --json >> bench/results/chaos.jsonl
-python bench/chaos_table.py --into docs/benchmarks.md
+python bench/chaos_table.py --into bench/results/tables.md
 """
 
 from __future__ import annotations

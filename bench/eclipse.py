@@ -2,7 +2,7 @@
 
     python bench/eclipse.py                                       # 100 peers, 10 and 30 % hostile, 3 seeds: five minutes
     python bench/eclipse.py --hostile .3 --seeds 0 --json
-    python bench/eclipse.py --resume bench/results/eclipse.jsonl --into docs/benchmarks.md
+    python bench/eclipse.py --resume bench/results/eclipse.jsonl --into bench/results/tables.md
 
 Each honest peer is in an address range of its own and knows a few peers at the start, any of which may be hostile. The DHT of the
 captured ones is hostile: they read the records of hostile peers alone, and their own reach nobody. Hostile peers answer a shuffle

@@ -3,7 +3,7 @@
     python bench/quality.py --peers 4 --every 50 --methods ddp,diloco,noloco --seeds 3 --json
     python bench/quality.py --plan --resume bench/results/quality.jsonl --minutes 100
     python bench/quality.py --plan overlap --resume bench/results/quality.jsonl
-    python bench/quality.py --report bench/results/quality.jsonl --into docs/benchmarks.md
+    python bench/quality.py --report bench/results/quality.jsonl --into bench/results/tables.md
 
 The model is the built-in byte-level GPT (135,808 parameters, context 64), the text Python's standard library, cut by files into one
 shard for each peer; a tenth of the files is held out, half of it to choose settings by, half to report. Peers live in one process

@@ -73,7 +73,7 @@ from bench.quality import Chosen, Runner, TimeUp, by_five_runs, number, numbers,
 RESULTS = Path(__file__).resolve().parent / "results" / "table.jsonl"
 FIRST_TEXT = RESULTS.with_name("table_first_text.jsonl")
 """Runs on an earlier form of the text, by which the settings of some rows were chosen."""
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+PAGE = Path(__file__).with_name("results") / "tables.md"
 ALT = "How far each method ends above all-reduce with AdamW, by the bytes that a peer sends for a token; four peers"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->"
 

@@ -125,7 +125,7 @@ def _timed(row: Row) -> list[str]:
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """The tables for docs/benchmarks.md: for each model and length of run the aims, then all rows at equal tokens and time."""
+    """The tables for bench/results/tables.md: for each model and length of run the aims, then all rows at equal tokens and time."""
     parts = []
     for key in dict.fromkeys(tuple(row[name] for name in RUN) for row in found):
         mine = [row for row in found if tuple(row[name] for name in RUN) == key]
