@@ -111,7 +111,7 @@ class Mod4Codec:
         exponents, moved = self._range(own, sizes)
         payload = buffer(self.nbytes(shapes[: len(head)]) + _gap(len(own), tail) + FLOAT32.nbytes(shapes[len(head) :]))
         message = PairMessage(
-            payload, own, sizes, exponents, moved, shapes, tail, [t.float() for t in to_host(tensors[len(head) :])]
+            payload, own, sizes, exponents, moved, shapes, tail, [t.float().clone() for t in to_host(tensors[len(head) :])]
         )
         message.write(self._seed)
         self._pending = True

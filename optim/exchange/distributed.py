@@ -27,6 +27,7 @@ its blocks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import logging
@@ -35,7 +36,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from shoal.optim.codecs.base import FLOAT32, Codec, all_finite
-from shoal.optim.codecs.mod4 import check_no_pair
+from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
 from shoal.optim.exchange.base import Handle, Mean, NoPartner, RoundKey
 from shoal.optim.exchange.gloo_groups import GIVEN_UP, GlooGroups, Payload
 from shoal.optim.exchange.pairing import groups
@@ -72,6 +73,8 @@ class _Round:
     limit: float
     finished: threading.Event = field(default_factory=threading.Event)
     mean: Mean | None = None
+    learn: Callable[[], None] | None = None
+    """What the codec does with a mean that counts: in the thread that asks for it, which may save the codec's state before."""
     error: BaseException | None = None
 
     def done(self) -> bool:
@@ -89,6 +92,9 @@ class _Round:
                 self.finished.wait(self.limit)
         if self.error is not None:
             raise self.error
+        if self.learn is not None:
+            self.learn()
+            self.learn = None
         return self.mean
 
 
@@ -178,7 +184,8 @@ class Distributed:
 
         ``state``: as in ``ComparesStates``, if a round is over everyone. A contribution with NaN or infinity stays at home.
         """
-        check_no_pair(codec)
+        if (self._size or len(self._peers)) > 2:
+            check_no_pair(codec)
         if not 0 < weight < float("inf"):
             raise ValueError(f"weights must be positive and finite, got {weight}: a peer without weight calls absent(key)")
         try:
@@ -276,6 +283,8 @@ class Distributed:
             if not counts:
                 self._gloo.drop(members)
         if isinstance(mean, Mean) and counts:
+            if (pairs := for_pairs(round.payload.codec)) and round.payload.message and round.payload.read:
+                round.learn = functools.partial(pairs[0].learn, round.payload.message, round.payload.read)
             return mean
         logger.warning("no mean in %s: %s.", ticket.label, mean if isinstance(mean, str) else GIVEN_UP)
         return None
@@ -292,7 +301,11 @@ class Distributed:
 
 
 def _encoded(tensors: Sequence[Tensor], codec: Codec) -> Payload:
-    return Payload(codec.encode(tensors), [tuple(tensor.shape) for tensor in tensors], codec)
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if (pairs := for_pairs(codec)) is not None:
+        message = pairs[0].post(tensors, pairs[1])
+        return Payload(message.payload, shapes, codec, message=message)
+    return Payload(codec.encode(tensors), shapes, codec)
 
 
 def _offer(payload: Payload, weight: float, state: tuple[float, ...] = ()) -> StoreOffer:

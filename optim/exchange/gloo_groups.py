@@ -13,8 +13,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, Work
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape, check_finite
+from shoal.optim.codecs.bitpack import pack
+from shoal.optim.codecs.mod4 import PairMessage, Reading
 from shoal.optim.codecs.tail import BufferTailCodec
-from shoal.optim.exchange.averaging import mean_of
+from shoal.optim.exchange.averaging import mean_of, pair_mean
 from shoal.optim.exchange.base import Mean, counted_weights
 from shoal.optim.exchange.robust import TRUSTING
 from shoal.optim.exchange.store_agreement import Pause, ProcessCoordinates, RoundTicket
@@ -26,7 +28,7 @@ Gloo = Any
 """A ``ProcessGroupGloo``; torch's stubs lack its collectives."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Payload:
     """Encoded contribution of one process to a round."""
 
@@ -35,6 +37,10 @@ class Payload:
     codec: Codec
     even: int = 0
     """How many of the first tensors get a plain mean."""
+    message: PairMessage | None = None
+    """What reads the partner's contribution, if the codec is one for pairs."""
+    read: Reading | None = None
+    """The partner's contribution, once it is here: the codec learns from it if the round counts."""
 
     @property
     def plain(self) -> bool:
@@ -57,9 +63,10 @@ class GlooGroups:
     def mean(
         self, ticket: RoundTicket, members: tuple[int, ...], weights: Sequence[float], own: Payload, over: Callable[[], bool]
     ) -> Mean | str:
-        """Return the weighted mean of the members' contributions, bit-identical on all; or the reason why there is none.
+        """Return the weighted mean of the members' contributions; or the reason why there is none.
 
-        ``weights`` are in the order of ``members``. ``over`` is polled and ends the waiting. The payload is overwritten.
+        It has the same bits on all members; with a codec for pairs each side's is its own. ``weights`` are in the order of
+        ``members``. ``over`` is polled and ends the waiting. The payload is overwritten.
         """
         # A group with an operation in it cannot be closed, and deleting it would block: keep it until gloo is done.
         self._abandoned = [(work, group) for work, group in self._abandoned if not work.is_completed()]
@@ -73,6 +80,16 @@ class GlooGroups:
                 if not self._sum(group, own.data, counted[members.index(self._process.peer)] / sum(counted), over):
                     return GIVEN_UP
                 mean = Mean(own.codec.decode(own.data, own.shapes), sum(counted), tuple(sorted(peers)), limit=limit)
+            elif own.message is not None:
+                mine, theirs = members.index(self._process.peer), 1 - members.index(self._process.peer)
+                if not (payloads := self._gather(group, own.data, 2, over)):
+                    return GIVEN_UP
+                own.read = own.message.read(payloads[theirs])
+                if not (refused := self._gather(group, pack((~own.read.kept).view(torch.uint8), 1), 2, over)):
+                    return GIVEN_UP
+                one = (peers[mine], weights[mine], own.message)
+                other = (peers[theirs], weights[theirs], own.read)
+                mean = pair_mean(TRUSTING, 0, one, other, refused[theirs].numpy().tobytes(), own.even)
             else:
                 payloads = self._gather(group, own.data, len(members), over)
                 if not payloads:

@@ -28,13 +28,14 @@ class Warnings(logging.Handler):
         self.sentences.append(record.getMessage())
 
 
-def train(peer, exchange, method, every=3, steps=12):
+def train(peer, exchange, method, every=3, steps=12, codec="float32"):
     """Return the slow weights after each round."""
     generator = torch.Generator().manual_seed(peer)
     model, members = linear(), []
     make = {"NoLoCo": partial(NoLoCo, lag=0), "DiLoCo": DiLoCo}[method]
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
-    opt = make(inner, exchange, every=every, on_round=lambda info: members.append(list(info.members)))
+    note = lambda info: members.append(list(info.members))  # noqa: E731
+    opt = make(inner, exchange, every=every, codec=codec_named(codec), on_round=note)
     for _ in range(steps):
         opt.zero_grad()
         model(torch.randn(5, 7, generator=generator)).square().mean().backward()
@@ -42,9 +43,39 @@ def train(peer, exchange, method, every=3, steps=12):
     return {"slow": [tensor.tolist() for tensor in opt.slow], "members": members}
 
 
-def training(method, size):
+def training(method, size, codec="float32"):
     exchange = Distributed(size=size, seed=5)
-    found = train(dist.get_rank(), exchange, method)
+    found = train(dist.get_rank(), exchange, method, codec=codec)
+    exchange.close()
+    return found
+
+
+def read_by_own_weights(shards=1, fails_in=None):
+    """Exchange 3 rounds in pairs; the first block of peer 0 is far from all others. Members and gains, and who learnt from it."""
+    rank = dist.get_rank()
+    exchange, codec, found = Distributed(size=2, seed=3, shards=shards), codec_named("mod4"), []
+    means, base = exchange._gloo.mean, torch.randn(300, generator=torch.Generator().manual_seed(rank % shards))
+
+    def failing(ticket, *arguments):
+        mean = means(ticket, *arguments)
+        return "it was to fail" if rank == 1 and ticket.name.startswith(f"round {fails_in},") else mean
+
+    exchange._gloo.mean = failing
+    for round in range(3):
+        moved = 0.01 * torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + round))
+        own = base + moved + torch.where(torch.arange(300) < 64, 5.0 * (rank < shards), 0.0)
+        codec.expect(f"run:{round}:0", [moved])
+        handle = exchange.start(RoundKey("run", round), [own], 1.0, codec)
+        while not handle.done():
+            time.sleep(0.001)
+        before = codec.state_dict()  # as a checkpoint would have it now: the outcome has not been asked for
+        mean = handle.result()
+        found.append({"learnt": codec.state_dict()["measured"] != before["measured"], "rho": before["rho"]})
+        if mean is None:
+            codec.rejected()
+        else:
+            codec.accepted()
+            found[-1] |= {"members": mean.members, "gain": (mean.tensors[0] - own).tolist()}
     exchange.close()
     return found
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from shoal import optim
-from shoal.optim import Distributed
+from shoal.optim import Distributed, codec_named
 
 STEPS, EVERY, FRAGMENTS = 30, 8, 4
 
@@ -73,17 +73,17 @@ class Training:
         }
 
 
-def driven(peer, exchange, method):
-    training = Training(peer, Driven(exchange), method).train()
+def driven(peer, exchange, method, codec="float32"):
+    training = Training(peer, Driven(exchange), method, codec=codec_named(codec)).train()
     training.opt.finish()
     return training.found()
 
 
-def overlapping(methods, size):
+def overlapping(methods, size, codec="float32"):
     found = {}
     for method in methods:
         exchange = Distributed(size=size, seed=5)
-        found[method] = driven(dist.get_rank(), exchange, method)
+        found[method] = driven(dist.get_rank(), exchange, method, codec)
         exchange.close()
     return found
 

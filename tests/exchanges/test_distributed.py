@@ -13,12 +13,35 @@ from shoal.optim import Distributed, Simulation
 JOBS = Path(jobs.__file__)
 
 
-def test_training_in_pairs_ends_with_the_bits_of_the_simulation(ranks):
+@pytest.mark.parametrize("codec", ["float32", "int8", "mod4"])
+def test_training_in_pairs_ends_with_the_bits_of_the_simulation(ranks, codec):
     names = ["0", "1", "2", "3"]
-    expected = Simulation(names, seed=5).run(lambda exchange: jobs.train(int(exchange.peer), exchange, "NoLoCo"))
-    found = ranks(4).call(JOBS, "training", method="NoLoCo", size=2)
+    expected = Simulation(names, seed=5).run(lambda exchange: jobs.train(int(exchange.peer), exchange, "NoLoCo", codec=codec))
+    found = ranks(4).call(JOBS, "training", method="NoLoCo", size=2, codec=codec)
     assert found == [expected[name] for name in names]
     assert len({tuple(members) for rank in found for members in rank["members"]}) > 2
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_pairs_that_read_each_other_by_their_own_weights_move_by_opposite_amounts(ranks, shards):
+    """What one refuses counts on neither side, and shards are read shard by shard."""
+    found = ranks(2 * shards).call(JOBS, "read_by_own_weights", shards=shards)
+    for one, other in zip(found[:shards], found[shards:], strict=True):
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine["members"] == theirs["members"] == ["0", "1"]
+            assert mine["learnt"]
+            assert theirs["learnt"]
+            gains = torch.tensor([mine["gain"], theirs["gain"]])
+            assert gains[0].abs().max() > 1e-3
+            torch.testing.assert_close(gains[0], -gains[1], rtol=0, atol=1e-6)  # the rounding of a sum of float32
+            assert not gains[:, :64].any()
+
+
+def test_a_round_that_does_not_count_teaches_the_codec_nothing(ranks):
+    for rounds in ranks(2).call(JOBS, "read_by_own_weights", fails_in=1):
+        assert [one["learnt"] for one in rounds] == [True, False, True]
+        assert ["members" in one for one in rounds] == [True, False, True]
+        assert rounds[0]["rho"] == 1.5 != rounds[1]["rho"] == rounds[2]["rho"]
 
 
 def test_training_with_everybody_equals_the_simulation(ranks):
@@ -73,6 +96,11 @@ def test_a_rank_that_missed_rounds_takes_the_slow_weights_and_the_momentum_of_th
     assert found[0]["members"][2] == ["0", "1", "2"]
     assert all(one["members"][-1] == ["0", "1", "2", "3"] for one in found)
     assert all(one["held"] == found[0]["held"] for one in found)
+
+
+def test_a_codec_for_pairs_is_refused_where_everybody_averages(ranks):
+    for rank in ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, codecs=["mod4"] * 3):
+        assert rank["error"].startswith("mod4 is for pairs that read each other by their own weights, not for groups")
 
 
 def test_a_weight_of_nothing_is_refused(ranks):

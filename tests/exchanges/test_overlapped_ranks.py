@@ -12,15 +12,16 @@ JOBS = Path(jobs.__file__)
 PAIRS, GROUPS = ["NoLoCo"], ["StreamingDiLoCo"]
 
 
-def expected(method, size, count=4):
+def expected(method, size, count=4, codec="float32"):
     names = [str(rank) for rank in range(count)]
-    return Simulation(names, seed=5, size=size).run(lambda exchange: jobs.driven(int(exchange.peer), exchange, method))
+    return Simulation(names, seed=5, size=size).run(lambda exchange: jobs.driven(int(exchange.peer), exchange, method, codec))
 
 
-def test_pairs_that_find_their_lags_end_with_the_bits_of_the_simulation(ranks):
-    found = ranks(4).call(JOBS, "overlapping", methods=PAIRS, size=2)
+@pytest.mark.parametrize("codec", ["float32", "mod4"])
+def test_pairs_that_find_their_lags_end_with_the_bits_of_the_simulation(ranks, codec):
+    found = ranks(4).call(JOBS, "overlapping", methods=PAIRS, size=2, codec=codec)
     for method in PAIRS:
-        wanted = expected(method, 2)
+        wanted = expected(method, 2, codec=codec)
         for rank, one in enumerate(found):
             assert one[method] == wanted[str(rank)]
             assert all(len(members) == 2 for *_, members in one[method]["rounds"])

@@ -240,6 +240,9 @@ def test_buffers_travel_as_float32_behind_the_weights():
     read = message.read(message.payload)
     assert all(torch.equal(a, b) for a, b in zip(message.seen(read)[1:], tail, strict=True))
     assert [float(t.abs().sum()) for t in message.move(read, b"")] == [0, 0, 0]
+    sent = tail[0].clone()
+    tail[0] += 1.0  # a buffer goes on while its mean is on its way
+    assert torch.equal(message.tensors()[1], sent)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
