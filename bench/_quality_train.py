@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from bench._quality_methods import METHODS
 from shoal.node.task import Shard
-from shoal.node.tasks.corpus import Document
-from shoal.node.tasks.text import TextTask, _digest
+from shoal.node.tasks.text import Document, TextTask, _digest
 from shoal.optim import FLOAT32, Alone, Codec, OuterOptimizer, Simulation, codec_named
 from shoal.optim.exchange.base import Exchange, Handle, RoundKey
 from shoal.optim.exchange.simulation import SimulatedExchange

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from bench._world import Completion, Group, Settings, World
-from shoal.node.rl.environment import HELD_OUT
-from shoal.node.rl.groups import RolloutGroup as Learnt
-from shoal.node.rl.groups import loss_of, make_update
-from shoal.node.rl.strings import Strings
+from shoal.node.rl.environment import HELD_OUT, Strings
+from shoal.node.rl.remote_rollouts import RolloutGroup as Learnt
+from shoal.node.rl.remote_rollouts import loss_of, make_update
 from shoal.node.rl.tiny import HABITS, Tiny
 from shoal.optim.rl.losses import TokenLoss
 

@@ -38,7 +38,7 @@ from bench._attacks import ATTACKS, BACKDOORS, FRESH, Board, Honest, Hostile, le
 from bench._page import put_into
 from bench._quality_train import Diverged, QualityText, backward
 from shoal.node.task import Shard
-from shoal.node.tasks.corpus import Document
+from shoal.node.tasks.text import Document
 from shoal.node.training.partner_trial import OTHER_SEED
 from shoal.optim import Simulation, method_named
 from shoal.optim.exchange.base import Mean, RoundKey

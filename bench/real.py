@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.node.demo.liveness import Liveness
-from shoal.node.demo.nodes import LOOK_S, Nodes, start_first
+from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
 from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.result import RESULT
 

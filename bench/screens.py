@@ -20,8 +20,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
 
 from bench._browser import browser, chromium
-from shoal.node.watch.recording import recorded
-from shoal.node.watch.source import Replay
+from shoal.node.watch.source import Replay, recorded
 from shoal.node.watch.tui import WatchApp
 
 PAGES = {

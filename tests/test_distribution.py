@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.node.commands.init import FILES, TEMPLATES
+from shoal.node.cli.prepare import FILES, TEMPLATES
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("node", "optim", "swarm", "verification")

@@ -87,13 +87,13 @@ PACKAGES = {
 }  # fmt: skip
 FREE = {
     "swarm": {"errors", "file_lock", "identity"},
-    "node": {"batch", "exit_codes", "extras", "help", "json_output", "logs", "memory", "task", "uncollected", "user_code"},
+    "node": {"batch", "exit_codes", "extras", "help", "json_output", "logs", "memory", "task", "user_code"},
     "optim": {"device"},
     "verification": set(),
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
-MAX_FILES, MAX_LINES, MAX_PRODUCT_LINES = 40, 800, 57_279
+MAX_FILES, MAX_LINES, MAX_PRODUCT_LINES = 40, 800, 56_643
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]

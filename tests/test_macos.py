@@ -13,10 +13,10 @@ from shoal.node.demo import nodes
 from shoal.node.doctor import machine_checks
 from shoal.node.doctor.checkup import Note
 from shoal.node.memory import free_memory
-from shoal.node.runtime.activity import processor_time
+from shoal.node.runtime.display import processor_time
+from shoal.node.runtime.training_node import compute_last
 from shoal.node.training import resources
 from shoal.node.training.loader import _begin_worker
-from shoal.node.training.priority import compute_last
 from shoal.swarm.p2p import daemon_guard
 from shoal.swarm.state.spool import LARGE, spool_for
 

@@ -12,7 +12,7 @@ from shoal.node.cli.main import cli
 from shoal.node.doctor import machine_checks as machine
 from shoal.node.doctor import network_checks as network
 from shoal.node.doctor import swarm_checks as agreement
-from shoal.node.doctor.visit import Visit
+from shoal.node.doctor.network_checks import Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import ShoalError

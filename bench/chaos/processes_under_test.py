@@ -22,8 +22,7 @@ from bench.chaos import processes
 from bench.chaos.actor_options import HONEST, PROGRAM
 from bench.chaos.figures import Life
 from shoal.node.checkpoint.folder import steps as saved_steps
-from shoal.node.demo.liveness import DemoError
-from shoal.node.demo.nodes import Nodes, Process, read_line
+from shoal.node.demo.nodes import DemoError, Nodes, Process, read_line
 from shoal.node.exit_codes import ExitCode
 
 END_S, END_EACH_S = 20.0, 1.0  # seconds for all nodes together to end in good order, and more for each

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError
-from shoal.node.checkpoint.store import TensorName
-from shoal.node.checkpoint.tensor_file import Kind, write_tensors
+from shoal.node.checkpoint.store import Kind, TensorName, write_tensors
 from shoal.swarm.errors import ShoalError
 
 

@@ -15,10 +15,10 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,70 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal.node.checkpoint.folder import SAVING, CheckpointError, listed, path_of
-from shoal.node.checkpoint.tensor_file import kind, write_tensors
+
+# Writing safetensors files tensor by tensor, without a copy of everything and without holding Python's lock.
+#
+# The library's own writer needs all tensors at once. It can read these files.
+
+Kind = tuple[str, tuple[int, ...]]
+"""Dtype as safetensors names it, and shape."""
+
+BLOCK = 2**22  # bytes of one write
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+class TensorSink(Protocol):
+    """A file opened for writing, or an object that also counts or hashes the bytes."""
+
+    def write(self, data: Any, /) -> Any:
+        """Write all of ``data``."""
+        ...
+
+
+def kind(tensor: Tensor) -> Kind:
+    """Return the kind of a tensor. Raises TypeError if safetensors has no name for its type."""
+    if tensor.dtype not in _NAMES:
+        raise TypeError(f"a safetensors file cannot hold {tensor.dtype}")
+    return _NAMES[tensor.dtype], tuple(tensor.shape)
+
+
+def write_tensors(sink: TensorSink, kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]) -> int:
+    """Write a whole safetensors file in blocks of 4 MiB; return its bytes.
+
+    ``tensor_of`` is called for each name once, just before its tensor is written (any device, any strides).
+
+    Raises:
+        SafetensorError: it returned a tensor of another size than ``kinds`` declares.
+        OSError: of the sink.
+    """
+    sizes: dict[str, int] = {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # The widest types first, so that each tensor is aligned, as the library does; its size follows from the type's name.
+    offset = 0
+    for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-_width(item[1][0]), item[0])):
+        sizes[name] = math.prod(shape) * _width(dtype)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + sizes[name]]}
+        offset += sizes[name]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    sink.write(len(text).to_bytes(8, "little") + text)
+    for name, size in sizes.items():
+        content = tensor_of(name).detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        if content.nbytes != size:
+            raise SafetensorError(f"{name!r} has {content.nbytes} bytes where {size} were announced")
+        for begin in range(0, size, BLOCK):
+            sink.write(content[begin : begin + BLOCK].data)
+    return 8 + len(text) + offset
+
+
+def _width(dtype: str) -> int:
+    """Return the bytes of a value of that type: 4 for F32, 1 for F8_E4M3 and BOOL, 8 for C64."""
+    return {"BOOL": 1}.get(dtype) or int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8
+
 
 FORMAT = 1
 KEEP = 3

@@ -11,6 +11,8 @@ saves little where slow weights and momentum are on the CPU anyway.)
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -20,10 +22,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.node.checkpoint.folder import CheckpointError
+from shoal.node.checkpoint.folder import CheckpointError, path_of, steps
 from shoal.node.checkpoint.store import ABLE, Packed, UnpackableError, pack, save
 from shoal.node.user_code import device_failed, out_of_memory
 from shoal.optim.device import copies_beside, give_pinned_back, pinned_bytes, pinned_like, wait_for
+
+# The disk budget of a run's folder. Only older checkpoints are removed to make room for the next one.
+
+GB = 10**9
+SPARE = 1 << 20  # bytes beside the tensors of a checkpoint
+
+
+def used(folder: Path) -> int:
+    """Return the bytes of all files below ``folder``; links are not followed."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(where, name)).st_size
+            except FileNotFoundError:  # it was replaced meanwhile
+                continue
+    return total
+
+
+def room_maker(folder: Path, gigabytes: float) -> Callable[[int], None]:
+    """Return the function that a `CheckpointWriter` calls with the bytes it is about to write. 0 gigabytes: no budget."""
+
+    def make_room(nbytes: int) -> None:
+        if gigabytes:
+            _make_room(folder, int(gigabytes * GB), nbytes + SPARE)
+
+    return make_room
+
+
+def _make_room(folder: Path, budget: int, nbytes: int) -> None:
+    """Remove checkpoints, oldest first but never the last, until ``nbytes`` more fit. Raises CheckpointError if they do not."""
+    # By time: another run may have left higher steps.
+    older = sorted((path for step in set(steps(folder)) if (path := path_of(folder, step)).is_dir()), key=_written)[:-1]
+    while used(folder) + nbytes > budget:
+        if not older:
+            raise CheckpointError(
+                f"The next checkpoint of {nbytes / GB:.3g} GB does not fit into the {budget / GB:.3g} GB that --disk allows for "
+                f"{str(folder)!r}, besides the newest one: allow more."
+            )
+        shutil.rmtree(older.pop(0), ignore_errors=True)
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime
+
 
 PATIENCE_S = 60.0  # seconds that the last save may take, besides ...
 SLOWEST = 20e6  # ... its bytes over so many a second

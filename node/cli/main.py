@@ -11,16 +11,9 @@ import traceback
 import click
 
 from shoal.node.cli.demo import demo
-from shoal.node.cli.doctor import doctor
-from shoal.node.cli.identity import identity
-from shoal.node.cli.init import init
-from shoal.node.cli.invite import invite, link
-from shoal.node.cli.merge import merge
-from shoal.node.cli.peers import peers
-from shoal.node.cli.plan import plan
-from shoal.node.cli.pull import pull, sample
-from shoal.node.cli.seed import seed, swarms
-from shoal.node.cli.status import status
+from shoal.node.cli.prepare import doctor, init, plan
+from shoal.node.cli.pull import merge, pull, sample
+from shoal.node.cli.swarm import identity, invite, link, peers, seed, status, swarms
 from shoal.node.cli.up import join, up
 from shoal.node.cli.verify import verify
 from shoal.node.cli.watch import watch

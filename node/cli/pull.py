@@ -1,4 +1,4 @@
-"""The commands ``shoal pull`` and ``shoal sample``, which take and use the result. Heavy imports happen inside them."""
+"""The commands ``shoal pull``, ``sample`` and ``merge``, which take the result. Heavy imports happen inside them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,30 @@ from shoal.node.exit_codes import ExitCode
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 from shoal.swarm.errors import printable
+
+# The command ``shoal merge``. Heavy imports happen inside it.
+
+
+@click.command(short_help="Average checkpoints into one file of weights.")
+@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="CHECKPOINT...")
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The safetensors file to write.")
+@click.option("--weights", metavar="W,W,...", help="Weight of each; only ratios matter.  [default: equal]")
+@click.option("--slow", is_flag=True, help="Use the slow weights of nodes' checkpoints, not the fast ones.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: bool, force: bool, as_json: bool) -> int:
+    """Average checkpoints into one file of weights.
+
+    A CHECKPOINT is a node's folder (its newest checkpoint), a folder step-..., or a safetensors file.
+    """
+    from shoal.node.checkpoint.merge import merge as average
+    from shoal.node.checkpoint.merge import parse_weights
+
+    shares = None if weights is None else parse_weights(weights)
+    report = average(checkpoints, out, weights=shares, slow=slow, force=force)
+    text = f"{out}: the mean of {len(checkpoints)} checkpoints, {report['values']:,} values in {report['tensors']} tensors"
+    click.echo(dumps(report) if as_json else text)
+    return int(ExitCode.OK)
 
 
 @click.command(short_help="Download a swarm's weights without joining it.")
@@ -50,7 +74,7 @@ def pull(
       shoal pull 'shoal://...' --out weights --task task.py:Mine --evaluate
       shoal pull 'shoal://...' --out weights --push anna/common-text
     """
-    from shoal.node.checkpoint.hub import HubRepository, PushError
+    from shoal.node.commands.pull import HubRepository, PushError
     from shoal.node.config.links import read_link
 
     parsed = read_link(link)

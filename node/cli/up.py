@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shoal.node.cli.options import node_options, node_overrides, option_option, outer_options, rl_options
-from shoal.node.cli.seed import link_for
+from shoal.node.cli.swarm import link_for
 from shoal.node.exit_codes import ExitCode
 from shoal.node.help import RUN, HelpfulCommand, titled
 from shoal.node.json_output import dumps
@@ -18,7 +18,7 @@ from shoal.node.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from shoal.node.config.settings import Settings
-    from shoal.node.parallel.job import Job
+    from shoal.node.parallel.launcher import Job
     from shoal.node.parallel.ranks import NodeRanks
     from shoal.node.runtime.signals import ShutdownSignals
     from shoal.swarm.access.link import Link
@@ -81,10 +81,10 @@ def join(link: str, yes: bool, **flags: Any) -> int:
 
 
 def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int:
-    from shoal.node.parallel.job import job_of, ranks_wanted
+    from shoal.node.parallel.launcher import job_of, ranks_wanted
 
     if (job := job_of()) is not None:
-        from shoal.node.parallel.worker import run_rank
+        from shoal.node.parallel.launcher import run_rank
 
         run_rank(job, lambda: _run_rank(job, file, link, flags))
     from shoal.node.config.settings import load
@@ -108,20 +108,19 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
 def _run_rank(job: Job, file: Path | None, link: str | None, flags: dict[str, Any]) -> int:
     """Run one process of a node of several; all have been started with the same arguments."""
     from shoal.node.config.settings import load
-    from shoal.node.parallel import worker
+    from shoal.node.parallel import launcher
     from shoal.node.parallel.ranks import NodeRanks
     from shoal.node.runtime.follower import follow
-    from shoal.node.runtime.restart import again
-    from shoal.node.runtime.signals import ShutdownSignals, end_with_parent
+    from shoal.node.runtime.signals import ShutdownSignals, again, end_with_parent
 
-    if (launcher := worker.launcher()) is not None:
-        end_with_parent(launcher)
+    if (parent := launcher.launcher()) is not None:
+        end_with_parent(parent)
     shutdown = ShutdownSignals()
     if job.leads:
         shutdown.install()
-        worker.begin_leading(job)
+        launcher.begin_leading(job)
     else:
-        worker.begin_following()
+        launcher.begin_following()
     settings = load(file, node_overrides(flags))
     parsed = _parsed(link, settings)
     log_to_stderr(flags["verbose"])

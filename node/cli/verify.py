@@ -49,10 +49,10 @@ def check(claim: str, folder: Path | None, model: str | None, env: str | None, c
 
     The exit code is 0 if the claim passes all checks, and 4 if it is refused.
     """
-    from shoal.node.verify.completions import inspection, store
+    from shoal.node.verify.completions import inspection, material
 
     folders = [folder / "claims"] if folder is not None else sorted(Path("runs").glob("*/claims"))
-    stored = store.load(store.find(claim, folders))
+    stored = material.load_claim(material.find_claim(claim, folders))
     finding = inspection.inspect(stored, model or "tiny", env, calibration, ON_THE_SPOT)
     report = inspection.report(stored, finding)
     click.echo(dumps(report) if as_json else inspection.summary(report))
@@ -135,7 +135,7 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
 @_json_option
 def odds(verifiers: int, as_json: bool, **shares: Any) -> int:
     """Compute how often drawn verifiers accept a wrong claim or reject an honest one, in closed form, without network."""
-    from shoal.node.verify.odds_table import odds_report, odds_table
+    from shoal.node.verify.history.explain import odds_report, odds_table
 
     try:
         report = odds_report(verifiers, **shares)

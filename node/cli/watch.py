@@ -52,8 +52,7 @@ def watch(
       shoal watch --replay swarm.jsonl --speed 10
     """
     from shoal.node.config.links import read_link
-    from shoal.node.watch.recording import Recorder
-    from shoal.node.watch.source import Live, Replay, WatchError
+    from shoal.node.watch.source import Live, Recorder, Replay, WatchError
 
     if (link is None) == (replay is None):
         raise WatchError("Pass either the LINK of a swarm or --replay FILE.")
@@ -64,7 +63,7 @@ def watch(
     log_to_stderr(verbose)
     form = "web" if place is not None else form or ("tui" if sys.stdout.isatty() else "json")
     require(WatchError, f"shoal watch --{form}", *SHOWN[form], extra="watch", otherwise="use --json, which needs none")
-    from shoal.node.watch.stream import event_sink, print_lines
+    from shoal.node.watch.source import event_sink, print_lines
 
     inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]
     recorder = None if record is None else Recorder(record)
@@ -77,7 +76,7 @@ def watch(
 
             show(inbox, source, live=parsed is not None, seconds=seconds)
         elif place is not None:
-            from shoal.node.watch.timeline import Timeline
+            from shoal.node.watch.source import Timeline
             from shoal.node.watch.web import Place, serve
 
             shown, whole = None if no_link or share else parsed, None if replay is None else Timeline(replay)

@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shoal.node.plan.advice import advise, amount
-from shoal.node.plan.table import MEMORY_SOURCE, rows
+from shoal.node.plan.table import MEMORY_SOURCE, advise, amount, rows
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
@@ -82,7 +81,7 @@ def measured_line(link: Link) -> Measured:
     """Dial the members of a swarm, or its seeds, and measure; this node joins nothing. Raises NetworkError if nobody answers."""
     from shoal.node.doctor import network_checks as network
     from shoal.node.doctor.checkup import Note
-    from shoal.node.doctor.visit import FoundError, Visit
+    from shoal.node.doctor.network_checks import FoundError, Visit
     from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ask
     from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, measure
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -18,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
-from shoal.node.checkpoint import resumable_download
 from shoal.node.checkpoint.export import WEIGHTS, export_model, export_numbered, fill
-from shoal.node.checkpoint.resumable_download import ResumableDownload
 from shoal.node.config.settings import Settings, load
-from shoal.node.data.errors import DataError
+from shoal.node.data.dealing import DataError
 from shoal.node.data.hub import PREFIX, is_path
 from shoal.node.data.manifest_options import TEXT
+from shoal.node.extras import require
 from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
 from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
@@ -43,11 +45,147 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.catch_up import sources_in
 from shoal.swarm.state.download import Peer
-from shoal.swarm.state.snapshot import chunks_in, snapshot_id
+from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in, snapshot_id
 from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, ModelDiffersError, StateQuery, fetch_into
+from shoal.swarm.wire.digest import CHUNK
+from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.fields import MAX_EXTRA
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.state import StateHeader, StateRequest
+
+# Uploading exported weights to a repository of the Hugging Face hub (``shoal pull --push``). Needs the package huggingface_hub.
+
+PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+SILENT_S = 60.0  # the hub's library sets no limit to how long a server may be silent
+LOGIN = "run `hf auth login`, or set HF_TOKEN to a token that may write"
+
+
+class PushError(ShoalError):
+    """The weights cannot be uploaded to the hub."""
+
+
+class HubRepository:
+    """Repository ``name`` (OWNER/NAME, or NAME for the token's owner) of the hub, to which the user's token may write."""
+
+    def __init__(self, name: str, *, private: bool = False) -> None:
+        """Ask the hub whose token it is, so that a fault is known before a long download; nothing is created yet.
+
+        Raises PushError: the name is none, the package or the token is missing, or the hub refuses it or does not answer.
+        """
+        if not re.fullmatch(rf"{PART}(/{PART})?", name) or "--" in name or ".." in name:
+            raise PushError(f"{name!r} names no repository of the hub: write OWNER/NAME.")
+        require(PushError, "--push", "huggingface_hub", extra="data")
+        import huggingface_hub as hub
+        from huggingface_hub.utils import disable_progress_bars, get_session
+
+        get_session().timeout = SILENT_S
+        disable_progress_bars()  # stdout and stderr are the command's own
+        self.name, self._private, self._api = name, private, hub.HfApi()
+        if hub.get_token() is None:
+            raise PushError(f"There is no token for the hub on this machine: {LOGIN}.")
+        try:
+            self._api.whoami()
+        except Exception as error:  # of the library, of its HTTP client, of the system
+            raise _failed("ask the hub whose token this is", error) from error
+
+    def push(self, folder: Path, files: Sequence[str], message: str) -> str:
+        """Upload ``files`` of ``folder`` in one commit, into a new repository or over its files of these names; return its address.
+
+        Raises PushError: nothing of the commit is there then, though the repository may be.
+        """
+        import huggingface_hub as hub
+
+        try:
+            made = self._api.create_repo(self.name, private=self._private or None, exist_ok=True)
+            adding = [hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in files]
+            self._api.create_commit(made.repo_id, adding, commit_message=message)
+        except Exception as error:  # as above
+            raise _failed(f"push to {self.name!r}", error) from error
+        return str(made)
+
+
+def _failed(doing: str, error: Exception) -> PushError:
+    answer: Any = getattr(error, "response", None)
+    status = getattr(answer, "status_code", None)
+    if status in (401, 403):
+        return PushError(f"Cannot {doing}, because the hub refuses the token (status {status}): {LOGIN}.")
+    why = f"status {status}" if status is not None else _first_line(error)
+    return PushError(f"Cannot {doing} ({why}): check the name and the network, and try again.")
+
+
+def _first_line(error: Exception) -> str:
+    said = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")
+    return str(said)[:200].rstrip(" .:") or type(error).__name__
+
+
+# A download on disk that can be interrupted and resumed: files ``header`` and ``chunks`` in a folder of its own.
+#
+# No record is kept of the chunks that are there. A resumed download hashes what is in the file, so a chunk that is half written
+# or has changed is fetched again.
+
+HEADER, CHUNKS = "header", "chunks"
+
+
+class ResumableDownload:
+    """A `ChunkSink` for the first ``wanted`` bytes of a snapshot, rounded up to whole chunks, in ``folder``.
+
+    Its methods raise OSError when the disk fails.
+    """
+
+    def __init__(self, folder: Path, header: StateHeader, digests: bytes, wanted: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if begun_download(folder) != header:
+            clear_download(folder)
+            folder.mkdir()
+            (folder / HEADER).write_bytes(pack(header))
+        self.path = folder / CHUNKS
+        self._size = min(chunks_in(wanted) * CHUNK, header.nbytes)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            os.ftruncate(self._file, self._size)
+            self._have = {chunk for chunk in range(chunks_in(wanted)) if self._right(chunk, header, digests)}
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _right(self, chunk: int, header: StateHeader, digests: bytes) -> bool:
+        data = os.pread(self._file, chunk_size(header.nbytes, chunk), chunk * CHUNK)
+        return blake3(data).digest() == digests[chunk * DIGEST : (chunk + 1) * DIGEST]
+
+    @property
+    def have(self) -> set[int]:
+        """Chunks that are here and verified."""
+        return self._have
+
+    def write(self, chunk: int, data: memoryview) -> None:
+        """Write one chunk into its place."""
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._file, data[written:], chunk * CHUNK + written)
+        self._have.add(chunk)
+
+    def payload(self) -> Tensor:
+        """Return the file's bytes (uint8), mapped rather than read. Changes stay in memory."""
+        return torch.from_file(str(self.path), shared=False, size=self._size, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Close the file, and keep it."""
+        os.close(self._file)
+
+
+def begun_download(folder: Path) -> StateHeader | None:
+    """Return the header of the unfinished download in ``folder``; None if there is none, or it is unreadable."""
+    try:
+        with (folder / HEADER).open("rb") as file:
+            return unpack(file.read(StateHeader.LIMIT + 1), StateHeader)
+    except (OSError, MessageError):
+        return None
+
+
+def clear_download(folder: Path) -> None:
+    """Delete the folder of an unfinished download."""
+    shutil.rmtree(folder, ignore_errors=True)
+
 
 MAX_BYTES = 64 << 30
 ASIDE = ".pull"
@@ -126,7 +264,7 @@ def pull(
             raise PullError(f"Cannot write to {str(out)!r} ({error.strerror}): free some space, and pull again.") from error
         received = host.traffic.received - before
     if not all_finite(tensors):
-        resumable_download.clear(out / ASIDE)
+        clear_download(out / ASIDE)
         raise PullError("The weights of this swarm hold NaN or infinity: its training has failed.")
     about = {**_about(link, manifest, header, built, why), **_trained_by(manifest, header, members)}
     about |= {"values": FLOAT32.nbytes(header.shapes) // 4, "held_out_loss": None, "held_out_on": None}
@@ -138,7 +276,7 @@ def pull(
         files = export_model(built.model, about, out, aside, built.tokenizer)
     else:
         files = export_numbered(tensors, about, out, aside)
-    resumable_download.clear(out / ASIDE)
+    clear_download(out / ASIDE)
     return {
         **about,
         "out": str(out),
@@ -219,7 +357,7 @@ class _SinksOnDisk:
         self._folder, self._files = folder, files
 
     def unfinished(self) -> StateHeader | None:
-        return resumable_download.begun(self._folder)
+        return begun_download(self._folder)
 
     async def open(self, header: StateHeader, digests: bytes) -> ResumableDownload:
         need = FLOAT32.nbytes(header.shapes)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from shoal.node.checkpoint.export import ABOUT, README, WEIGHTS
 from shoal.node.config.device import resolve_device
 from shoal.node.data import manifest_options
-from shoal.node.data.errors import DataError
+from shoal.node.data.dealing import DataError
 from shoal.node.data.tokenizer import BYTES, MAX_VOCABULARY, Tokenizer, load_tokenizer
 from shoal.node.memory import free_memory
 from shoal.node.tasks import text_size

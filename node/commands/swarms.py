@@ -3,18 +3,107 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.node.plan.advice import amount
+from shoal.node.config.settings import ConfigError, default_identity_path
+from shoal.node.json_output import dumps
+from shoal.node.plan.table import amount
 from shoal.node.tasks.text_size import listed_parameters
-from shoal.swarm.access.link import Link
+from shoal.swarm.access.link import Link, address_problem
 from shoal.swarm.errors import LinkError, NetworkError
+from shoal.swarm.identity import Identity
 from shoal.swarm.membership.swarm_list import MAX_MEMBERS, PublicSwarm, look
+from shoal.swarm.seed.server import Seed
+
+# ``shoal seed``: run a bootstrap and relay node, without torch.
+
+LISTEN = ("/ip4/0.0.0.0/tcp/4001",)
+
+
+def run_seed(
+    identity: Path | None, *, listen: Sequence[str] = (), announce: Sequence[str] = (), relay: bool = False, as_json: bool = False
+) -> None:
+    """Print the addresses, one a line, and serve until SIGINT or SIGTERM. Raises StartupError, IdentityError or InUseError."""
+    key = Identity.load_or_create(identity or default_identity_path().with_name("seed.key"))
+    printed: set[tuple[str, ...]] = set()
+
+    def ready(addresses: tuple[str, ...]) -> None:
+        usable = tuple(address for address in addresses if address_problem(address) is None)
+        if usable not in printed:  # a restarted daemon has the same ones
+            printed.add(usable)
+            shown = dumps({"peer": key.peer_id, "addresses": usable, "relay": relay}) if as_json else "\n".join(usable)
+            click.echo(shown)
+
+    with key.lock():
+        asyncio.run(_until_stopped(Seed(key, listen=listen or LISTEN, announce=announce, relay=relay, on_ready=ready)))
+
+
+async def _until_stopped(seed: Seed) -> None:
+    loop = asyncio.get_running_loop()
+    running = loop.create_task(seed.run())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, running.cancel)
+    try:
+        await running
+    except asyncio.CancelledError:
+        return
+
+
+# The bootstrap nodes that `shoal swarms` asks: those named, those of SHOAL_SEEDS, and those of a file beside the node's key.
+
+VARIABLE = "SHOAL_SEEDS"
+MAX_SEEDS = 16
+MAX_FILE_BYTES = 64 * 1024
+
+
+def seeds_file() -> Path:
+    """Return the file that lists seeds, one address a line, ``#`` before a comment."""
+    return default_identity_path().with_name("seeds")
+
+
+def known_seeds(named: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the addresses of seeds: of ``named``, else of the variable, else of the file; at most `MAX_SEEDS`.
+
+    Raises ConfigError: there is none, or one is no full address.
+    """
+    of_variable = (os.environ if environ is None else environ).get(VARIABLE, "").split()
+    path = seeds_file()
+    for where, addresses in (("--seed", list(named)), (VARIABLE, of_variable), (str(path), list(_lines(path)))):
+        for address in addresses:
+            if problem := address_problem(address):
+                raise ConfigError(
+                    f"{where}: {address[:100]!a} is no address of a bootstrap node, {problem}: `shoal seed` prints it, with /p2p/ "
+                    "and its id at the end."
+                )
+        if addresses:
+            return list(dict.fromkeys(addresses))[:MAX_SEEDS]
+    raise ConfigError(
+        f"No bootstrap node is known here: name one with --seed MULTIADDR, in the variable {VARIABLE}, or on a line of {path}. "
+        "`shoal seed` prints the address of one that you run."
+    )
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path} ({error.strerror}): check its permissions.") from error
+    for line in text.splitlines():
+        if address := line.partition("#")[0].strip():
+            yield address
+
 
 COLUMNS = ("name", "task", "method", "peers", "parameters", "sent a round", "memory", "device", "id")
 NUMBERS = ("peers", "parameters", "sent a round", "memory")

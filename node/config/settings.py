@@ -2,7 +2,7 @@
 
 The tables ``swarm``, ``task``, ``outer``, ``train`` and ``verify`` become the manifest of a swarm that this node creates, and with
 the task rl also ``rl.env``; a node that joins takes them from the manifest, except for the part of ``train`` that is each node's
-own (`shoal.node.config.train`). The tables ``rl``, ``schedule``, ``node`` and ``peers`` concern this node alone.
+own (`shoal.node.config.settings`). The tables ``rl``, ``schedule``, ``node`` and ``peers`` concern this node alone.
 """
 
 from __future__ import annotations
@@ -33,15 +33,169 @@ from pydantic import (
 )
 
 from shoal.node.config.endpoint import parse_address
-from shoal.node.config.peers import PeersSettings
-from shoal.node.config.ranks import RankSettings
 from shoal.node.config.rl import RLSettings, spec_here
-from shoal.node.config.train import TrainTable
 from shoal.swarm.access.link import address_problem
+from shoal.swarm.access.policy import PeerLists
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.identity import is_peer_id
 from shoal.swarm.manifest.manifest import Bucket, EpochSeconds
-from shoal.swarm.manifest.outer import Lag, OuterSettings
+from shoal.swarm.manifest.outer import Lag, OuterSettings, TrainSettings
 from shoal.swarm.manifest.verify import VerifySettings
+
+# The table ``[train]``: what a swarm's peers agree on, and beside it how this node computes its steps.
+
+Precision = Literal["float32", "bfloat16", "float16"]
+OWN_FLAGS = ("precision", "accumulate", "compile", "recompute", "workers")
+"""Settings of `OwnTraining`, each of which is also a flag."""
+
+
+class OwnTraining(BaseModel):
+    """How this node computes its steps. Peers may choose differently: a step is of the same batch whatever is set here."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    precision: Precision = Field(
+        default="float32",
+        description="Number format in which this node computes: float32, bfloat16, or float16 (with a scaled loss). The weights "
+        "stay as the task made them.",
+    )
+    accumulate: int = Field(
+        default=1,
+        ge=1,
+        le=65_536,
+        description="Equal parts that this node cuts a batch into, one computed after another, which takes less memory.",
+    )
+    compile: bool = Field(default=False, description="Compile the model with torch.compile on this node.")
+    recompute: bool = Field(
+        default=False,
+        description="Compute activations again in the backward pass on this node: less memory, for about a third more computing.",
+    )
+    workers: int = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="Processes that draw this node's batches ahead; 0: the training process draws each when it is needed.",
+    )
+
+    def flags(self) -> list[str]:
+        """Return the flags of `shoal join` that set what differs from the defaults."""
+        found: list[str] = []
+        for name in OWN_FLAGS:
+            value = getattr(self, name)
+            if value is True:
+                found.append(f"--{name}")
+            elif value != type(self).model_fields[name].default:
+                found += [f"--{name}", str(value)]
+        return found
+
+
+class TrainTable(TrainSettings, OwnTraining):
+    """The whole table ``[train]``: the swarm's settings and this node's own."""
+
+    @property
+    def shared(self) -> TrainSettings:
+        """The settings that a manifest holds."""
+        return TrainSettings(**{name: getattr(self, name) for name in TrainSettings.model_fields})
+
+    def of_swarm(self, fixed: TrainSettings) -> TrainTable:
+        """Return this table with the swarm's settings in place of its own, but for what each node chooses for itself."""
+        return self.model_copy(update={name: getattr(fixed, name) for name in TrainSettings.model_fields})
+
+
+# Settings of a peer of several ranks, each a process with a GPU of its own.
+
+MAX_RANKS = 64
+
+
+def _count(value: str) -> str:
+    if value != "all" and not (re.fullmatch(r"[1-9][0-9]?", value) and int(value) <= MAX_RANKS):
+        raise ValueError(f"it should be all, or a number from 1 to {MAX_RANKS}")
+    return value
+
+
+# A number in TOML is no text.
+Count = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(_count)]
+
+
+class RankSettings(BaseModel):
+    """Settings of the ranks of this node."""
+
+    gpus: Count | None = Field(
+        default=None,
+        description="GPUs to train on, a process for each: all, or a number; with the device cpu that many processes. "
+        "By default one process.",
+    )
+    parallel: Literal["ddp", "fsdp"] | None = Field(
+        default=None,
+        description="How several GPUs share a model: ddp (each holds all of it; the default) or fsdp (each holds a part).",
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, le=1000, description="How often a node of several GPUs starts again after one of its processes died."
+    )
+
+
+# Settings of the peers that this node meets, and of what they may download (table ``[peers]``).
+
+MAX_LIST_BYTES = 1 << 22
+
+
+class PeerListError(ShoalError):
+    """A list of peers cannot be read, or holds something else."""
+
+
+class PeersSettings(BaseModel):
+    """Peers that this node meets. The swarm is not informed of them."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    allow: list[str] = Field(
+        default_factory=list,
+        max_length=1024,
+        description="Peer ids, or files of them (one a line, # begins a comment): if there are any, no other peer is met.",
+    )
+    deny: list[str] = Field(
+        default_factory=list, max_length=1024, description="Peer ids, or files of them: nothing is sent to them or taken from them."
+    )
+    models_per_hour: float = Field(
+        default=60.0, gt=0, le=1e6,
+        description="Most that one peer may download from this node in an hour to catch up with the swarm, in multiples of the "
+        "model's size.",
+    )  # fmt: skip
+
+
+def peer_lists(settings: PeersSettings) -> PeerLists:
+    """Return the allowed and denied peers. Raises PeerListError for an entry that is neither a peer id nor a file of them."""
+    return PeerLists(_ids(settings.allow, "allow"), _ids(settings.deny, "deny"))
+
+
+def _ids(entries: list[str], name: str) -> frozenset[str]:
+    found: set[str] = set()
+    for entry in entries:
+        found |= {entry} if is_peer_id(entry) else _read_list(entry, name)
+    if name == "allow" and entries and not found:
+        raise PeerListError(f"The lists of peers.allow name no peer ({', '.join(entries)[:200]}): add peer ids, or leave it out.")
+    return frozenset(found)
+
+
+def _read_list(entry: str, name: str) -> set[str]:
+    path = Path(os.path.expanduser(entry))
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_LIST_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise PeerListError(
+            f"peers.{name}: {entry[:200]!r} is neither a peer id nor a file that can be read ({why}): write 12D3Koo... or a path."
+        ) from error
+    if len(data) > MAX_LIST_BYTES:
+        raise PeerListError(f"peers.{name}: the file {entry[:200]!r} is over 4 MiB: name a list of peer ids, one a line.")
+    found = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        word = line.partition("#")[0].strip()
+        if word and not is_peer_id(word):
+            raise PeerListError(f"peers.{name}: line {number} of {entry[:200]!r} is no peer id ({word[:60]!a}): correct it.")
+        found |= {word} if word else set()
+    return found
+
 
 if sys.version_info >= (3, 11):
     import tomllib

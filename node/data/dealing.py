@@ -11,6 +11,20 @@ import hashlib
 from collections.abc import Sequence
 
 from shoal.node.task import Shard
+from shoal.swarm.errors import ShoalError
+
+# Errors of data.
+
+
+class DataError(ShoalError):
+    """Unreadable or insufficient text, a missing tokenizer, or an option of the text task out of range."""
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of ``error``, short, for use inside a sentence."""
+    said = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")
+    return str(said)[:200].rstrip(" .:") or type(error).__name__
+
 
 HELD_OUT_ONE_IN = 10
 """One document of a stream in this many, chosen by its text, is never trained on."""

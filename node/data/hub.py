@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.node.data.dealing import belongs
-from shoal.node.data.errors import DataError, reason
+from shoal.node.data.dealing import DataError, belongs, reason
 from shoal.node.data.source import Document, Place, Skipped, place_number
 from shoal.node.extras import require
 from shoal.node.task import Shard

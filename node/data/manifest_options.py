@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from shoal.node.data.errors import DataError
+from shoal.node.data.dealing import DataError
 from shoal.node.data.hub import PART, PREFIX, is_path
 from shoal.node.data.tokenizer import BYTES, label
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.node.data.dealing import number
-from shoal.node.data.errors import DataError
+from shoal.node.data.dealing import DataError, number
 from shoal.node.data.source import DocumentSource, Place, no_document
 from shoal.node.data.tokenizer import Tokenizer
 from shoal.node.task import Batches, Shard

@@ -2,17 +2,72 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
 import logging
+import os
+import re
+import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import islice
+from pathlib import Path
+from typing import IO, Protocol
 
-from shoal.node.data.dealing import dealt, held_out
-from shoal.node.data.errors import DataError
+from shoal.node.data.dealing import DataError, belongs, dealt, held_out, reason
 from shoal.node.task import Shard
 
 logger = logging.getLogger(__name__)
+
+
+# Files that ``data`` names, in an order that all machines share.
+
+MAX_FILES = 200_000
+# Tests of the library repeat themselves and are absent on some systems; packages differ from machine to machine.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idle_test", "__pycache__"}
+
+
+def _walk(root: Path, skip: set[str], suffix: str) -> Iterator[tuple[str, Path]]:
+    """Yield (name, path) of the regular files below ``root``; hidden ones and links are left out."""
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"Cannot read the folder {error.filename!r} ({error.strerror}): check its permissions.")
+
+    for folder, folders, files in os.walk(root, onerror=fail):
+        folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
+        for file in sorted(files):
+            path = Path(folder, file)
+            if file.endswith(suffix) and not file.startswith(".") and path.is_file() and not path.is_symlink():
+                yield path.relative_to(root).as_posix(), path
+
+
+def find_files(data: str, at: Path | None = None) -> list[tuple[str, Path]]:
+    """List (name, path) of all files that ``data`` names, sorted by name; by default Python's library. DataError.
+
+    Paths begin at the folder ``at``, by default the current one.
+    """
+    at = at or Path.cwd()
+    if not data.strip():
+        return sorted(_walk(Path(sysconfig.get_paths()["stdlib"]), NOT_LIBRARY, ".py"))
+    found: list[tuple[str, Path]] = []
+    # An existing path is not split: a comma or colon may be part of its name.
+    parts = [data] if os.path.exists(at / data) else re.split(f"[,{re.escape(os.pathsep)}]", data)
+    for part in filter(None, (p.strip() for p in parts)):
+        root = at / os.path.expanduser(part)
+        if os.path.isdir(root):  # unlike Path.is_dir, os.path answers False where it may not look
+            found.extend(islice(_walk(root, {"__pycache__"}, ""), MAX_FILES + 1))
+        elif os.path.isfile(root):
+            found.append((root.name, root))
+        elif os.path.exists(root):
+            raise DataError(f"The text {part!r} is neither a file nor a folder: name files or folders.")
+        else:
+            raise DataError(f"There is no text at {part!r}: name files or folders that exist.")
+        if len(found) > MAX_FILES:
+            raise DataError(f"There are more than {MAX_FILES} files below {part!r}: name a smaller folder.")
+    return sorted(found)
+
 
 Place = dict[str, int | str]
 """Place in an epoch of a source at which a document begins: small enough for a checkpoint."""
@@ -97,3 +152,108 @@ def place_number(place: Place | None, key: str) -> int:
     if not isinstance(found, int) or found < 0:
         raise DataError(f"The checkpoint's place in the data is damaged (its {key!r} is {found!r}): take an older checkpoint.")
     return found
+
+
+# Files of any size as a stream of documents, read by line: .jsonl, .jsonl.gz, .txt.gz, and plain text.
+#
+# A document of a .jsonl file is one line's text; of other files, a few whole lines of about 4 KiB together. At most one line of
+# up to 16 MiB is held, so a small file that unpacks to a huge one costs time but no memory. Longer lines, and those that are no
+# record, are skipped and counted.
+
+RECORDS = (".jsonl", ".jsonl.gz", ".txt.gz")
+"""Files with these endings are streamed."""
+MAX_LINE = 16 * 2**20
+PIECE = 4096  # approximate bytes of a document of plain text
+_BLOCK = 2**20
+
+Line = tuple[int, int, bytes | None]
+"""Offset in the unpacked file, number from 1, and bytes with the end of line; None where they are too many."""
+
+
+class RecordFiles:
+    """`Source` of the documents in ``files``, (name, path) each; ``field``: the field of a record's text."""
+
+    def __init__(self, files: list[tuple[str, Path]], field: str, skipped: Skipped) -> None:
+        self.files, self.field, self.skipped = files, field, skipped
+        self.names = [name for name, _ in files]
+        named = ", ".join(self.names[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+        self.what = f"{named} (texts in the field {field!r})" if any(".jsonl" in name for name in self.names) else named
+        text = json.dumps(["files", field, self.names])
+        self.identity = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def documents(self, shard: Shard, epoch: int, place: Place | None = None) -> Iterator[tuple[Place, Document]]:
+        """Implement `Source.documents`. A place is a file's number in the order of the epoch, and a line of it."""
+        order = dealt(self.names, Shard(0, 1, shard.seed), epoch)
+        first, byte, number = place_number(place, "file"), place_number(place, "byte"), place_number(place, "line")
+        for at in range(first, len(order)):
+            name, path = self.files[order[at]]
+            read = self._records if name.endswith((".jsonl", ".jsonl.gz")) else self._pieces
+            for begin, line, document in read(name, path, byte, number or 1, shard, epoch):
+                yield {"file": at, "byte": begin, "line": line}, document
+            byte = number = 0
+
+    def _records(
+        self, name: str, path: Path, byte: int, number: int, shard: Shard, epoch: int
+    ) -> Iterator[tuple[int, int, Document]]:
+        for begin, line, raw in _lines(path, byte, number):
+            # A shard decodes its own lines alone.
+            if not belongs(shard, epoch, f"{name}:{line}"):
+                continue
+            if raw is None:
+                self.skipped.add(f"Line {line} of {name!r}", f"is longer than {MAX_LINE // 2**20} MiB")
+            elif raw.strip():
+                text = self._text(raw)
+                if text is None:
+                    self.skipped.add(f"Line {line} of {name!r}", f"is no JSON object with a text in the field {self.field!r}")
+                elif text:
+                    yield begin, line, Document(f"{name}:{line}", text)
+
+    def _text(self, raw: bytes) -> bytes | None:
+        try:
+            record = json.loads(raw)
+        except (ValueError, RecursionError):  # not JSON, not UTF-8, a number without end, or nested too deeply
+            return None
+        text = record.get(self.field) if isinstance(record, dict) else None
+        return text.encode("utf-8", "replace") if isinstance(text, str) else None
+
+    def _pieces(
+        self, name: str, path: Path, byte: int, number: int, shard: Shard, epoch: int
+    ) -> Iterator[tuple[int, int, Document]]:
+        held: list[bytes] = []
+        size, begin, first = 0, byte, number
+        for start, line, raw in _lines(path, byte, number):
+            if start == 0 and raw is not None and b"\0" in raw[:1024]:
+                return  # no text
+            if raw is None:
+                self.skipped.add(f"Line {line} of {name!r}", f"is longer than {MAX_LINE // 2**20} MiB")
+                continue
+            if not held:
+                begin, first = start, line
+            held.append(raw)
+            size += len(raw)
+            if size >= PIECE:
+                if belongs(shard, epoch, f"{name}:{first}"):
+                    yield begin, first, Document(f"{name}:{first}", b"".join(held))
+                held, size = [], 0
+        if b"".join(held).strip() and belongs(shard, epoch, f"{name}:{first}"):
+            yield begin, first, Document(f"{name}:{first}", b"".join(held))
+
+
+def _lines(path: Path, byte: int, number: int) -> Iterator[Line]:
+    """Yield the lines from ``byte`` of the unpacked file on, where line ``number`` begins. DataError."""
+    try:
+        with path.open("rb") as raw:
+            file: IO[bytes] = gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw  # type: ignore[assignment]
+            # Beyond the end a packed file stops, but a plain one does not notice.
+            if file.seek(byte) != byte or (file is raw and os.fstat(raw.fileno()).st_size < byte):
+                raise DataError(f"The file {str(path)!r} is shorter than it was when the checkpoint was saved: give it back.")
+            while line := file.readline(MAX_LINE + 1):
+                size, whole = len(line), line.endswith(b"\n")
+                fits = whole or size <= MAX_LINE
+                while not whole and (more := file.readline(_BLOCK)):
+                    size, whole = size + len(more), more.endswith(b"\n")
+                yield byte, number, line if fits else None
+                byte, number = byte + size, number + 1
+    except (OSError, EOFError, zlib.error) as error:
+        todo = "check its permissions" if isinstance(error, PermissionError) else "name a file that is whole"
+        raise DataError(f"Cannot read the text {str(path)!r} ({reason(error)}): {todo}.") from error

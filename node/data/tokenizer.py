@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shoal.node.data.errors import DataError, reason
+from shoal.node.data.dealing import DataError, reason
 from shoal.node.data.hub import PART, is_path
 from shoal.node.extras import require
 

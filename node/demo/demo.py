@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +21,41 @@ from shoal.node.checkpoint.folder import check_writable
 from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import Settings, assignment, load
 from shoal.node.data import manifest_options
-from shoal.node.demo.liveness import Liveness
-from shoal.node.demo.nodes import LOOK_S, Nodes, start_first
-from shoal.node.demo.temporary import temporary_folder
+from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
 from shoal.node.metrics.factory import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.door import task_label
 from shoal.node.runtime.result import RESULT
-from shoal.node.runtime.slow_weights import ROUNDS
+from shoal.node.runtime.resume import ROUNDS
 from shoal.node.tasks.loader import load_task
+from shoal.swarm.file_lock import FileLock, InUseError
+
+# The temporary folder of a demo. One that was killed leaves its folder to the next demo, which removes what is provably dead.
+
+PREFIX, LOCK = "shoal-", ".lock"
+REMEDY = "start again"
+
+
+@contextmanager
+def temporary_folder(name: str) -> Iterator[Path]:
+    """Yield a new folder that is removed afterwards, and remove those of this user whose processes were killed."""
+    _sweep(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-"))
+    try:
+        with FileLock(folder / LOCK, f"The folder {str(folder)!r}", REMEDY):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(base: Path) -> None:
+    for lock in base.glob(f"{PREFIX}*-*/{LOCK}"):
+        with suppress(OSError, InUseError):
+            status = lock.parent.lstat()
+            # Only who holds a lock writes to it: where something is written and nobody holds it, the holder is dead.
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and lock.stat().st_size:
+                with FileLock(lock, f"The folder {str(lock.parent)!r}", REMEDY):
+                    shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def run_demo(

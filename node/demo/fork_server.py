@@ -7,7 +7,7 @@ ARGUMENTS`` does: it has a session, signal handlers, output and exit code of its
 What has begun before a fork would be shared too, so nothing has: no module of a user's is imported, no device is looked for, no
 torch operation runs, and there is no thread, but for those of numpy's OpenBLAS, which ends them at a fork by itself.
 
-`shoal.node.demo.forked` has the other end of the socket. When it is closed, which the death of the demo does too, this process
+`shoal.node.demo.nodes` has the other end of the socket. When it is closed, which the death of the demo does too, this process
 ends, and its nodes find that their parent is gone (``--with-parent``).
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from shoal.node.uncollected import uncollected
+from shoal.node.extras import uncollected
 
 COMMANDS = "shoal.node.cli.main"  # which the nodes run, by its name; nothing here depends on it
 REQUEST = 1 << 17  # bytes of a request: a name, a module and its arguments

@@ -2,23 +2,223 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
-from shoal.node.demo.forked import ForkedProcess, ForkServer, interpreter
-from shoal.node.demo.liveness import DemoError, Liveness
 from shoal.node.exit_codes import ExitCode
-from shoal.node.runtime.display import Display
+from shoal.node.runtime.display import ACTIVITY, Display
+from shoal.node.runtime.run_options import METRICS
 from shoal.node.runtime.signals import handle_all
+from shoal.swarm.errors import ShoalError
+
+# Whether the nodes of a demo still move: by what they write, and by what they say that they do meanwhile.
+
+QUIET_S = 120.0  # seconds in which no node writes anything, or says that it moves, after which the demo is given up
+CROWD = 8  # nodes on a processor; more of them have as many times as long, for each gets less of it than tells that it moves
+LONG_S = 3600.0  # seconds for which a node may compute without a step or anything else that it writes: an endless loop computes too
+
+
+class DemoError(ShoalError):
+    """A node of the demo failed. ``trace``: the traceback of the user's own code in it, if that was the cause."""
+
+    exit_code = ExitCode.SWARM_FAILED
+    trace = ""
+
+
+class EventReader:
+    """Reader of the events that a node writes. Each call of `read` parses only what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self.events: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all events that the node has written so far, oldest first."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                whole, end, _ = file.read().rpartition(b"\n")  # the last line may be half written
+            self._at += len(whole + end)
+            self.events += [json.loads(line) for line in whole.splitlines()]
+        return self.events
+
+
+class Liveness:
+    """Watcher of the nodes with these ``folders``, which need not exist yet, on so many ``processors``; ``clock``: seconds."""
+
+    def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.monotonic, processors: int | None = None) -> None:
+        self._quiet_s = QUIET_S * max(len(folders) / (CROWD * (processors or os.cpu_count() or 1)), 1.0)
+        self._names = [folder.name for folder in folders]
+        self._readers = [EventReader(folder / METRICS) for folder in folders]
+        self._clock = clock
+        self._moved, self._alive = (0, 0, 0), 0
+        self._moved_at = self._alive_at = clock()
+
+    def look(self, ended: int = 0) -> list[list[dict[str, Any]]]:
+        """Return all events of each node so far. ``ended``: the number of nodes that have ended well.
+
+        Raises DemoError: nothing moved for `QUIET_S` seconds (`CROWD`), or nodes only computed, without an end, for `LONG_S`.
+        """
+        events, now = [reader.read() for reader in self._readers], self._clock()
+        said = [event for node in events for event in node if event["event"] == ACTIVITY]
+        alive = sum(bool(event["alive"]) for event in said)
+        steps = sum(max((event["step"] for event in node if event["event"] == ACTIVITY), default=0) for node in events)
+        moved = (sum(map(len, events)) - len(said), steps, ended)
+        if moved != self._moved:
+            self._moved, self._moved_at, self._alive_at = moved, now, now
+        if alive != self._alive:
+            self._alive, self._alive_at = alive, now
+        if now - self._alive_at > self._quiet_s:
+            raise DemoError(f"No node made progress for {self._quiet_s:g} s{self._doing(events)}: {_REMEDY}")
+        if now - self._moved_at > LONG_S:
+            raise DemoError(f"No node finished anything in {LONG_S / 60:g} minutes{self._doing(events)}: {_REMEDY}")
+        return events
+
+    def _doing(self, events: Sequence[Sequence[dict[str, Any]]]) -> str:
+        last = [(name, node[-1]) for name, node in zip(self._names, events, strict=True) if node]
+        found = [f"{name} was {e['doing']} for {e['seconds']:.0f} s" for name, e in last if e["event"] == ACTIVITY]
+        return f" ({', '.join(found)})" if found else ""
+
+
+_REMEDY = "run again with --verbose --keep FOLDER and read its logs."
+
+
+# Nodes that a `shoal.node.demo.fork_server` forks: how the demo starts it, and what it knows of each node.
+
+PROGRAM = ("-m", "shoal.node.demo.fork_server")
+LOG = "fork-server.log"
+READY_S = 120.0  # seconds for the server to import everything, on a busy machine, and to fork
+END_S = 5.0
+ANSWER = 32  # bytes of a process id, or an exit code
+
+
+def interpreter() -> list[str]:
+    """Return the command of this Python, for ``-m``, which alone would put the present folder before all that is installed.
+
+    There a file of the user's, such as queue.py, would hide a module of Python's own; before 3.11 it cannot be prevented.
+    """
+    safe = sys.version_info >= (3, 11) and sys.path[:1] != [os.getcwd()]  # of this process, if its user wanted it so
+    return [sys.executable, *(["-P"] if safe else [])]
+
+
+class ForkedProcess:
+    """A process that the server forked, with the methods of `subprocess.Popen` that the demo uses.
+
+    ``answers``: where its exit code will come from; ``stdout``: what it prints.
+    """
+
+    def __init__(self, pid: int, answers: socket.socket, stdout: IO[str]) -> None:
+        self.pid, self.stdout = pid, stdout
+        self.returncode: int | None = None
+        self._answers = answers
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; return the exit code, which is -N after signal N. Raises TimeoutExpired after ``timeout`` seconds."""
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            try:
+                said = self._answers.recv(ANSWER)
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0) from None
+            # Nodes of a server that was killed kill themselves.
+            self.returncode = int(said) if said else -signal.SIGKILL
+            self._answers.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process is known to have ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask for the end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """A running `shoal.node.demo.fork_server`, which logs into ``folder``. ``env``: the nodes' environment, if not this one."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        self._log = folder / LOG
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(READY_S)
+        with theirs, self._log.open("a", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                # The folder says in a list of processes which demo this is.
+                [*interpreter(), *PROGRAM, str(folder)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=env,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id: that of the nodes' parent."""
+        return self._process.pid
+
+    def start(self, command: Sequence[str], log: IO[str], name: str) -> ForkedProcess:
+        """Run ``python -m COMMAND`` in a fork called ``name``, with its stderr into ``log``. DemoError if it does not start."""
+        answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        out, into = os.pipe()
+        try:
+            answers.settimeout(READY_S)
+            request = json.dumps({"name": name, "command": list(command)}).encode()
+            socket.send_fds(self._requests, [request], [into, log.fileno(), theirs.fileno()])
+            theirs.close()
+            if not (said := answers.recv(ANSWER)):
+                raise OSError("it said nothing")
+            return ForkedProcess(int(said), answers, os.fdopen(out, encoding="utf-8"))
+        except OSError as error:
+            answers.close()
+            os.close(out)
+            raise DemoError(f"The node {name} could not be started ({error}): {self._last_line(log)}") from error
+        except BaseException:
+            answers.close()
+            os.close(out)
+            raise
+        finally:
+            theirs.close()
+            os.close(into)
+
+    def _last_line(self, log: IO[str]) -> str:
+        for path in (Path(log.name), self._log):
+            if lines := path.read_text(encoding="utf-8", errors="replace").strip().splitlines():
+                return lines[-1]
+        return "the machine may be overloaded; try fewer --peers."
+
+    def close(self) -> None:
+        """End it."""
+        self._requests.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(END_S)
+
 
 STOP_S, STOP_EACH_S = 8.0, 0.5  # seconds that the nodes have to end orderly, and more for each
 LOOK_S = 0.5

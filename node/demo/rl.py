@@ -14,8 +14,7 @@ from typing import Any
 from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import ConfigError, Settings, assignment, load
 from shoal.node.demo.demo import settings_toml, stage
-from shoal.node.demo.liveness import Liveness
-from shoal.node.demo.nodes import LOOK_S, Nodes, start_first
+from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
 from shoal.node.metrics.factory import check_demo, flags_of_demo
 from shoal.node.rl.rollout_sharing import make_task
 from shoal.node.rl.tiny import HABITS

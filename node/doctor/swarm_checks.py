@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, Tell, many
 from shoal.node.doctor.machine_checks import GB
-from shoal.node.doctor.visit import FoundError, Visit
+from shoal.node.doctor.network_checks import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.node.memory import free_memory
 from shoal.swarm.access.link import MAX_ADDRESSES, Link
@@ -109,7 +109,7 @@ def model(visit: Visit, tell: Tell) -> str:
     import torch
 
     from shoal.node.config.settings import load
-    from shoal.node.data.errors import DataError
+    from shoal.node.data.dealing import DataError
     from shoal.node.runtime.door import RL, make_task, swarm_settings
     from shoal.node.tasks.text import TextTask
     from shoal.optim.codecs.base import FLOAT32

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from shoal.node.batch import elements
-from shoal.node.integrations.taking_part import TakingPart
+from shoal.node.integrations.own_loop import TakingPart
 from shoal.swarm.errors import ShoalError
 
 

@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from shoal.node.checkpoint.folder import listed
 from shoal.node.checkpoint.store import load, save
-from shoal.node.integrations.taking_part import TakingPart
+from shoal.node.integrations.own_loop import TakingPart
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.exchange.payload import float32_digest
 from shoal.swarm.training.session_setup import parameters_of

@@ -7,25 +7,289 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from shoal.node.config.device import make_current
 from shoal.node.config.settings import ConfigError, Settings
-from shoal.node.parallel.ends import RankLostError, RankMissingError
-from shoal.node.parallel.job import Job, rank_device
-from shoal.node.parallel.layout import LAYOUTS
-from shoal.node.parallel.trainer import RankTrainer
-from shoal.node.task import Task
+from shoal.node.parallel.launcher import Job, RankLostError, RankMissingError, rank_device
+from shoal.node.task import Shard, Task
+from shoal.node.training.trainer import Layout, Trainer, TrainingError
+from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
+from shoal.optim.inner.blocks import repeated_blocks
 from shoal.optim.ranks.group import in_thread
-from shoal.optim.ranks.orders import Channel
+from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
 from shoal.optim.ranks.ranks import Ranks
+from shoal.optim.ranks.whole import load_whole, whole_state
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+
+# A model on several ranks: the same on each, with gradients averaged by DDP, or in parts, one on each rank, by FSDP2.
+#
+# A batch is the peer's: each rank computes with its rows of it, so the step is that of one process which accumulates as many
+# parts.
+
+
+class Replicated(DistributedDataParallel):
+    """A model with averaged gradients that has the model's own attributes too, for a task's loss()."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the model's attribute where the wrapper has none."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class RanksLayout(Layout):
+    """What DDP and FSDP2 have in common.
+
+    Args:
+        group: the ranks.
+        channel: rank 0's orders, which may be long in coming.
+    """
+
+    def __init__(self, group: Ranks, channel: Channel) -> None:
+        self.group, self._channel = group, channel
+        self.rank, self.ranks = group.rank, group.size
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """Return the mean over the ranks; on a GPU without waiting for it."""
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total / self.ranks
+
+    def outer_options(self) -> dict[str, Any]:
+        """Return the ranks, to which the outer optimizer's state is dealt."""
+        return {"ranks": self.group}
+
+    def whole_outer(self, opt: OuterOptimizer) -> dict[str, Any]:
+        """Return the state in the form of one process, on rank 0; {} on the others."""
+        return whole_state(opt)
+
+    def load_outer(self, opt: OuterOptimizer, state: dict[str, Any]) -> None:
+        """Load what rank 0 gives."""
+        load_whole(opt, state if self.rank == 0 else None)
+
+    def agreed(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        return self.group.agreed(value)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, on all of them."""
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
+
+
+class WholeModels(RanksLayout):
+    """DDP: each rank has the whole model."""
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Return the wrapper, which begins with rank 0's weights on all ranks."""
+        self._wrapped = Replicated(model.to(device), device_ids=None if device.index is None else [device])
+        return self._wrapped
+
+    def unsynchronised(self) -> AbstractContextManager[Any]:
+        """Return DDP's context without all-reduce."""
+        return self._wrapped.no_sync()
+
+    def evaluated(self, work: Callable[[], float]) -> float:
+        """Let rank 0, which has the whole model, work as one process does, while the others wait."""
+        if self.rank:
+            self._channel.receive()
+            return 0.0
+        loss = work()
+        self._channel.send("evaluated")
+        return loss
+
+    def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Load rank 0's state, one tensor at a time, and what modules keep beside tensors."""
+        if self.rank == 0:
+            model.load_state_dict(state)
+        if any(not isinstance(value, Tensor) for value in model.state_dict().values()):
+            others = self.agreed({name: value for name, value in state.items() if not isinstance(value, Tensor)})
+            model.load_state_dict(others, strict=False)
+        for tensor in model.state_dict().values():
+            if isinstance(tensor, Tensor):
+                dist.broadcast(tensor.detach(), 0)
+
+
+class ShardedModel(RanksLayout):
+    """FSDP2: each rank has a part of every tensor of the model. All ranks evaluate, each on the same data, with the whole sum."""
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Shard the repeated blocks, then the rest, in place: while it computes, a rank holds one whole block at a time."""
+        mesh = init_device_mesh(device.type, (self.ranks,))
+        for block in unshared(model, repeated_blocks(model)):
+            fully_shard(block, mesh=mesh)
+        self._sharded = fully_shard(model, mesh=mesh)
+        return model
+
+    @contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        """Let each rank keep the gradients of its own rows within the block."""
+        self._sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._sharded.set_requires_gradient_sync(True)
+
+    def whole_model(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the whole state in main memory, on rank 0; {} on the others."""
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return cast(dict[str, Tensor], state)
+
+    def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Load rank 0's state."""
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        given: dict[str, Any] = dict(state) if self.rank == 0 else {}
+        set_model_state_dict(model, given, options=options)
+
+
+def unshared(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the blocks of which no parameter is used elsewhere in ``model`` too, as tied weights are."""
+    owners: dict[int, set[int]] = {}
+    for number, block in enumerate(blocks):
+        for parameter in block.parameters():
+            owners.setdefault(id(parameter), set()).add(number)
+    within = {id(module) for block in blocks for module in block.modules()}
+    others = [module for module in model.modules() if id(module) not in within]
+    outside = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
+    alone = {name for name, numbers in owners.items() if len(numbers) == 1 and name not in outside}
+    return [block for block in blocks if all(id(parameter) in alone for parameter in block.parameters())]
+
+
+LAYOUTS: dict[str, type[RanksLayout]] = {"ddp": WholeModels, "fsdp": ShardedModel}
+
+
+# A trainer on several ranks: the node calls rank 0's, which has the other ranks make the same calls.
+
+DDP_UNUSED = "find_unused_parameters"  # in what DDP raises where the loss leaves parameters out
+
+
+class RankTrainer(Trainer):
+    """A trainer on one of several ranks.
+
+    Its methods are rank 0's to call; each begins with an order, by which the others make the same call (`obey`).
+
+    Args:
+        layout: of the model, on these ranks.
+        channel: carries the orders.
+        on_round: as for ``Trainer``; only rank 0's is called, and the others wait for it.
+        options: those of ``Trainer``.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        outer: OuterSettings,
+        train: TrainSettings,
+        *,
+        layout: RanksLayout,
+        channel: Channel,
+        on_round: Callable[[RoundInfo], None] = lambda info: None,
+        **options: Any,
+    ) -> None:
+        self._channel, self._after_round = channel, on_round
+        super().__init__(task, outer, train, layout=layout, on_round=self._end_round, **options)
+        self._ranks = layout
+        self._real: Exchange = Alone()
+        if layout.rank == 0:
+            self.whole = cast(OuterOptimizer, LeadOptimizer(self.opt, channel))
+        else:  # all have made the same model; what is drawn from now on, such as dropout, differs
+            torch.manual_seed(train.seed + 1_000_003 * layout.rank)
+
+    def _order(self, name: str, **fields: Any) -> None:
+        if self.layout.rank == 0:
+            self._channel.send(name, **fields)
+
+    def _end_round(self, info: RoundInfo) -> None:
+        if self.layout.rank == 0:
+            with self._channel.leading():
+                self._after_round(info)
+        else:
+            self._channel.follow(self.obey)
+
+    def obey(self, name: str, fields: dict[str, Any]) -> None:
+        """Do what rank 0 has ordered and does itself."""
+        if name == "step":
+            self.step()
+        elif name == "evaluate":
+            self.evaluate()
+        elif name == "finish":
+            self.finish()
+        elif name == "state":
+            self.state()
+        elif name == "resume":
+            self.resume({})
+        elif name == "schedule_at":
+            self.schedule_at(fields["step"])
+        elif name == "connect":
+            self.connect(Alone(), fields["run"], Shard(*fields["shard"]))
+        else:
+            obey(self.opt, name, fields)
+
+    def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
+        """Set the exchange of rank 0 with other peers, the run's id and the part of the data, which all ranks share."""
+        self._order("connect", run=run, shard=[shard.index, shard.of, shard.seed])
+        self._real = exchange
+        shared = self._ranks.group.exchange(exchange)
+        shared.attach(self.opt)
+        super().connect(shared, run, shard)
+
+    def _waited(self) -> float:
+        return float(getattr(self._real, "waited", 0.0))
+
+    def step(self) -> None:
+        """Take one inner step with this rank's rows of the batch, and the outer step if it is due."""
+        self._order("step")
+        try:
+            super().step()
+        except RuntimeError as error:
+            if DDP_UNUSED in str(error):
+                raise TrainingError(
+                    "Some parameters of the model have no part in the loss, with which DDP cannot go on: freeze them "
+                    "(requires_grad = False), or pass --parallel fsdp."
+                ) from error
+            raise
+
+    def evaluate(self) -> float | None:
+        """Return the held-out loss: with DDP rank 0 computes it, with FSDP all do, each on the whole data."""
+        self._order("evaluate")
+        return super().evaluate()
+
+    def finish(self) -> None:
+        """Finish the exchanges in flight, and take the mean at the end if the swarm wants one."""
+        self._order("finish")
+        super().finish()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of one process, on rank 0."""
+        self._order("state")
+        return super().state()
+
+    def resume(self, state: dict[str, Any]) -> bool:
+        """Continue from the state of any layout, which rank 0 gives."""
+        self._order("resume")
+        return super().resume(state)
+
+    def schedule_at(self, step: int) -> None:
+        """Let the learning-rate schedule go on to ``step``."""
+        self._order("schedule_at", step=step)
+        super().schedule_at(step)
+
 
 STEP_S = 1800.0  # seconds that a rank waits for another in a step: it may compile, or load data
 AGREE_S = 600.0  # seconds that it waits in an exchange, or for a checkpoint

@@ -7,12 +7,22 @@ environment) alone, on every machine, and in every process.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.metadata
+import inspect
+import io
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import random
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from shoal.node.extras import require
 from shoal.node.user_code import UserCodeError, calling
 
 HELD_OUT = 2**62
@@ -108,3 +118,131 @@ class Env:
 def canonical(options: Mapping[str, Option]) -> bytes:
     """Encode options such that equal ones give equal bytes."""
     return json.dumps(dict(options), sort_keys=True, separators=(",", ":")).encode()
+
+
+# Built-in environment: small rules on short strings, which a small model can learn for all strings.
+#
+# reverse: dbca acbd largest: dbca d count: abca 2 (how often the first letter comes) last: dbca a sorted: dbca abcd
+
+RULES: dict[str, Callable[[str], str]] = {
+    "reverse": lambda word: word[::-1],
+    "last": lambda word: word[-1],
+    "largest": max,
+    "sorted": lambda word: "".join(sorted(word)),
+    "count": lambda word: str(word.count(word[0])),
+}
+
+
+class Strings:
+    """Questions of ``families`` (separated by commas) on words of ``shortest`` to ``longest`` of the first ``letters`` letters.
+
+    The reward is 1 for exactly the right answer, else 0.
+    """
+
+    version = "1"
+
+    def __init__(
+        self, families: str = "reverse,last,largest,sorted,count", letters: int = 6, shortest: int = 3, longest: int = 4
+    ) -> None:
+        self.families = tuple(families.split(","))
+        unknown = [name for name in self.families if name not in RULES]
+        if unknown:
+            raise EnvError(f"There is no family {unknown[0]!r} of strings: choose of {', '.join(RULES)}.")
+        if not (1 <= letters <= 26 and 1 <= shortest <= longest <= 64):
+            raise EnvError("The environment 'strings' needs 1 to 26 letters, and words from shortest to longest within 1 to 64.")
+        self.letters = "abcdefghijklmnopqrstuvwxyz"[:letters]
+        self.lengths = (shortest, longest)
+
+    def question(self, seed: int, index: int) -> Question:
+        """Draw all parts of the question uniformly."""
+        # Hashed: Python's generator starts alike from seeds that are near each other.
+        draw = random.Random(hashlib.sha256(f"strings/1:{seed}:{index}".encode()).digest())
+        family = draw.choice(self.families)
+        word = "".join(draw.choices(self.letters, k=draw.randint(*self.lengths)))
+        return Question(f"{family}: {word}", RULES[family](word))
+
+    def reward(self, question: Question, completion: str) -> float:
+        """Return 1 or 0."""
+        return float(completion == question.answer)
+
+
+# Questions from the optional package reasoning-gym: any of its families, or ``sapo9``, the nine of SAPO's experiment.
+#
+# Families judge differently, some in ways that a swarm cannot use:
+#
+# * Some evaluate the answer as Python (binary_matrix, one of the nine, calls ``eval`` on it), or parse it with sympy, which does
+#   the same. An answer comes from a stranger here, so these families are judged by comparison with the known answer instead.
+# * Some give a few hundredths to any answer. An advantage is relative to the group, so a group of wrong answers would teach
+#   differences between them. Credits below ``LEAST`` count as 0.
+# * propositional_logic has no single answer; its metadata hold an example. bf prints dots to stdout.
+
+log = logging.getLogger(__name__)
+
+NINE = (
+    "base_conversion", "basic_arithmetic", "arc_1d", "bf", "propositional_logic", "fraction_simplification", "decimal_arithmetic",
+    "calendar_arithmetic", "binary_matrix",
+)  # fmt: skip
+LEAST = 0.1
+EVALUATES = re.compile(r"\b(eval|exec|compile|literal_eval|sympify|simplify|parse_expr)\(|\bimport (sympy)|\bfrom (sympy)")
+
+
+class Gym:
+    """``family`` of reasoning-gym, with options of its configuration such as ``max_digits``."""
+
+    def __init__(self, family: str, **options: Option) -> None:
+        require(EnvError, f"The environment {family!r}", "reasoning_gym", extra="rl", otherwise="choose strings")
+        from reasoning_gym.factory import DATASETS
+
+        self.version = f"reasoning-gym {importlib.metadata.version('reasoning-gym')}, 1"
+        self._families = NINE if family == "sapo9" else (family,)
+        if family == "sapo9" and options:
+            raise EnvError("The environment 'sapo9' takes no options: each of its families has its own defaults.")
+        unknown = [name for name in self._families if name not in DATASETS]
+        if unknown:
+            raise EnvError(
+                f"There is no environment {unknown[0]!r}: choose strings, sapo9, a family of reasoning-gym, or FILE.py:CLASS."
+            )
+        self._made = {name: DATASETS[name] for name in self._families}
+        self._compared = {name for name, (dataset, _) in self._made.items() if _evaluates(dataset)}
+        self._options = options
+        for name in self._families:
+            self._dataset(name, 0)  # here, so that a wrong option shows
+
+    def _dataset(self, family: str, seed: int) -> Any:
+        dataset, config = self._made[family]
+        return dataset(config=config(**{**self._options, "seed": seed, "size": 1}))
+
+    def question(self, seed: int, index: int) -> Question:
+        """Return the question, of a uniformly drawn family of the nine."""
+        draw = hashlib.sha256(f"gym/1:{seed}:{index}".encode()).digest()
+        family = self._families[int.from_bytes(draw[:8], "big") % len(self._families)]
+        with contextlib.redirect_stdout(io.StringIO()):
+            dataset = self._dataset(family, int.from_bytes(draw[8:12], "big"))
+            item = dataset[0]
+        answer = item["answer"] if item["answer"] is not None else item["metadata"].get("example_answer")
+        return Question(str(item["question"]), None if answer is None else str(answer), (family, dataset, item))
+
+    def reward(self, question: Question, completion: str) -> float:
+        """Return the family's score of ``completion``; 0 if it cannot read it."""
+        family, dataset, item = question.data
+        if family in self._compared:
+            return float(question.answer is not None and completion.split() == question.answer.split())
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                credit = float(dataset.score_answer(completion, item))
+        except Exception as error:  # they parse what a policy wrote, and fail at it in many ways
+            log.debug("%s could not judge an answer: %s", family, error)
+            return 0.0
+        return min(credit, 1.0) if credit >= LEAST else 0.0
+
+
+def _evaluates(dataset: type[Any]) -> bool:
+    """Return whether judging may evaluate the answer. Families without a judgement of their own only compare."""
+    from reasoning_gym.dataset import ProceduralDataset
+
+    if dataset.score_answer is ProceduralDataset.score_answer:
+        return False
+    source = inspect.getsource(sys.modules[dataset.__module__])
+    found = {name for names in EVALUATES.findall(source) for name in names if name}
+    # propositional_logic has a parser of its own with the name of sympy's.
+    return any(f"def {name}(" not in source for name in found)

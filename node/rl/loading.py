@@ -8,11 +8,20 @@ import re
 from collections.abc import Callable, Mapping
 
 from shoal.node.config.rl import env_label
-from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Environment, GuardedEnvironment, Option, Question, canonical
-from shoal.node.rl.gym import Gym
+from shoal.node.rl.environment import (
+    HELD_OUT,
+    Env,
+    EnvError,
+    Environment,
+    GuardedEnvironment,
+    Gym,
+    Option,
+    Question,
+    Strings,
+    canonical,
+)
 from shoal.node.rl.hf import load_hf
 from shoal.node.rl.policy import Policy, PolicyError
-from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.tasks.loader import HookError, find_class
 from shoal.node.user_code import summary, user_trace

@@ -18,9 +18,8 @@ import torch
 
 from shoal.node.config.rl import RLSettings
 from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Question
-from shoal.node.rl.groups import RolloutGroup, Update, loss_of, make_update
 from shoal.node.rl.policy import Completion, Policy
-from shoal.node.rl.remote_rollouts import RemoteRollouts
+from shoal.node.rl.remote_rollouts import RemoteRollouts, RolloutGroup, Update, loss_of, make_update
 from shoal.node.task import Shard, Task
 from shoal.optim.rl.losses import LOSSES
 from shoal.swarm.errors import MessageError
@@ -62,7 +61,7 @@ class Claimed:
 
 
 class Claiming(Protocol):
-    """Part of `shoal.node.verify.completions.claiming.Claimer` that a round needs."""
+    """Part of `shoal.node.verify.completions.kind.Claimer` that a round needs."""
 
     def write(self, policy: Policy, seed: int, index: int, question: Question) -> Claimed | None:
         """Answer the question and claim the group; return None if no claim is due. Only this costs the training thread time."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
+from shoal.node.config.links import LINK
 from shoal.node.config.rl import env_label
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.data import manifest_options as agreement
 from shoal.node.runtime.door import RL, task_label
-from shoal.node.runtime.link_file import LinkFile
+from shoal.node.runtime.result import write_json
 from shoal.node.task import Shard
 from shoal.node.training.schedule import resolved
 from shoal.optim import OuterOptimizer
@@ -24,6 +27,33 @@ from shoal.swarm.training.session_setup import waiting_for
 from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.member import Member
+
+# The newest link to a running node's swarm, in a file of its folder for ``shoal link``.
+
+REFRESH_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class LinkFile:
+    """The link file of one run in ``folder``; call `refresh` often: it writes every ten seconds, and uses no network."""
+
+    def __init__(self, folder: Path, membership: Membership, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._membership, self._clock = folder.absolute() / LINK, membership, clock
+        self._next = float("-inf")
+
+    def refresh(self) -> None:
+        """Write the link with the addresses that are known now, if it is time. A disk that is full costs only this file."""
+        if self._clock() < self._next:
+            return
+        self._next = self._clock() + REFRESH_S
+        manifest = self._membership.manifest
+        link = {"link": str(self._membership.link_now()), "name": manifest.name, "invite_only": manifest.invite_only}
+        try:
+            write_json(self._path, {**link, "written": time.time()})
+        except OSError as error:
+            log.info("the link was not written to %s (%s)", self._path, error.strerror)
+
 
 AWAIT_S = 20.0  # seconds that a node waits in a silent swarm that it returns to: two searches, and two readings of the directory
 WAITING_S = 10.0  # seconds between two reminders that peers are missing

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, steps
@@ -20,9 +21,31 @@ from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim import OuterOptimizer
 from shoal.swarm.errors import MessageError
+from shoal.swarm.exchange.payload import float32_digest
 from shoal.swarm.manifest.manifest import Manifest, open_manifest
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.state.snapshot import State
+
+# The slow weights of a run: their digest for the metrics, and a file of them after each round for ``shoal demo``.
+
+ROUNDS = "rounds"
+KEPT = 4_000_000  # values of the slow weights that are kept of a round, about: enough for the distance between nodes
+
+
+def digest_of(opt: OuterOptimizer, fragment: int) -> str | None:
+    """Return a short digest of a fragment's slow weights; None if a round does not leave them equal on all peers."""
+    if not opt.anchored or fragment >= opt.fragments:
+        return None
+    return float32_digest(opt.slow_of(fragment)).hex()[:16]
+
+
+def keep(opt: OuterOptimizer, folder: Path, number: int) -> None:
+    """Write the slow weights after round ``number`` to the folder ``rounds`` in ``folder``: of a large model every so many."""
+    rounds = folder / ROUNDS
+    rounds.mkdir(exist_ok=True)
+    step = -(-sum(tensor.numel() for tensor in opt.slow) // KEPT)
+    kept = {str(i): (tensor if step == 1 else tensor.reshape(-1)[::step]).cpu().contiguous() for i, tensor in enumerate(opt.slow)}
+    save_file(kept, rounds / f"{number:06d}.safetensors")
 
 
 @dataclass(frozen=True)

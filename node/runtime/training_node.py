@@ -2,48 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, astuple
-from typing import Any
+from dataclasses import asdict, astuple, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.node.checkpoint.disk_budget import room_maker
 from shoal.node.checkpoint.folder import CheckpointError
-from shoal.node.checkpoint.writer import CheckpointWriter
+from shoal.node.checkpoint.writer import CheckpointWriter, room_maker
 from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.factory import about
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.node.metrics.sink import Sinks
-from shoal.node.runtime import resume, slow_weights
-from shoal.node.runtime.activity import Activity
-from shoal.node.runtime.baseline import train_alone
+from shoal.node.plan.table import memory_of, work_of
+from shoal.node.runtime import resume
+from shoal.node.runtime.display import Activity
 from shoal.node.runtime.door import RL, check_size, continued, enter, make_task
-from shoal.node.runtime.join import await_others, choose_shard, for_new_swarm, new_manifest, wait_for_peers
-from shoal.node.runtime.link_file import LinkFile
+from shoal.node.runtime.join import LinkFile, await_others, choose_shard, for_new_swarm, new_manifest, wait_for_peers
 from shoal.node.runtime.make_trainer import follow_schedule, make_trainer
-from shoal.node.runtime.network import create
-from shoal.node.runtime.parts import NodeParts, announce_publicly, share_rollouts
 from shoal.node.runtime.refusal_log import RefusalLog, rejections
 from shoal.node.runtime.result import Result, save, summary
 from shoal.node.runtime.resume import SavedRun
-from shoal.node.runtime.run_options import RunOptions
+from shoal.node.runtime.run_options import RunOptions, create
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources
 from shoal.node.training.partner_trial import try_partners
-from shoal.node.training.priority import compute_last
 from shoal.node.training.throughput import Rates
 from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.user_code import out_of_memory
-from shoal.node.verify.start import start_verification
-from shoal.node.verify.terms import make_terms
-from shoal.optim import RoundInfo
+from shoal.node.verify.start import make_terms, start_verification
+from shoal.optim import Alone, RoundInfo
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.manifest.outer import TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.state.catch_up import catch_up
 from shoal.swarm.state.snapshot import State
@@ -52,6 +51,100 @@ from shoal.swarm.training.exchange_factory import make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.outer_factory import announced_speeds
 from shoal.swarm.training.shard import settled
+
+if TYPE_CHECKING:
+    from shoal.node.rl.rollout_sharing import RolloutSharing
+    from shoal.node.verify.service import Verification
+
+
+# The parts of a node, built before it trains.
+
+UNLISTED = "this swarm is public, but no bootstrap node is named that could list it: start again with --bootstrap and its address"
+
+
+@dataclass(frozen=True)
+class NodeParts:
+    """A node in its swarm, ready to train."""
+
+    settings: Settings
+    """The user's, with the swarm's in place of the outer, train and task settings."""
+    device: torch.device
+    membership: Membership
+    trainer: Trainer
+    member: TrainingMember
+    sharing: RolloutSharing | None
+    """Present where rollouts are shared."""
+    verification: Verification | None
+    """Present where nodes verify each other."""
+    result: Result
+    metrics: Metrics
+    refusals: RefusalLog
+    status: StatusReporter
+
+
+def share_rollouts(
+    settings: Settings, task: Task, membership: Membership, write: Callable[..., None], notify: Callable[[str], None]
+) -> RolloutSharing | None:
+    """Return the running sharing of the task's rollouts; None if it has none. Arguments as of ``RolloutSharing``."""
+    if settings.task.hooks != RL:
+        return None
+    from shoal.node.rl.rollout_sharing import RolloutSharing
+
+    return RolloutSharing(task, membership, write, notify, settings.node.ram)
+
+
+def announce_publicly(membership: Membership, params: int, device: str, log: Callable[[str], None], *, created: bool) -> None:
+    """Have this node announce its swarm, if it is public. ``params``: of the model; ``device``: its type; ``created``: by it."""
+    manifest = membership.manifest
+    if not manifest.public:
+        return
+    if created and not membership.network.bootstrap:
+        log(UNLISTED)
+    work = work_of(manifest.outer, params=params, peers=max(manifest.start_when, 2), step_s=1.0)
+    memory = memory_of(manifest.outer.method, params, overlapped=bool(work.lag))
+    sizes = {"params": params, "round_bytes": work.nbytes, "memory": round(memory or 0)}
+    membership.announcer.announce(membership.sealed, **sizes, device=device)
+
+
+# The baseline that a run is compared with: the same steps without any exchange.
+
+
+def train_alone(parts: NodeParts, stop: Callable[[], bool]) -> float | None:
+    """Return the held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped.
+
+    The node's own trainer, whose run is over, loses its gradients and the state of its inner optimizer: with both in memory a node
+    that just fits its machine would not fit any more.
+    """
+    train, own = parts.settings.train, parts.trainer.opt
+    own.zero_grad()
+    for state in own.inner.state.values():
+        state.clear()
+    alone = Trainer(make_task(parts.settings), OuterSettings(method="none"), train, own=train, device=parts.device)
+    alone.connect(Alone(), "alone", parts.trainer.shard)
+    try:
+        alone.run(stop=stop)
+        return None if stop() else alone.evaluate()
+    finally:
+        alone.close()
+
+
+# Which threads of a node get a processor first.
+
+LAST = 10
+"""Niceness of a thread that computes: the others of its session have ten times its share where they want the same processor."""
+
+
+def compute_last() -> None:
+    """Let this thread compute after the other threads of its process, where the system can tell them apart (Linux).
+
+    A step has no deadline, while a vote on a claim has seconds. On a machine with more to compute than processors a node that
+    verifies would miss votes, lose reputation, and in the end be banned. Threads and processes that this one starts come last too.
+    """
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), LAST))
+
 
 SETTLE_S = 3.0  # seconds to read who else came, before the first step
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
@@ -405,7 +498,7 @@ class TrainingNode:
             late=info.late,
             wait_s=report.wait_s,
             loss=p.trainer.round_loss(),
-            weights=slow_weights.digest_of(p.trainer.whole, info.key.fragment),
+            weights=resume.digest_of(p.trainer.whole, info.key.fragment),
             suspicious=rejected,
             tokens=p.trainer.whole.tokens,
             tokens_per_s=self._rates.tokens_per_s,
@@ -419,7 +512,7 @@ class TrainingNode:
         if p.sharing is None or partner is not None:  # where rollouts are shared, a round without a partner is usual
             self.display.round(record)
         if self.keep_rounds and over:
-            slow_weights.keep(p.trainer.whole, self.folder, result.rounds)
+            resume.keep(p.trainer.whole, self.folder, result.rounds)
         every = p.settings.node.checkpoint_every_rounds
         self.saver.due |= over and every > 0 and result.rounds % every == 0
         p.refusals.look()

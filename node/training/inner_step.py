@@ -2,18 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from shoal.node.config.train import OwnTraining
+from shoal.node.batch import leaves, mapped
+from shoal.node.config.settings import OwnTraining, Precision
 from shoal.node.task import Task
-from shoal.node.training import micro_batches, precision
-from shoal.node.training.errors import TrainingError
 from shoal.node.user_code import SMALLER, UserCodeError, calling, out_of_memory, summary
 from shoal.optim import OuterOptimizer
+from shoal.swarm.errors import ShoalError
+
+# The error of training: what its user can mend.
+
+
+class TrainingError(ShoalError):
+    """The task's model, batches or loss cannot be trained, or not as the settings ask for."""
+
+
+# Equal parts of a batch, for gradient accumulation and for the ranks of a peer.
+
+
+def batch_rows(batch: Any) -> int | None:
+    """Return the first dimension of the first tensor or array in ``batch`` that has one; None if there is none."""
+    return next((len(leaf) for leaf in leaves(batch) if _has_rows(leaf)), None)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
+
+
+def cut_batch(batch: Any, parts: int) -> list[Any]:
+    """Return ``parts`` equal parts of ``batch``, in order, whatever holds its tensors (`shoal.node.batch`).
+
+    Every tensor and array of which the first dimension is that of the first one (`batch_rows`) is cut along it, as a view; all
+    else is the same in each part.
+
+    Raises TrainingError: the batch has no rows, or they do not divide.
+    """
+    if parts == 1:
+        return [batch]
+    count = batch_rows(batch)
+    if not count:
+        kind = "None" if batch is None else f"an object of type {type(batch).__name__}"
+        raise TrainingError(
+            f"The task's batch, {kind}, has no tensor with rows to cut into {parts} parts: leave train.accumulate at 1, on one "
+            "device."
+        )
+    if count % parts:
+        raise TrainingError(
+            f"A batch of {count} rows cannot be cut into {parts} equal parts: choose train.accumulate (times the devices) so that "
+            "it divides the batch, or another batch size."
+        )
+    size = count // parts
+
+    def part(number: int) -> Any:
+        at = slice(number * size, (number + 1) * size)
+        return mapped(batch, lambda leaf: leaf[at] if _has_rows(leaf) and len(leaf) == count else leaf)
+
+    return [part(number) for number in range(parts)]
+
+
+# Mixed precision: autocast for computing, and a scaled loss for float16. The weights stay as the task made them.
+
+DTYPES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a loss is computed; for float32 it changes nothing."""
+    return torch.autocast(device.type, dtype=DTYPES[precision]) if precision in DTYPES else nullcontext()
+
+
+def make_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
+    """Return the scaler of the loss, which float16 needs and nothing else."""
+    if precision != "float16":
+        return None
+    # The first steps are often left out until the scale fits, and the schedule goes on all the same, as the other peers' do.
+    warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before", category=UserWarning)
+    return torch.amp.GradScaler(device.type)
+
+
+def check_precision(precision: Precision, device: torch.device, parameters: Iterable[Tensor] = ()) -> None:
+    """Raise TrainingError, with one sentence, if ``device`` cannot compute in ``precision``, or not with these ``parameters``."""
+    if precision not in DTYPES:
+        return
+    if not _computes(DTYPES[precision], device):
+        others = "float32" if precision == "bfloat16" and device.type != "cuda" else "float16 or float32"
+        others = "bfloat16 or float32" if precision == "float16" else others
+        raise TrainingError(f"The device {str(device)!r} cannot compute in {precision}: set train.precision to {others}.")
+    if precision == "float16" and any(p.dtype == torch.float16 for p in parameters):
+        raise TrainingError(
+            "The model has weights of float16, whose gradients cannot be scaled back: have the task make them float32, and leave "
+            "train.precision at float16."
+        )
+
+
+def _computes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a small layer can be trained in ``dtype``. A GPU that only imitates bfloat16 would be slower than float32."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        with torch.cuda.device(device):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a device without this autocast only warns, and computes in float32
+            weight = torch.ones(8, 8, device=device, requires_grad=True)
+            with torch.autocast(device.type, dtype=dtype):
+                found = torch.nn.functional.linear(torch.ones(8, 8, device=device), weight)
+            found.float().sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return found.dtype == dtype
+
 
 UNCOMPILED = "install a C++ compiler where it asks for one, or leave --compile out"
 SKIPS = 50  # steps in a row without finite gradients: by then the scale of the loss is below 1e-10, and is not the reason
@@ -50,21 +155,21 @@ class InnerStep:
         unsynchronised: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.own = own or OwnTraining()
-        precision.check(self.own.precision, device, parameters)
+        check_precision(self.own.precision, device, parameters)
         self.task, self.parameters, self.device, self.clip = task, parameters, device, clip
         self.model = _compiled(model) if self.own.compile else model
         self.rank, self.ranks, self.unsynchronised = rank, ranks, unsynchronised
-        self.scaler = precision.make_scaler(self.own.precision, device)
+        self.scaler = make_scaler(self.own.precision, device)
         self._skipped, self._outer_in_memory = 0, outer_in_memory
 
     @property
     def dtype(self) -> torch.dtype:
         """The format of most matrix products."""
-        return precision.DTYPES.get(self.own.precision, self.parameters[0].dtype)
+        return DTYPES.get(self.own.precision, self.parameters[0].dtype)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context of computing in this node's precision."""
-        return precision.autocast(self.own.precision, self.device)
+        return autocast(self.own.precision, self.device)
 
     def gradients(self, batch: Any) -> torch.Tensor:
         """Add the mean of the gradients of this rank's parts of ``batch``; return the mean of their losses, on the device.
@@ -72,7 +177,7 @@ class InnerStep:
         TrainingError if the batch cannot be cut, or memory runs out.
         """
         count = self.own.accumulate
-        parts = micro_batches.cut(batch, self.ranks * count)[self.rank * count : (self.rank + 1) * count]
+        parts = cut_batch(batch, self.ranks * count)[self.rank * count : (self.rank + 1) * count]
         total: torch.Tensor | None = None
         with self._explained(batch):
             for number, part in enumerate(parts):
@@ -145,7 +250,7 @@ class InnerStep:
     def _remedy(self, batch: Any) -> str:
         """Return what would fit, of what is not in use yet. ``batch``: that of the gradients; None: they are there already."""
         found, count = [], self.own.accumulate
-        rows = (micro_batches.rows(batch) or 0) // self.ranks
+        rows = (batch_rows(batch) or 0) // self.ranks
         files = ["keep the outer optimizer in files (--offload DIR)"] if self._outer_in_memory else []
         if batch is None:  # in the optimizer: the activations are gone by then
             return ", ".join([*files, SMALLER])

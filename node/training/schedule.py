@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.node.task import Task
-from shoal.node.training.errors import TrainingError
+from shoal.node.training.inner_step import TrainingError
 from shoal.node.user_code import calling
 from shoal.optim.inner.muon import LR as MUON_LR
 from shoal.optim.inner.muon import MOMENTUM as MUON_MOMENTUM

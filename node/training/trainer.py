@@ -7,31 +7,155 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal.node.batch import to_device
-from shoal.node.config.train import OwnTraining
+from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Batches, Shard, Task, iterator_of, tokens_in
-from shoal.node.training import random_state
-from shoal.node.training.blocks import recompute
-from shoal.node.training.errors import TrainingError as TrainingError
 from shoal.node.training.inner_step import InnerStep
-from shoal.node.training.layout import Layout
+from shoal.node.training.inner_step import TrainingError as TrainingError
 from shoal.node.training.loader import Loader
 from shoal.node.training.resources import DevicePlan
 from shoal.node.training.schedule import Schedule, make_inner
-from shoal.node.training.throughput import Rates, Throughput
-from shoal.optim import Alone, Exchange, RoundInfo, method_named
+from shoal.node.training.throughput import FlopCount, Rates, Throughput, repeated
+from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo, method_named
 from shoal.optim.device import copies_beside
+from shoal.optim.inner.blocks import repeated_blocks
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.training.outer_factory import make_outer, round_length
+
+# Recomputing the activations of a model's repeated blocks (checkpointing) in the backward pass.
+
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")  # arguments that a block of transformers changes
+
+
+def recompute(model: nn.Module) -> None:
+    """Let the repeated blocks of ``model`` keep no activations but their inputs: the backward pass computes the others again.
+
+    The gradients stay the same, bit by bit, also with dropout. Names and classes of modules do not change. Models of transformers
+    keep no cache of keys unless a call asks for it.
+
+    Raises TrainingError: the model has no repeated blocks.
+    """
+    found = repeated_blocks(model)
+    if not found:
+        raise TrainingError(
+            "The model has no repeated blocks to compute again (modules of one class in a ModuleList or Sequential): leave "
+            "train.recompute out, or use torch.utils.checkpoint in the model itself."
+        )
+    for block in found:
+        # An attribute of the module, so its hooks, which FSDP has too, stay outside. A partial of a bound method is copied with it.
+        setattr(block, "forward", partial(_recomputing, block.forward))  # noqa: B010 (mypy takes it for a method)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+
+
+def _recomputing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in CACHES):
+        return forward(*args, **kwargs)
+    if FlopCount.current is not None:  # not always: torch cannot compile it with every context
+        kwargs["context_fn"] = lambda: (nullcontext(), repeated())
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+# The generators of random numbers that a task may use: torch's, also the device's, NumPy's and Python's global ones.
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of all generators: torch's as tensors, the others' as plain values."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "rng": torch.get_rng_state(),
+        "rng_device": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(*_at(device)),
+        "rng_device_kind": device.type,
+        "rng_numpy": (str(kind), np.asarray(keys).tolist(), *rest),
+        "rng_python": random.getstate(),
+    }
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to ``state``; the device's, if it is of another kind now, stays as it is: each has a form of its own."""
+    torch.set_rng_state(state["rng"])
+    on_device = state["rng_device"]
+    if on_device is not None and device.type == state["rng_device_kind"]:
+        torch.get_device_module(device).set_rng_state(on_device, *_at(device))
+    kind, keys, *rest = state["rng_numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    random.setstate(state["rng_python"])
+
+
+def _at(device: torch.device) -> tuple[torch.device, ...]:
+    """Return what says which generator is meant: of Apple's devices there is one."""
+    return () if device.type == "mps" else (device,)
+
+
+# How a model lies on this node's devices: whole in one process, which is the default, or in several (`shoal.node.parallel`).
+
+
+class Layout:
+    """A model in one process. Those of several ranks override all of it, and every rank calls each method at the same point."""
+
+    rank = 0
+    ranks = 1
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Move ``model`` to the device, and cut it in place if need be; return what the loss is computed with."""
+        return model.to(device)
+
+    def unsynchronised(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward pass whose gradients need not be the same on all ranks yet."""
+        return nullcontext()
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """Return the mean of the ranks' losses."""
+        return loss
+
+    def outer_options(self) -> dict[str, Any]:
+        """Return further arguments of the outer optimizer."""
+        return {}
+
+    def evaluated(self, work: Callable[[], float]) -> float:
+        """Return what ``work`` returns on rank 0, which may take long; the value of other ranks is their own affair."""
+        return work()
+
+    def whole_model(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the model's whole state, on rank 0; it may be the model's own tensors."""
+        return model.state_dict()
+
+    def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """Load the whole state that rank 0 gives."""
+        model.load_state_dict(state)
+
+    def whole_outer(self, opt: OuterOptimizer) -> dict[str, Any]:
+        """Return the outer optimizer's whole state, on rank 0; it may be the optimizer's own tensors."""
+        return opt.whole_state(copy=False)
+
+    def load_outer(self, opt: OuterOptimizer, state: dict[str, Any]) -> None:
+        """Load the whole state that rank 0 gives. ValueError if it does not fit; nothing is changed then."""
+        opt.load_state_dict(state)
+
+    def agreed(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        return value
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order, on rank 0."""
+        return [value]
+
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +386,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return everything that ``resume`` needs to continue bit by bit. Training goes on changing its tensors: copy them."""
-        random, *others = self.layout.gathered(random_state.saved(self.device))
+        random, *others = self.layout.gathered(random_state(self.device))
         return {
             "model": self.layout.whole_model(self.model),
             "optimizer": self.layout.whole_outer(self.opt),
@@ -340,9 +464,9 @@ class Trainer:
         place = self.find_place(state) if step else None
         self._load(self.task.batches_from(self.shard, step) if place is None else place)
         if (rank := self.layout.rank) == 0:
-            random_state.restore(state, self.device)
+            restore_random_state(state, self.device)
         elif len(others := state.get("ranks", ())) == self.layout.ranks - 1:  # of another layout there are none for this rank
-            random_state.restore(others[rank - 1], self.device)
+            restore_random_state(others[rank - 1], self.device)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,8 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics.attestation import verify_record
 from shoal.swarm.topics.log_sync import fetch_log
 from shoal.swarm.wire.member import Member
-from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.log import Log, decode_log
+from shoal.verification.consensus.records import Ledger
 from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.sortition import SETTLED

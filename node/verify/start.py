@@ -1,15 +1,58 @@
-"""Start of a member's verification, of the kind in the swarm's manifest, or none."""
+"""Start of a member's verification by the terms in the swarm's manifest, and those terms. Loads what verifies only if asked to."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal.node.config.settings import Settings
+from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.task import Task
+from shoal.swarm.manifest.verify import Terms
 from shoal.swarm.membership.membership import Membership
 
 if TYPE_CHECKING:
+    from shoal.node.rl.task import RLTask
     from shoal.node.verify.service import Verification
+
+
+# Terms on which a swarm's nodes claim, made from the creator's settings, and compared at joining.
+#
+# A snapshot of a policy holds only what is trained, so all nodes must have the same kind of policy, on the same untrained
+# weights.
+
+
+def make_terms(settings: Settings, task: Task) -> Terms | None:
+    """Make the terms of a new swarm; None if nothing is claimed in it. Raises ConfigError if the task cannot be claimed so."""
+    if settings.verify.kind == "none":
+        return None
+    from shoal.node.rl.task import RLTask
+    from shoal.node.verify.audit.network import base
+    from shoal.node.verify.completions.checker import policy_label
+
+    if not isinstance(task, RLTask):
+        raise ConfigError("This task writes no completions to claim: pass --task rl with it.")
+    return Terms(
+        policy=policy_label(settings.rl.policy),
+        base=base(task.policy.module),
+        group=settings.rl.group,
+        temperature=settings.rl.temperature,
+        max_tokens=task.max_tokens,
+    )
+
+
+def check_terms(terms: Terms, settings: Settings, task: RLTask) -> None:
+    """Raise ConfigError if this node's policy is not the one that the swarm's claims are about."""
+    from shoal.node.verify.audit.network import base
+    from shoal.node.verify.completions.checker import policy_label
+
+    own = policy_label(settings.rl.policy)
+    if own != terms.policy:
+        raise ConfigError(
+            f"The swarm verifies the policy {terms.policy!r}, this node was given {own!r}: pass --policy and where that one is."
+        )
+    if base(task.policy.module) != terms.base:
+        raise ConfigError(
+            f"This node's copy of {terms.policy!r} has other weights than the swarm's: take the same version of the model."
+        )
 
 
 def start_verification(settings: Settings, membership: Membership, task: Task) -> Verification | None:
@@ -21,11 +64,10 @@ def start_verification(settings: Settings, membership: Membership, task: Task) -
     if terms is None:
         return None
     from shoal.node.rl.task import RLTask
-    from shoal.node.verify.audit.errors import VerifyError
+    from shoal.node.verify.audit.finding import VerifyError
     from shoal.node.verify.audit.network import SwarmNetwork
     from shoal.node.verify.completions.kind import CompletionClaims
     from shoal.node.verify.service import Verification
-    from shoal.node.verify.terms import check_terms
 
     if not isinstance(task, RLTask):
         raise VerifyError("The swarm's manifest is about claims that its task cannot make: ask its creator for another swarm.")

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Callable, Coroutine
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Unreachable, Watching
-from shoal.node.watch.peer_addresses import PeerAddresses
-from shoal.node.watch.record_filter import RecordFilter
-from shoal.swarm.access.link import Link
+from shoal.swarm.access.link import Link, address_problem
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.envelope import topic_of
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
@@ -25,12 +26,109 @@ from shoal.swarm.p2p import dial, seed_client
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
 from shoal.swarm.p2p.peerstore import DialBackoff
 from shoal.swarm.p2p.pubsub import Subscription
+from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.join import ManifestReply, ManifestRequest
 from shoal.swarm.wire.seed import SEED_PROTOCOL
+
+# Addresses that a watcher can dial, and the time of the next attempt.
+
+AGAIN_S = 6.0  # seconds (libp2p itself puts a dial off for 5) before the same peer is dialled again, doubled with each failure
+AGAIN_MAX_S = 60.0
+MOST_FAILURES = 30  # failures that are counted
+MAX_KNOWN = 1024  # peers whose addresses are kept
+
+
+class PeerAddresses:
+    """Addresses by peer, bounded, and when each peer may be dialled again."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._failures: dict[str, int] = {}
+        self._after: dict[str, float] = {}
+
+    def learn(self, peer: str, addresses: Iterable[str]) -> None:
+        """Replace the addresses of ``peer``."""
+        usable = tuple(a for a in addresses if address_problem(a) is None and a.endswith(f"/p2p/{peer}"))
+        if not usable:
+            return
+        self._known[peer] = usable
+        self._known.move_to_end(peer)
+        while len(self._known) > MAX_KNOWN:
+            gone, _ = self._known.popitem(last=False)
+            self._failures.pop(gone, None)
+            self._after.pop(gone, None)
+
+    def addresses(self, peer: str) -> tuple[str, ...]:
+        return self._known.get(peer, ())
+
+    def tried(self, peer: str, now: float, *, reached: bool) -> None:
+        """Note the outcome of an attempt."""
+        if peer not in self._known:
+            return
+        failures = self._failures[peer] = 0 if reached else min(self._failures.get(peer, 0) + 1, MOST_FAILURES)
+        self._after[peer] = now + min(AGAIN_S * 2.0 ** (failures - 1), AGAIN_MAX_S)
+
+    def due(self, now: float, but: Iterable[str]) -> list[str]:
+        """Return the peers that may be dialled now, those that failed least first."""
+        left_out = set(but)
+        found = [peer for peer in self._known if peer not in left_out and self._after.get(peer, 0.0) <= now]
+        random.shuffle(found)
+        return sorted(found, key=lambda peer: self._failures.get(peer, 0))
+
+
+# Filter of a watcher: statuses of its swarm, signed by their authors, newer than the last, and not too many.
+#
+# Other messages are counted under the reason of their refusal.
+
+QUOTA = RateLimit(messages=300, nbytes=4 << 20, senders=4096)  # a minute for each publisher; nodes send 120 at most
+MAX_PEERS = 4096  # peers whose last status is known
+OLD_S = 600.0  # most seconds between a status and our clock: clocks differ, but last week's swarm must not be shown
+
+
+class RecordFilter:
+    """Filter of the topic of statuses of ``swarm``. Not for several threads at once."""
+
+    def __init__(self, swarm: str, clock: Callable[[], float] = time.time) -> None:
+        self._swarm, self._clock = swarm, clock
+        self._quotas = TokenBuckets(QUOTA, clock)
+        self._issued: OrderedDict[str, float] = OrderedDict()
+        self._room = envelope.room_for(Status)
+        self.counters = Counters()
+
+    def open(self, publisher: str, data: bytes) -> Status:
+        """Return the status in ``data``. Raises MessageError, whose reason is counted."""
+        self.counters.add("received")
+        try:
+            status = self._open(publisher, data)
+        except MessageError as error:
+            self.counters.reject(error.reason)
+            raise
+        self.counters.add("accepted")
+        return status
+
+    def _open(self, publisher: str, data: bytes) -> Status:
+        if not self._quotas.take(publisher, 1, len(data)):
+            raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
+        sent = envelope.open_envelope(data, self._swarm, self._room)
+        opened = envelope.open_body(sent.encoding, sent.size, sent.body, Status)
+        status = opened.message
+        assert isinstance(status, Status)
+        if status.swarm != self._swarm:
+            raise MessageError("A status of another swarm was refused.", "foreign-swarm")
+        if abs(status.issued - self._clock()) > OLD_S:
+            raise MessageError("A status was refused: it is ten minutes old, or a clock is wrong.", "old")
+        if status.issued <= self._issued.get(status.peer, 0.0):
+            raise MessageError("A status was refused: a newer one was there before.", "replayed")
+        self._issued[status.peer] = status.issued
+        self._issued.move_to_end(status.peer)
+        if len(self._issued) > MAX_PEERS:
+            self._issued.popitem(last=False)
+        return status
+
 
 log = logging.getLogger(__name__)
 

@@ -5,19 +5,247 @@ It never waits, reads no clock and trusts no input: every collection is bounded,
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-from shoal.node.watch import sentences
-from shoal.node.watch.consensus import consensus_distance
-from shoal.node.watch.curves import Curve
 from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Unreachable, Watching
-from shoal.node.watch.meetings import Meetings
 from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
+
+# Curves of a watched run: bounded, smoothed, and laid on one grid for a chart.
+
+# Faults and verdicts in words, for the terminal and the page.
+
+FAULTS = {
+    "no-partner": ("found no partner in a round and kept its own step", "no partner in"),
+    "refused": ("refused a contribution that was too far away", "refused"),
+    "daemon-restarts": ("had to start its network daemon again", "daemon restarts"),
+}
+"""Kind of fault -> what happened, and a short name before the count."""
+
+
+def fault_sentence(name: str, kind: str, count: int) -> str:
+    """Return a sentence about the peer ``name``; ``count``: of all such faults of its run."""
+    what = FAULTS[kind][0] if kind in FAULTS else f"reports a fault of the kind {kind}"
+    return f"{name} {what}, {times(count)} so far"
+
+
+def times(count: int) -> str:
+    """Return how often, in words."""
+    return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
+
+
+def fault_label(kind: str, count: int) -> str:
+    """Return a few words for the cell of a table."""
+    return f"{FAULTS[kind][1] if kind in FAULTS else kind} {count:,}"
+
+
+def invalid_sentence(name: str, count: int, checked: int) -> str:
+    """Return a sentence about a claim that the peer ``name`` checked and found invalid."""
+    return f"{name} checked a claim of another peer and found it invalid: {count:,} of {checked:,} checks so far"
+
+
+def banned_sentence(name: str, by: str) -> str:
+    """Return a sentence about a verdict: enough verifiers found the claims of ``name`` invalid."""
+    return f"{name} is banned, as {by} reports: too many of its claims were found invalid"
+
+
+MAX_POINTS = 512  # of each curve; a curve that is full keeps every other point
+SMOOTHED = 1 / 32  # part of a curve over which it is smoothed
+BINS = 64  # points of the curve of the mean
+GAP = 6  # times the usual step of a curve, or of the chart: a longer one is a gap
+DIGITS = 5  # significant ones in a chart
+
+Points = Sequence[tuple[float, float]]
+
+
+class Curve:
+    """Points (x, y) by growing x, at most `MAX_POINTS`: when full, every other one goes, so the whole run stays in view."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, float]] = []
+        self._smooth: list[tuple[float, float]] | None = None
+        self._every = 1
+        self._skipped = 0
+
+    def add(self, x: float, y: float) -> None:
+        """Append a point; one with no larger x begins the curve anew (a node that resumed from a checkpoint)."""
+        self._smooth = None
+        if self.points and x < self.points[-1][0]:
+            self.points = [point for point in self.points if point[0] < x]
+        self._skipped += 1
+        if self._skipped < self._every:
+            return
+        self._skipped = 0
+        self.points.append((x, y))
+        if len(self.points) > MAX_POINTS:
+            self.points = self.points[::2]
+            self._every *= 2
+
+    def smooth(self) -> list[tuple[float, float]]:
+        """Return the points with each y the exponential mean over about `SMOOTHED` of the curve; made anew only after `add`."""
+        if self._smooth is None:
+            share = 1 / max(len(self.points) * SMOOTHED, 1)
+            found: list[tuple[float, float]] = []
+            for x, y in self.points:
+                found.append((x, found[-1][1] + (y - found[-1][1]) * share if found else y))
+            self._smooth = found
+        return self._smooth
+
+
+def mean_curve(curves: Iterable[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """Return the mean of all ``curves`` in `BINS` equal parts of x; parts without a point are left out."""
+    points = [point for curve in curves for point in curve]
+    low, high = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=0.0)
+    bins: dict[int, list[tuple[float, float]]] = {}
+    for x, y in points:
+        bins.setdefault(int((x - low) * (BINS - 1) / ((high - low) or 1.0)), []).append((x, y))
+    return [(statistics.fmean(x for x, _ in part), statistics.fmean(y for _, y in part)) for _, part in sorted(bins.items())]
+
+
+def rounded(value: float) -> float:
+    """Return ``value`` with as many digits as a chart can show."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def grid(curves: Sequence[Points], size: int) -> list[float]:
+    """Return at most ``size`` growing x at which curves are drawn together: their own, or equal steps where there are more."""
+    found = sorted({x for points in curves for x, _ in points})
+    if len(found) <= size:
+        return found
+    step = (found[-1] - found[0]) / (size - 1)
+    return [found[0] + step * index for index in range(size)]
+
+
+def laid(points: Points, xs: Sequence[float]) -> list[float | None]:
+    """Return the y of a curve at each of ``xs``, straight between its points; None where no point is near.
+
+    Behind its last point it stays as it was for a moment: others may have reported first.
+    """
+    steps = sorted(after - before for (before, _), (after, _) in pairwise(points))
+    grid_step = (xs[-1] - xs[0]) / max(len(xs) - 1, 1) if xs else 0.0
+    gap = GAP * max(steps[len(steps) // 2] if steps else 0.0, grid_step)
+    found: list[float | None] = []
+    for x in xs:
+        at = bisect_left(points, x, key=lambda point: point[0])
+        if at < len(points) and points[at][0] == x:
+            found.append(rounded(points[at][1]))
+        elif at == 0 or x - points[at - 1][0] > gap:
+            found.append(None)
+        elif at == len(points):
+            found.append(rounded(points[-1][1]))
+        else:
+            (x0, y0), (x1, y1) = points[at - 1], points[at]
+            found.append(None if x1 - x0 > gap else rounded(y0 + (y1 - y0) * (x - x0) / (x1 - x0)))
+    return found
+
+
+def chart(curves: Sequence[Points], size: int, most: int) -> dict[str, object]:
+    """Return what a chart of many peers shows: ``x``, ``mean``, ``low`` and ``high`` of all, and ``each`` of the first ``most``.
+
+    All have one y for each x, or None where there is none. The peers' curves are laid on the same x, so a late one does not bend
+    the mean by where its points happen to be.
+    """
+    xs = grid(curves, size)
+    each = [laid(points, xs) for points in curves]
+    known = [[y for y in column if y is not None] for column in zip(*each, strict=True)]
+    return {
+        "x": [rounded(x) for x in xs],
+        "mean": [rounded(statistics.fmean(ys)) if ys else None for ys in known],
+        "low": [min(ys, default=None) for ys in known],
+        "high": [max(ys, default=None) for ys in known],
+        "each": each[:most],
+    }
+
+
+# Consensus distance of a swarm: how far apart the peers' slow weights are, from the projections in their statuses.
+
+
+def consensus_distance(projections: Sequence[Sequence[float]]) -> float | None:
+    """Return the RMS distance of all pairs over the RMS norm; None below two peers, or if all weights are zero.
+
+    ``projections``: of each peer the sums, and last the norm (`shoal.optim.outer.sketch`). With K peers the error is about
+    1 / sqrt(32 (K - 1)) of the distance.
+    """
+    if len(projections) < 2:
+        return None
+    sums = [projection[:-1] for projection in projections]
+    # The mean square over all pairs is twice the unbiased variance, so no pair has to be looked at.
+    mean = [math.fsum(column) / len(sums) for column in zip(*sums, strict=True)]
+    apart = 2 * math.fsum(math.dist(one, mean) ** 2 for one in sums) / (len(sums) - 1)
+    size = math.fsum(projection[-1] ** 2 for projection in projections) / len(projections)
+    return math.sqrt(apart / size) if size else None
+
+
+# Who averaged with whom, round by round, from what the peers say.
+
+MAX_PAIRS = 4096  # exchanges that are remembered
+SHOWN = 6  # newest rounds that are told in words
+MAX_ROUNDS = 64  # in which peers without a partner are remembered
+
+Pair = tuple[str, str]
+
+
+class Edge(NamedTuple):
+    """Exchanges of one pair: ``times`` of them, the number of the newest ``round``, and the Unix time when it was heard of."""
+
+    times: int
+    round: int
+    time: float
+
+
+class Meetings:
+    """Exchanges of a swarm. Peers are named by the ends of their ids."""
+
+    def __init__(self) -> None:
+        self._pairs: OrderedDict[tuple[int, str, str], float] = OrderedDict()
+        self._alone: OrderedDict[int, dict[str, None]] = OrderedDict()
+
+    def add(self, round: int, me: str, partners: tuple[str, ...], now: float) -> None:
+        """Note a round of ``me``. Both partners of a pair tell of it; the first to do so counts."""
+        for other in partners:
+            low, high = sorted((me, other))
+            self._pairs.setdefault((round, low, high), now)
+        while len(self._pairs) > MAX_PAIRS:
+            self._pairs.popitem(last=False)
+        if not partners and len(alone := self._alone.setdefault(round, {})) < MAX_PAIRS:
+            alone[me] = None
+        while len(self._alone) > MAX_ROUNDS:
+            self._alone.popitem(last=False)
+
+    def pairs(self, rounds: int = 0) -> dict[Pair, int]:
+        """Count the exchanges of each pair; in the newest ``rounds`` rounds if that is not 0."""
+        newest = max((number for number, _, _ in self._pairs), default=0)
+        return dict(Counter((a, b) for number, a, b in self._pairs if not rounds or number > newest - rounds))
+
+    def edges(self) -> dict[Pair, Edge]:
+        """Return the exchanges of each pair."""
+        found: dict[Pair, Edge] = {}
+        for (number, a, b), time in self._pairs.items():
+            before = found.get((a, b), Edge(0, -1, 0.0))
+            newer = number >= before.round
+            found[a, b] = Edge(before.times + 1, number if newer else before.round, time if newer else before.time)
+        return found
+
+    def newest(self) -> list[tuple[int, list[list[str]], list[str]]]:
+        """Return the newest `SHOWN` rounds, newest first: number, the groups that averaged, and who had no partner."""
+        numbers = sorted({number for number, _, _ in self._pairs} | set(self._alone), reverse=True)[:SHOWN]
+        return [(number, self._groups(number), sorted(self._alone.get(number, ()))) for number in numbers]
+
+    def _groups(self, round: int) -> list[list[str]]:
+        groups: dict[str, set[str]] = {}
+        for number, a, b in self._pairs:
+            if number == round:
+                joined = groups.get(a, {a}) | groups.get(b, {b})
+                groups.update(dict.fromkeys(joined, joined))
+        return sorted(sorted(group) for group in {id(group): group for group in groups.values()}.values())
+
 
 MAX_PEERS = 2048
 MAX_LOG = 256
@@ -211,12 +439,12 @@ class SwarmView:
         for fault, count in status.faults:
             # The first, and each time that the count has doubled: a fault of every round would leave no room for other news.
             if count.bit_length() > peer.faults.get(fault, 0).bit_length():
-                self._note("fault", sentences.fault(status.name, fault, count))
+                self._note("fault", fault_sentence(status.name, fault, count))
             peer.faults[fault] = count
         if (status.invalid or 0) > (before.invalid or 0):
-            self._note("verdict", sentences.invalid(status.name, status.invalid or 0, status.checked or 0))
+            self._note("verdict", invalid_sentence(status.name, status.invalid or 0, status.checked or 0))
         for banned in set(status.banned) - set(before.banned):
-            self._note("verdict", sentences.banned(self.name(banned[-TAIL:]), status.name))
+            self._note("verdict", banned_sentence(self.name(banned[-TAIL:]), status.name))
 
     def _round(self, peer: Peer, done: RoundStatus, fragments: int) -> None:
         me, place = peer.status.peer, (done.step, done.round)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -15,10 +16,213 @@ from textual.containers import Container
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, RichLog, Static
 
-from shoal.node.watch import charts as pictures
 from shoal.node.watch.events import Event
 from shoal.node.watch.source import EventSource
-from shoal.node.watch.swarm_view import SwarmView
+from shoal.node.watch.swarm_view import SwarmView, fault_label, mean_curve
+from shoal.swarm.topics.status import TAIL, lag_label, reach_label
+
+# A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no markup is parsed.
+
+# Curves for terminals, drawn with braille characters of 2 by 4 dots.
+
+COLOURS = ("cyan", "magenta", "yellow", "green", "red", "blue", "bright_yellow", "bright_cyan", "bright_magenta", "bright_green")
+MEAN = "bold bright_white"
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then row from the top
+LABEL = 8  # columns of the scale on the left
+
+Points = Sequence[tuple[float, float]]
+
+
+def colour(number: int) -> str:
+    """Return the colour of the curve of this number."""
+    return COLOURS[number % len(COLOURS)]
+
+
+def plot(curves: Sequence[Points], width: int, height: int, mean: Points = (), *, axis: str = "") -> Text:
+    """Draw ``curves`` in ``height`` lines of ``width`` characters, with the scale on the left and the ends of x below.
+
+    ``mean`` is drawn over them in `MEAN`; ``axis`` names x. Where curves meet, a character has the colour of the later one.
+    """
+    columns, peer_rows = max(width - LABEL - 1, 4), max(height - 1, 2)
+    points = [point for curve in curves for point in curve]
+    if not points:
+        return Text("nothing yet", style="dim")
+    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
+    y_low, y_high = min(y for _, y in points), max(y for _, y in points)
+    x_scale = (columns * 2 - 1) / ((x_high - x_low) or 1.0)
+    y_scale = (peer_rows * 4 - 1) / ((y_high - y_low) or 1.0)
+    cells = [[0] * columns for _ in range(peer_rows)]
+    owner = [[0] * columns for _ in range(peer_rows)]
+
+    def dot(x: int, y: int, number: int) -> None:
+        cells[y // 4][x // 2] |= DOTS[x % 2][y % 4]
+        owner[y // 4][x // 2] = number
+
+    for number, curve in enumerate([*curves, mean]):
+        before: tuple[int, int] | None = None
+        for x, y in curve:
+            here = (round((x - x_low) * x_scale), round((y_high - y) * y_scale))
+            for spot in _line(before or here, here):
+                dot(*spot, number)
+            before = here
+    text = Text(no_wrap=True, overflow="crop")
+    for row in range(peer_rows):
+        label = y_high if row == 0 else y_low if row == peer_rows - 1 else None
+        text.append(f"{'' if label is None else format(label, '.4g'):>{LABEL}} ", style="dim")
+        for column in range(columns):
+            style = MEAN if mean and owner[row][column] == len(curves) else colour(owner[row][column])
+            text.append(chr(0x2800 + cells[row][column]), style=style)
+        text.append("\n")
+    left, right = f"{axis} {x_low:.6g}".strip(), format(x_high, ".6g")
+    text.append(" " * (LABEL + 1) + left + right.rjust(max(columns - len(left), 1)), style="dim")
+    return text
+
+
+def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return the dots from ``start`` to ``end``, both included."""
+    steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
+    return [
+        (start[0] + round((end[0] - start[0]) * step / steps), start[1] + round((end[1] - start[1]) * step / steps))
+        for step in range(steps + 1)
+    ]
+
+
+RECENT = 32  # rounds of which the picture of exchanges is
+SHADES = " ░▒▓█"
+COLUMNS = (
+    "peer",
+    "state",
+    "round",
+    "step",
+    "loss",
+    "with",
+    "steps/s",
+    "tokens/s",
+    "lag",
+    "reach",
+    "up",
+    "down",
+    "reward",
+    "faults",
+    "heard",
+)
+
+
+def number(value: float | None, form: str = ".3f") -> str:
+    """Format ``value``, or - if there is none."""
+    return format(value, form) if value is not None and math.isfinite(value) else "-"
+
+
+def nbytes(value: float) -> str:
+    """Format a number of bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def tokens(per_s: float, mfu: float | None) -> str:
+    """Format tokens a second without waiting, and model FLOPs utilisation where it is known."""
+    return "-" if not per_s else f"{per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
+
+
+def plural(count: int, word: str) -> str:
+    """Format ``count`` things."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
+def headline(view: SwarmView) -> str:
+    """Format the swarm in one line."""
+    totals = view.totals()
+    title = view.title
+    parts = [f"{title.name} · {title.task} · {title.method}" if title else (view.swarm[:12] + "…" if view.swarm else "shoal watch")]
+    if not totals["known"]:
+        parts.append(plural(totals["connected"], "connection") + ", no status yet")
+    else:
+        low, high = totals["round_min"], totals["round_max"]
+        about = f"about {totals['size']:,} peers (estimated from {totals['peers']})"
+        parts.append(about if totals["sampled"] else f"{totals['peers']} of {totals['known']} peers")
+        if low is not None:
+            parts.append(f"round {low}" if low == high else f"rounds {low} to {high}")
+        parts.append(f"loss {number(totals['loss'])}")
+        if totals["reward"] is not None:
+            parts.append(f"reward {number(totals['reward'])}")
+        parts.append(f"{totals['steps_per_s']:.1f} steps/s")
+        if totals["tokens_per_s"]:
+            parts.append(f"{totals['tokens_per_s']:,.0f} tokens/s")
+        by = " by those" if totals["sampled"] else ""
+        parts.append(f"{nbytes(totals['sent_per_s'])}/s sent, {nbytes(totals['sent'])} in all{by}")
+        if totals["rollouts_own"] is not None:
+            parts.append(f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of others")
+        if totals["claims"] is not None:
+            parts.append(f"{totals['claims']} claims, {totals['checked']} checks, {totals['invalid']} invalid")
+        parts.append(plural(totals["connected"], "connection"))
+    if totals["refused"]:
+        parts.append(plural(totals["refused"], "message") + " refused")
+    return "   ".join(parts)
+
+
+def peer_rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
+    """Return for each peer its id and a cell for each of `COLUMNS`."""
+    found = []
+    for index, (key, peer) in enumerate(view.rows()):
+        status, style = peer.status, "" if peer.here else "dim"
+        faults = ", ".join(fault_label(kind, count) for kind, count in status.faults)
+        cells = [
+            Text(status.name, style=colour(index) if peer.here else "dim"),
+            *(
+                Text(text, style=style)
+                for text in (
+                    peer.doing,
+                    str(status.round),
+                    str(status.step),
+                    number(status.loss),
+                    ", ".join(view.name(tail) for tail in peer.partners[:3]) + (" …" if len(peer.partners) > 3 else "") or "-",
+                    number(status.steps_per_s, ".1f"),
+                    tokens(status.tokens_per_s, status.mfu),
+                    lag_label(status.lag, status.lag_auto, status.late),
+                    reach_label(status.reach, status.throughput),
+                    nbytes(peer.sent_rate) + "/s",
+                    nbytes(peer.received_rate) + "/s",
+                    number(status.reward),
+                    faults or "-",
+                    f"{max(view.now - peer.heard, 0):.0f} s ago",
+                )
+            ),
+        ]
+        found.append((key, cells))
+    return found
+
+
+def losses(view: SwarmView, width: int, height: int) -> Text:
+    """Plot the smoothed loss of each peer over the rounds, and on top the mean."""
+    curves = [peer.loss.smooth() for _, peer in view.rows()]
+    return plot(curves, width, height, mean_curve(curves) if len(curves) > 1 else (), axis="round")
+
+
+def exchanges(view: SwarmView, width: int, height: int) -> Text:
+    """Draw the exchanges of the newest rounds: a shade for each pair, the darker the more."""
+    shown = view.rows()[: max(min(height - 1, (width - 10) // 2), 0)]
+    if not shown:
+        return Text("nobody yet", style="dim")
+    counts = view.pairs(RECENT)
+    most = max(counts.values(), default=0)
+    tails = [key[-TAIL:] for key, _ in shown]
+    text = Text(no_wrap=True, overflow="crop")
+    text.append(" " * 10)
+    for index in range(len(shown)):
+        text.append(f"{index % 100:<2}", style=colour(index))
+    for index, (_, peer) in enumerate(shown):
+        text.append("\n")
+        text.append(f"{peer.status.name[:6]:<6} {index % 100:>2} ", style=colour(index))
+        for other in tails:
+            low, high = sorted((tails[index], other))
+            count = counts.get((low, high), 0)
+            shade = SHADES[math.ceil(count * (len(SHADES) - 1) / most)] if count else ("·" if other != tails[index] else "╲")
+            text.append(shade * 2 if count else f"{shade} ", style="" if count else "dim")
+    return text
+
 
 FRAME_S = 0.25
 MOST_AT_ONCE = 2000  # events taken between two frames
@@ -78,19 +282,19 @@ class WatchApp(App[None]):  # type: ignore[misc]
         log.border_title = "news, faults, verdicts"
         with Container(id="body"):
             yield table
-            yield self._picture("losses", "loss over rounds, smoothed; white: mean")
-            yield self._picture("exchanges", f"exchanges, {pictures.RECENT} rounds")
+            yield self._picture(losses, "loss over rounds, smoothed; white: mean")
+            yield self._picture(exchanges, f"exchanges, {RECENT} rounds")
             yield log
         yield Footer()
 
-    def _picture(self, name: str, title: str) -> Picture:
-        picture = Picture(partial(getattr(pictures, name), self.view), id=name, classes="panel")
+    def _picture(self, draw: Callable[[SwarmView, int, int], Text], title: str) -> Picture:
+        picture = Picture(partial(draw, self.view), id=draw.__name__, classes="panel")
         picture.border_title = title
         return picture
 
     def on_mount(self) -> None:
         """Set up the screen and its timer."""
-        self.query_one("#peers", DataTable).add_columns(*pictures.COLUMNS)
+        self.query_one("#peers", DataTable).add_columns(*COLUMNS)
         self.query_one("#peers", DataTable).focus()
         self.set_interval(FRAME_S, self.frame)
         if self._seconds is not None:
@@ -123,7 +327,7 @@ class WatchApp(App[None]):  # type: ignore[misc]
             self._draw()
 
     def _draw(self) -> None:
-        head = pictures.headline(self.view)
+        head = headline(self.view)
         if not self._live and self._source.ended.is_set() and self._inbox.empty():
             head += "   end of the recording"
         self.query_one("#head", Static).update(Text(head))
@@ -140,7 +344,7 @@ class WatchApp(App[None]):  # type: ignore[misc]
     def _draw_table(self) -> None:
         """Draw the table, in place where the peers are the same, so that the cursor stays."""
         table = self.query_one("#peers", DataTable)
-        rows = pictures.rows(self.view)
+        rows = peer_rows(self.view)
         if [key.value for key in table.rows] != [key for key, _ in rows]:
             at = table.cursor_row
             table.clear()

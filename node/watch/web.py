@@ -13,23 +13,149 @@ import queue
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from importlib import resources
 from typing import Any, NamedTuple
 
+import segno
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
 from shoal.node.json_output import dumps
+from shoal.node.watch import swarm_view
 from shoal.node.watch.events import Event
-from shoal.node.watch.picture import picture
-from shoal.node.watch.shown_link import ShownLink
-from shoal.node.watch.source import EventSource, WatchError
-from shoal.node.watch.swarm_view import SwarmView
-from shoal.node.watch.timeline import Timeline
+from shoal.node.watch.source import EventSource, Timeline, WatchError
+from shoal.node.watch.swarm_view import SwarmView, chart
 from shoal.swarm.access.link import Link
+from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.p2p.multiaddr import host_asked, range_of
+from shoal.swarm.topics.status import TAIL
+
+# The picture of a swarm that a page shows, as JSON: everything in it is bounded, and rounded to what can be seen.
+
+# The link that the page of ``shoal watch`` shows, and its QR code.
+#
+# It never has an invitation, also if the link that is watched has one. A recording has no link.
+
+REFRESH_S = 30.0
+IN_CODE = 4  # addresses in the QR code: with 16 it would be too fine for a camera
+
+
+class ShownLink:
+    """The link to the swarm of ``link``, with the members heard of lately; a new one every 30 seconds."""
+
+    def __init__(self, link: Link, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link, self._clock = link, clock
+        self._next = float("-inf")
+        self._shown: dict[str, Any] = {}
+
+    def picture(self, view: SwarmView) -> dict[str, Any]:
+        """Return the link as text and as a QR code's SVG path on a square of ``size`` modules."""
+        if self._clock() >= self._next:
+            made = self._current(view)
+            code = segno.make_qr(str(Link(made.swarm, made.bootstrap[:IN_CODE])), error="l", boost_error=False)
+            self._shown = {"text": str(made), "qr": {"size": len(code.matrix), "path": _path(code.matrix)}}
+            here = len(view.here())
+            self._next = self._clock() + (REFRESH_S if here else 0.0)  # the first statuses are shown at once
+        return self._shown
+
+    def _current(self, view: SwarmView) -> Link:
+        members = {peer: known.status for peer, known in view.peers.items() if known.here}
+        given = self._link.bootstrap
+        # Who answers and is no member is a bootstrap node.
+        seeds: dict[str, list[str]] = {}
+        for address in given:
+            peer = address.rpartition("/p2p/")[2]
+            if peer in view.connected and peer not in view.peers:
+                seeds.setdefault(peer, []).append(address)
+        return lasting_link(self._link.swarm, members, seeds=seeds, met=view.connected, otherwise=given)
+
+
+def _path(matrix: Iterable[Iterable[int]]) -> str:
+    """Return the dark modules as a path of rectangles, one for each run in a row."""
+    parts = []
+    for y, row in enumerate(matrix):
+        begun = None
+        for x, dark in enumerate([*row, 0]):
+            if dark and begun is None:
+                begun = x
+            elif not dark and begun is not None:
+                parts.append(f"M{begun} {y}h{x - begun}v1h{begun - x}z")
+                begun = None
+    return "".join(parts)
+
+
+POINTS = 160  # of a chart
+LINES = 48  # peers that have a line of their own in a chart; all are in its mean and band
+ROWS = 256  # peers in the table
+EDGES = 512  # pairs on the map
+STRANGER_S = 10.0  # seconds after which a connected peer that says nothing is taken for a bootstrap node
+
+
+def picture(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> dict[str, Any]:
+    """Return the data of the page, without addresses, for strangers may see it; ``ended``: no more events come."""
+    rows = view.rows()[:ROWS]
+    peers = [peer for _, peer in view.rows()]
+    edges = sorted(view.meetings.edges().items(), key=lambda item: -item[1].time)[:EDGES]
+    numbers = {key: index for index, key in enumerate(view.peers)}
+    fragments = 1 if view.title is None else view.title.fragments
+
+    def names(tails: Iterable[str]) -> list[str]:
+        return [view.name(tail) for tail in tails]
+
+    rewards = [peer.reward.smooth() for peer in peers]
+    return {
+        "swarm": view.swarm,
+        "title": None if view.title is None else view.title.model_dump(include={"name", "task", "method"}),
+        "now": view.now,
+        "begun": view.begun,
+        "ended": ended,
+        "fragments": fragments,
+        "link": None if link is None else link.picture(view),
+        "totals": view.totals(),
+        "refused": dict(view.refused),
+        "peers": [
+            {
+                "id": key,
+                "tail": key[-TAIL:],
+                "number": numbers[key],
+                "here": peer.here,
+                "silent": peer.silent,
+                "doing": peer.doing,
+                "roles": peer.roles,
+                "relayed": peer.relayed,
+                "age": max(view.now - peer.heard, 0.0),
+                "sent_per_s": peer.sent_rate,
+                "received_per_s": peer.received_rate,
+                "partners": [view.name(tail) for tail in peer.partners],
+                "faults_text": ", ".join(swarm_view.fault_label(kind, count) for kind, count in peer.status.faults),
+                **peer.status.model_dump(
+                    mode="json", exclude={"doing", "swarm", "peer", "rounds", "addresses", "projection", "banned", "faults"}
+                ),
+            }
+            for key, peer in rows
+        ],
+        "bootstrap": sorted(
+            peer[-TAIL:] for peer, since in view.met.items() if peer not in view.peers and view.now - since > STRANGER_S
+        )[:LINES],
+        "charts": {
+            "loss": chart([peer.loss.smooth() for peer in peers], POINTS, LINES),
+            "loss_over_time": chart([peer.loss_over_time.smooth() for peer in peers], POINTS, LINES),
+            "reward": chart(rewards, POINTS, LINES) if any(rewards) else None,
+            "consensus": chart([view.consensus.smooth(), view.consensus.points], POINTS, 2),
+            "steps_per_s": chart([view.rates["steps_per_s"].smooth()], POINTS, 0),
+            "tokens_per_s": chart([view.rates["tokens_per_s"].smooth()], POINTS, 0),
+            "traffic": chart([view.rates["sent_per_s"].smooth(), view.rates["received_per_s"].smooth()], POINTS, 2),
+        },
+        "pairs": [[a, b, edge.times, edge.round // fragments, edge.time] for (a, b), edge in edges],
+        "meetings": [
+            [number // fragments, number % fragments, [names(group) for group in groups], names(alone)]
+            for number, groups, alone in view.meetings.newest()
+        ],
+        "news": [[item.time, item.kind, item.text] for item in view.log],
+    }
+
 
 HERE = "127.0.0.1"
 NAMES = (HERE, "localhost")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench._moving_picture import draw, read
-from shoal.node.watch.recording import Recorder
+from shoal.node.watch.source import Recorder
 from tests.node.watch.conftest import NOW, Author
 
 DRAWN = Path(__file__).resolve().parents[2] / "docs" / "training.svg"

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.node.demo.forked import ForkServer
+from shoal.node.demo.nodes import ForkServer
 from shoal.optim.exchange.pairing import rank
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.node.training.priority import LAST
-from shoal.node.verify.completions.store import load
+from shoal.node.runtime.training_node import LAST
+from shoal.node.verify.completions.material import load_claim
 
 CHEAT = Path(__file__).parent / "cheat.py"
 HONEST = [f"honest{number}" for number in range(5)]
@@ -69,7 +69,7 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
     assert claims["quantised"] <= 30
     assert sum(standings["copier"]["seats"].values()) <= 30
     assert max(stalls.values()) < 5.0, stalls
-    kept = [(name, load(path).claim) for name in HONEST for path in (shoal.home / name / "claims").glob("*.claim")]
+    kept = [(name, load_claim(path).claim) for name in HONEST for path in (shoal.home / name / "claims").glob("*.claim")]
     for peer, code in ((peers["quantised"], 4), (peers[HONEST[0]], 0)):
         name, claim = next((name, claim) for name, claim in kept if claim.peer == peer)
         check = shoal.start("verify", claim.id.hex()[:16], "--folder", shoal.home / name, "--json")

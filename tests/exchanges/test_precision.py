@@ -7,8 +7,7 @@ import precision_jobs as jobs
 import pytest
 import torch
 
-from shoal.node.training.errors import TrainingError
-from shoal.node.training.precision import check
+from shoal.node.training.inner_step import TrainingError, check_precision
 
 JOBS = Path(jobs.__file__)
 
@@ -16,7 +15,7 @@ JOBS = Path(jobs.__file__)
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_all_ranks_leave_out_the_same_steps(ranks, kind):
     try:
-        check("float16", torch.device("cpu"))
+        check_precision("float16", torch.device("cpu"))
     except TrainingError as error:
         pytest.skip(str(error))
     one, other = ranks(2).call(JOBS, "steps", kind=kind, precision="float16")

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shoal.node.batch import elements, leaves, to_device
-from shoal.node.config.train import OwnTraining
+from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard, Task, tokens_in
-from shoal.node.tasks.guarded import Guarded
-from shoal.node.training import micro_batches
+from shoal.node.tasks.loader import Guarded
+from shoal.node.training import inner_step
 from shoal.node.training.loader import Loader
 from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
@@ -139,17 +139,17 @@ def test_its_tokens_are_the_elements_of_its_first_tensor(kind):
 
 def test_it_is_cut_by_rows(kind):
     batch = made(kind)
-    cut = micro_batches.cut(batch, 2)
+    cut = inner_step.cut_batch(batch, 2)
     for number, part in enumerate(cut):
         assert type(part) is (dict if kind == "proxy" else type(batch))
         first, scale, *_ = tensors(part)
         assert torch.equal(first, torch.arange(12.0).reshape(4, 3)[2 * number : 2 * number + 2])
         assert scale == 2.0
-    assert micro_batches.rows(batch) == 4
+    assert inner_step.batch_rows(batch) == 4
 
 
 def test_an_array_is_cut_with_the_tensors_beside_it():
-    first, second = micro_batches.cut({"x": torch.zeros(4), "y": np.arange(4)}, 2)
+    first, second = inner_step.cut_batch({"x": torch.zeros(4), "y": np.arange(4)}, 2)
     assert (first["y"].tolist(), second["y"].tolist()) == ([0, 1], [2, 3])
 
 

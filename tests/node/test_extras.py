@@ -6,12 +6,11 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.commands.init import ScaffoldError, scaffold
-from shoal.node.data.errors import DataError
+from shoal.node.cli.prepare import ScaffoldError, scaffold
+from shoal.node.data.dealing import DataError
 from shoal.node.data.tokenizer import load_tokenizer
 from shoal.node.extras import require
-from shoal.node.rl.environment import EnvError
-from shoal.node.rl.gym import Gym
+from shoal.node.rl.environment import EnvError, Gym
 from shoal.node.rl.hf import load_hf
 from shoal.node.rl.policy import PolicyError
 from shoal.node.watch.source import WatchError

@@ -40,8 +40,8 @@ def test_what_is_not_finite_is_null():
         (["peers", LINK], "shoal.node.verify.peers.read_peers"),
         (["pull", LINK, "--out", "x"], "shoal.node.commands.pull.pull"),
         (["merge", "x", "--out", "y"], "shoal.node.checkpoint.merge.merge"),
-        (["invite", LINK], "shoal.node.commands.invite.invite"),
-        (["verify", "odds"], "shoal.node.verify.odds_table.odds_report"),
+        (["invite", LINK], "shoal.node.commands.link.invite"),
+        (["verify", "odds"], "shoal.node.verify.history.explain.odds_report"),
     ],
 )
 def test_every_command_that_reports_numbers_prints_json(arguments, where, monkeypatch):

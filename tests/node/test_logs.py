@@ -98,15 +98,15 @@ def test_a_node_trains_to_its_end_and_saves(tmp_path):
 WATCHES = """
 import queue, sys, threading
 from shoal.node.logs import drop_lost_output
-from shoal.node.watch import stream
+from shoal.node.watch import source
 drop_lost_output()
 class Endless:
     ended = threading.Event()
-stream.line_of = str
+source.line_of = str
 inbox = queue.Queue()
 for number in range(3):
     inbox.put(number)
-stream.print_lines(inbox, Endless(), None)
+source.print_lines(inbox, Endless(), None)
 sys.exit(inbox.qsize())
 """
 

@@ -15,7 +15,7 @@ from shoal.node.integrations.own_loop import Run
 from shoal.node.runtime.door import task_label
 from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask
-from shoal.node.verify.history.file import EvidenceFile
+from shoal.node.verify.history.history import EvidenceFile
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.file_lock import FileLock
 from shoal.swarm.identity import Identity

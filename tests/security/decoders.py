@@ -22,22 +22,22 @@ from shoal.node.checkpoint import merge, store
 from shoal.node.commands import link as link_file
 from shoal.node.commands.sample import SampleError, load_pulled
 from shoal.node.config.settings import load as load_settings
-from shoal.node.data.errors import DataError
+from shoal.node.data.dealing import DataError
 from shoal.node.rl.environment import EnvError
 from shoal.node.runtime import resume
 from shoal.node.runtime.join import new_manifest
 from shoal.node.task import Shard
 from shoal.node.tasks.gpt import GPT
 from shoal.node.tasks.text import TextTask
-from shoal.node.training.errors import TrainingError
+from shoal.node.training.inner_step import TrainingError
 from shoal.node.training.trainer import Trainer
-from shoal.node.verify.audit import snapshot
-from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.audit import network
+from shoal.node.verify.audit.finding import VerifyError
 from shoal.node.verify.completions import inspection
-from shoal.node.verify.completions import store as claims
+from shoal.node.verify.completions import material as claims
 from shoal.node.verify.completions.material import Agreed, Coordinates, encode, material_of
-from shoal.node.verify.completions.material import decode as decode_material
-from shoal.node.verify.history.statements import _odds
+from shoal.node.verify.completions.material import decode_material as decode_material
+from shoal.node.verify.history.history import _odds
 from shoal.node.watch.events import ReplayError, Unreachable, event_of, line_of
 from shoal.optim import Alone
 from shoal.optim.codecs.mod4 import Mod4Codec
@@ -58,8 +58,14 @@ from shoal.swarm.wire.envelope import Message, diagnose, pack, peek, seal, unpac
 from shoal.swarm.wire.group import GroupFormed, GroupReady
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.swarms import Announcement, ListedSwarm
-from shoal.verification.calibration.calibration import Calibration, CalibrationError, Honest, Pair
-from shoal.verification.calibration.file import load_calibration, save_calibration
+from shoal.verification.calibration.calibration import (
+    Calibration,
+    CalibrationError,
+    Honest,
+    Pair,
+    load_calibration,
+    save_calibration,
+)
 from shoal.verification.consensus.log import Log, decode_log
 from shoal.verification.consensus.log import encode as encode_log
 from shoal.verification.consensus.records import Claim, Signed, VoteRecord
@@ -408,13 +414,13 @@ MATERIAL = encode(material())
 def stored():
     claim = good(Claim).model_copy(update={"peer": ME.peer_id})
     signed = Signed(claim, ME.sign(claims.CONTEXT, claim.encoded))
-    return claims.save(HERE / "claims", signed, MATERIAL, Agreed(1.0, 8, 2), None).read_bytes()
+    return claims.save_claim(HERE / "claims", signed, MATERIAL, Agreed(1.0, 8, 2), None).read_bytes()
 
 
 def inspected(data):
     """What ``shoal verify claim`` makes of a file before it computes anything."""
     (HERE / "one.claim").write_bytes(data)
-    found = claims.load(HERE / "one.claim")
+    found = claims.load_claim(HERE / "one.claim")
     try:
         read = decode_material(found.material)
     except MessageError:
@@ -582,9 +588,7 @@ def decoders():
             sound=lambda log: decode_log(encode_log(log)) == log,
             sentence=False,
         ),
-        Decoder(
-            "odds in a vote", ("node/verify/history/statements.py:_odds",), _odds, lambda: [b'{"odds": 3.5}'], JSON, sound=finite
-        ),
+        Decoder("odds in a vote", ("node/verify/history/history.py:_odds",), _odds, lambda: [b'{"odds": 3.5}'], JSON, sound=finite),
         *codecs(),
         *proofs(),
         Decoder(
@@ -597,7 +601,7 @@ def decoders():
         ),
         Decoder(
             "stored claim",
-            ("node/verify/completions/store.py:_opened",),
+            ("node/verify/completions/material.py:_opened",),
             inspected,
             lambda: [stored()],
             MSGPACK,
@@ -614,14 +618,14 @@ def decoders():
         Decoder(
             "weights of a policy",
             (),
-            lambda data: snapshot.load_snapshot(policy(), data),
+            lambda data: network.load_snapshot(policy(), data),
             lambda: [policy_snapshot()],
             SAFETENSORS,
             (VerifyError,),
         ),
         Decoder(
             "calibration",
-            ("verification/calibration/file.py:load_calibration",),
+            ("verification/calibration/calibration.py:load_calibration",),
             lambda data: calibrated(data),
             lambda: [calibration()],
             SAFETENSORS,
@@ -630,7 +634,7 @@ def decoders():
         ),
         Decoder(
             "calibrated pairs",
-            ("verification/calibration/file.py:load_calibration",),
+            ("verification/calibration/calibration.py:load_calibration",),
             pairs,
             lambda: [pairs_of(calibration())],
             JSON,

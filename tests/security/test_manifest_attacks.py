@@ -12,7 +12,7 @@ import pytest
 from shoal.node.checkpoint import store
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
-from shoal.node.runtime.network import create
+from shoal.node.runtime.run_options import create
 from shoal.node.task import Shard
 from shoal.node.tasks.gpt import sized
 from shoal.node.tasks.text import TextTask

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from shoal.node.commands.status import table
-from shoal.node.watch.charts import headline, rows
 from shoal.node.watch.events import Heard
-from shoal.node.watch.picture import picture
 from shoal.node.watch.swarm_view import SwarmView
+from shoal.node.watch.tui import headline, peer_rows
+from shoal.node.watch.web import picture
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.outer import OuterSettings
@@ -59,6 +59,6 @@ def test_watch_shows_whatever_statuses_say():
             view.take(Heard(time=NOW + turn, peer=peer, status=status))
         view.tick(NOW + turn)
     assert headline(view)
-    assert rows(view)
+    assert peer_rows(view)
     assert json.dumps(picture(view, ended=False), allow_nan=False)
     assert json.dumps(view.totals(), allow_nan=False)

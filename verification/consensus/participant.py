@@ -6,29 +6,193 @@
     participant.wanted            whose log to pull now; participant.learn(log) takes it in, participant.log(since) gives the own
     participant.table             everybody's scores; whoever is banned by it is left out
 
-Rounds are Unix time over ``round_s``, so nobody leads and a wrong clock shows. `shoal.verification.consensus.sortition` and
-`shoal.verification.consensus.quorum` give the timetable. Records of rounds against which nobody can appeal any more are forgotten;
-their consequences live on in a base table.
+Rounds are Unix time over ``round_s``, so nobody leads and a wrong clock shows. `ViewQuorum` and
+`shoal.verification.consensus.sortition` give the timetable. Records of rounds against which nobody can appeal any more are
+forgotten; their consequences live on in a base table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Literal
 
-from shoal.verification.consensus.cases import Times
-from shoal.verification.consensus.electorate import electorate, root, void
-from shoal.verification.consensus.ledger import Ledger
+import msgpack
+
 from shoal.verification.consensus.log import Log
-from shoal.verification.consensus.planted_claims import BEHIND, Chain, must_plant
-from shoal.verification.consensus.protocol import Consensus
-from shoal.verification.consensus.quorum import ViewQuorum
-from shoal.verification.consensus.records import Claim, Dispute, Entry, Opening, Sign, Signed, Verify, View, VoteRecord
+from shoal.verification.consensus.protocol import Check, Consensus, Times, Voter
+from shoal.verification.consensus.records import (
+    Claim,
+    Dispute,
+    Entry,
+    Ledger,
+    Limits,
+    Opening,
+    Refused,
+    Sign,
+    Signed,
+    Verify,
+    View,
+    VoteRecord,
+)
 from shoal.verification.consensus.reputation import ScoreRules, Table, compute_scores
-from shoal.verification.consensus.rulings import Rules, anchored
-from shoal.verification.consensus.sortition import OPENS, SETTLED, Electorate
-from shoal.verification.consensus.types import Limits, Refused
-from shoal.verification.consensus.voter import Check, Voter
+from shoal.verification.consensus.rulings import Electorates, Rules, anchored, is_single, salts
+from shoal.verification.consensus.sortition import BEHIND, OPENS, SETTLED, Chain, Electorate, beacon, is_audited, must_plant, rank
+
+# Electorate of a round: who can be drawn, and for which claims. It follows from records; peers agree on it by `ViewQuorum`.
+#
+# Voters are the peers that entered within the last `Rules.life` rounds, are not banned, and have shown by valid claims that they
+# work (`Rules.proven`): fresh keys cost nothing. As long as no more peers than sit in a draw have shown it, all who entered vote.
+# Absent peers (`Table.is_absent`) do not, unless no more than sit in a draw are left.
+
+
+def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, rules: Rules, table: Table) -> Electorate:
+    """Compute the electorate of ``round``. Verifiers are drawn for claims of voters, and by lot for `Rules.strangers` of others,
+    if the audit picks them, unless their author used the slot twice, had not entered in time, or is banned.
+    """
+    begins = round + OPENS
+    entered = {}
+    for peer in sorted({entry.peer for entry in ledger.entries()}):
+        entry = ledger.entry(peer, round + 1, rules.life)
+        if entry is not None and not table.is_banned(peer, begins):
+            entered[peer] = entry.operator
+    there = {peer: operator for peer, operator in entered.items() if not table.is_absent(peer)}
+    entered = there if len(there) > rules.verifiers else entered
+    proven = {peer: operator for peer, operator in entered.items() if table.valid(peer) >= rules.proven}
+    voters = proven if len(proven) > rules.verifiers else entered
+    seed = beacon(run, round, salts(round - 1, ledger, electorates, rules))
+    claims = [
+        claim
+        for claim in ledger.claims()
+        if claim.round == round
+        and is_single(claim, ledger)
+        and anchored(ledger, claim.peer, round, rules) is not None
+        and not table.is_banned(claim.peer, begins)
+        and is_audited(seed, claim.id, rules.audit)
+    ]
+    admitted = {claim.id for claim in claims if claim.peer in voters}
+    strange = sorted((claim.id for claim in claims if claim.peer not in voters), key=lambda case: rank(seed, case, ""))
+    return Electorate(round, seed, voters, frozenset(admitted.union(strange[: rules.strangers])))
+
+
+def void(run: str, round: int) -> Electorate:
+    """Return the electorate of a round on which peers did not agree: nobody is drawn, so its claims stay unverified."""
+    return Electorate(round, beacon(run, round, ()), {}, frozenset())
+
+
+def root(electorate: Electorate) -> bytes:
+    """Return the SHA-256 of the encoding of ``electorate``."""
+    claims = None if electorate.claims is None else sorted(electorate.claims)
+    parts = [electorate.round, electorate.beacon, sorted(electorate.operators.items()), claims]
+    return hashlib.sha256(b"shoal/verification/1/electorate\x00" + bytes(msgpack.packb(parts))).digest()
+
+
+# Agreement on the electorate of a round, without a leader: each peer states a digest of what it computed (`records.View`).
+#
+#     begin of round r + 2      votes on claims of r - 1 are over
+#       + skew_s                each computes its electorate of r, and publishes its view
+#       + 2 skew_s              one root counts; a peer that computed another pulls the log of one that states it, and opens that
+#                               electorate as soon as it has it
+#       + 3 skew_s              draws begin. If no root counts nobody is drawn for r, by anybody (`electorate.void`)
+#
+# A root counts that more than half of the last known electorate state; or, if they are divided, the commonest that more than a
+# third state, the smallest if several are: with fewer colluders than that somebody honest has computed it. Only peers count that
+# could vote now: those gone for long do not block the others. A peer that knows no electorate yet follows the commonest view that
+# it receives, and trusts its authors. Two views of one peer count as none.
+
+
+class ViewQuorum:
+    """Views of one ``round``, and which root and table count by them."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+        self._views: dict[str, View] = {}
+        self._twice: set[str] = set()
+        self._own: View | None = None
+        self._voters: frozenset[str] | None = None
+        self._known: dict[bytes, Electorate] = {}
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def take(self, view: View) -> None:
+        """Count ``view``. Raises ValueError if it is of another round, or its author stated another one."""
+        if view.round != self.round:
+            raise ValueError(f"a view of round {view.round} is not one of round {self.round}")
+        if self._views.setdefault(view.peer, view) != view:
+            self._twice.add(view.peer)
+            raise ValueError("a peer stated two views of one round")
+
+    def propose(self, own: View, electorate: Electorate, voters: Collection[str] | None) -> None:
+        """Set what this peer computed. ``voters``: those whose views count; None if not known, then everybody's count."""
+        self._own, self._voters = own, None if voters is None else frozenset(voters)
+        self._views.setdefault(own.peer, own)
+        self._known[own.root] = electorate
+
+    @property
+    def proposed(self) -> Electorate | None:
+        return self._known[self._own.root] if self._own else None
+
+    def learned(self, electorate: Electorate) -> bool:
+        """Keep another peer's ``electorate`` and return True if it is the one that counts."""
+        if electorate.round != self.round or root(electorate) != self.root:
+            return False
+        self._known[root(electorate)] = electorate
+        return True
+
+    @property
+    def root(self) -> bytes | None:
+        """Root that counts by the views so far."""
+        return self._counted("root")
+
+    @property
+    def table(self) -> bytes | None:
+        """Digest of the table that counts by the views so far."""
+        return self._counted("table")
+
+    @property
+    def electorate(self) -> Electorate | None:
+        """Electorate that counts, if it is known here."""
+        return self._known.get(self.root or b"")
+
+    def sources(self) -> tuple[str, ...]:
+        """Return the peers whose log to pull: those who state what counts if that is not the own, or the commonest if none counts.
+
+        Empty if there is nothing to learn. Peers that may know most come first.
+        """
+        if self._own is None:
+            return ()
+        missing = self.electorate is None
+        rooted = self._stating("root", self._commonest("root")) if missing else set()
+        table = self._commonest("table")
+        tabled = self._stating("table", table)
+        wanted = rooted if self._own.table == table else rooted or tabled
+        return tuple(sorted(wanted - {self._own.peer}, key=lambda peer: (peer not in tabled, peer)))
+
+    def _counting(self, field: Literal["root", "table"]) -> dict[str, bytes]:
+        return {
+            peer: view.root if field == "root" else view.table
+            for peer, view in self._views.items()
+            if peer not in self._twice and (self._voters is None or peer in self._voters)
+        }
+
+    def _counted(self, field: Literal["root", "table"]) -> bytes | None:
+        if self._own is None:
+            return None
+        if self._voters is None:
+            return self._commonest(field)
+        found, votes = self._commonest(field), self._counting(field)
+        return found if sum(value == found for value in votes.values()) * 3 > len(self._voters) else None
+
+    def _commonest(self, field: Literal["root", "table"]) -> bytes | None:
+        count = Counter(self._counting(field).values())
+        return min(count, key=lambda value: (-count[value], value), default=None)
+
+    def _stating(self, field: Literal["root", "table"], value: bytes | None) -> set[str]:
+        return {peer for peer, stated in self._counting(field).items() if stated == value}
+
 
 SPARE = 4  # rounds that records are kept beyond the last in which something about them can change
 PULLS = 3  # logs taken in for one round, at most

@@ -15,26 +15,146 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from shoal.verification.consensus.cases import Case, Draw, Times
-from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.planted_claims import BEHIND
 from shoal.verification.consensus.records import (
     Claim,
     Commitment,
     Dispute,
+    Duty,
     Entry,
+    Ledger,
+    Limits,
+    Mark,
     Opening,
+    Refused,
     Reveal,
+    Sign,
     Signed,
     Verdict,
     Verify,
     View,
+    Vote,
     VoteRecord,
+    hide,
 )
-from shoal.verification.consensus.rulings import Rules, Ruling, first_draws, is_plant, rule, second_draw
-from shoal.verification.consensus.sortition import OPENS, Electorate
-from shoal.verification.consensus.types import Duty, Limits, Refused
+from shoal.verification.consensus.rulings import Rules, Ruling, decide, first_draws, is_plant, rule, second_draw
+from shoal.verification.consensus.sortition import BEHIND, OPENS, Electorate
+
+# Timing of a case: the draws of verifiers for a claim or an appeal, and the state of each.
+#
+#     |-- commit_s --|-- skew_s --|-- reveal_s --|        the next draw, if this one decided nothing
+#       commitments                 reveals
+#
+# A verifier reveals when all have committed, or ``skew_s`` after commitments are no longer taken, so that with clocks that are
+# within ``skew_s`` of each other no vote is seen by anybody who could still commit. Times are seconds of the injected clock.
+
+
+@dataclass(frozen=True)
+class Times:
+    """Durations of the phases of a draw, in seconds."""
+
+    commit_s: float = 60.0
+    """Time to fetch the output, check it, and commit to a vote."""
+    skew_s: float = 5.0
+    """Delay of gossip plus difference of clocks."""
+    reveal_s: float = 15.0
+
+    @property
+    def total_s(self) -> float:
+        """Duration of one draw."""
+        return self.commit_s + self.skew_s + self.reveal_s
+
+    @classmethod
+    def of(cls, round_s: float) -> Times:
+        """Divide a round of ``round_s`` seconds: three draws after three skews (see `ViewQuorum`) are 99 % of it."""
+        return cls(commit_s=0.19 * round_s, skew_s=0.04 * round_s, reveal_s=0.06 * round_s)
+
+
+@dataclass
+class Draw:
+    """Verifiers of one attempt and the records that came from them in time."""
+
+    verifiers: tuple[str, ...]
+    starts: float
+    times: Times
+    commitments: dict[str, Commitment] = field(default_factory=dict)
+    reveals: dict[str, Reveal] = field(default_factory=dict)
+    contradicted: set[str] = field(default_factory=set)
+    watched: bool = True
+    """False if this peer joined after the draw began: then it cannot say who was absent."""
+
+    def takes_commitments(self, now: float) -> bool:
+        """Return whether a commitment that comes now is in time."""
+        return now < self.starts + self.times.commit_s
+
+    def takes_reveals(self, now: float) -> bool:
+        """Return whether a reveal is in time. An early one is kept and harms only its author, whose vote can be copied."""
+        return now < self.starts + self.times.total_s
+
+    def is_revealing(self, now: float) -> bool:
+        """Return whether those who committed should reveal."""
+        all_in = len(self.commitments) == len(self.verifiers)
+        return self.takes_reveals(now) and (all_in or now >= self.starts + self.times.commit_s + self.times.skew_s)
+
+    def is_over(self, now: float) -> bool:
+        """Return whether the marks are final: time is up, or all votes are there."""
+        return not self.takes_reveals(now) or all(mark in ("valid", "invalid") for mark in self.marks())
+
+    def marks(self) -> tuple[Mark, ...]:
+        """Return the mark of each verifier, as seen here so far."""
+        return tuple(map(self._mark, self.verifiers))
+
+    def _mark(self, peer: str) -> Mark:
+        commitment, reveal = self.commitments.get(peer), self.reveals.get(peer)
+        if commitment is None:
+            return "absent"
+        if reveal is None or peer in self.contradicted or not reveal.fits(commitment):
+            return "withheld"
+        return reveal.vote
+
+
+@dataclass
+class Case:
+    """``key``: the id of what asked for it, the claim or the appeal."""
+
+    key: bytes
+    claim: Claim
+    appeal: Dispute | Opening | None
+    draws: tuple[Draw, ...]
+    _last: int | None = None  # the draw that was under way when voting ended
+
+    @classmethod
+    def at(
+        cls,
+        begin: float,
+        claim: Claim,
+        appeal: Dispute | Opening | None,
+        verifiers: tuple[tuple[str, ...], ...],
+        times: Times,
+        now: float = 0.0,
+    ) -> Case:
+        """Make the case of ``claim``, or of ``appeal`` against its ruling; ``now`` is when this peer learned of it."""
+        starts = [begin + times.total_s * number for number in range(len(verifiers))]
+        draws = tuple(Draw(drawn, at, times, watched=now <= at) for drawn, at in zip(verifiers, starts, strict=True))
+        return cls((appeal or claim).id, claim, appeal, draws)
+
+    def current(self, now: float) -> int:
+        """Return the number of the draw that is under way, or of the last one."""
+        if self._last is not None:
+            return self._last
+        number = 0
+        while number + 1 < len(self.draws) and self.draws[number].is_over(now) and decide(self.draws[number].marks()) is None:
+            number += 1
+        if self.draws[number].is_over(now):  # and it decided something, or is the last
+            self._last = number
+        return number
+
+    def is_over(self, now: float) -> bool:
+        """Return whether voting has ended."""
+        self.current(now)
+        return self._last is not None
+
 
 REASONS = (
     "forged", "foreign", "banned", "replayed", "future", "stale", "late", "unknown", "not-drawn", "contradiction", "unfit", "quota",
@@ -366,3 +486,103 @@ class Consensus:
 
 def _no_views(view: View) -> None:
     """Ignore views, where no electorate is agreed on, as in tests of one peer."""
+
+
+# A peer as a verifier: it turns duties into signed records. A callback checks the claims.
+
+MAX_VOTES = 4096  # hidden votes that wait to be revealed
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Vote and at most 512 bytes of what was measured."""
+
+    vote: Vote
+    evidence: bytes = b""
+
+
+Check = Callable[[Claim], Checked | None]
+"""Verifies a claim; None abstains, because the budget is spent or the output cannot be had."""
+
+
+class Voter:
+    """``peer`` as a verifier in ``consensus``. ``publish`` spreads a record soon, and never waits; it may come back to this peer.
+    ``salt``: 32 fresh secret bytes with each call, which also feed the next beacon.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        consensus: Consensus,
+        publish: Callable[[Signed], None],
+        sign: Sign,
+        check: Check,
+        salt: Callable[[], bytes],
+    ) -> None:
+        self.peer, self.consensus = peer, consensus
+        self._publish, self._sign, self._check, self._salt = publish, sign, check, salt
+        self._hidden: dict[tuple[bytes, int], Reveal] = {}
+        self._left: set[tuple[bytes, int]] = set()
+        self._takes = 0.0  # seconds that a check is expected to take
+
+    def publish(self, record: VoteRecord) -> None:
+        """Sign, take and spread a record of this peer. Raises Refused if the own consensus refuses it; then it is not sent."""
+        signed = Signed.by(self._sign, record)
+        self.consensus.take(signed)
+        self._publish(signed)
+
+    def work(self, most: int = 1) -> int:
+        """Do what is due, first what others wait for; check at most ``most`` claims, which costs. Returns how many."""
+        if len(self._left) > MAX_VOTES:
+            self._left.clear()
+        self._publish_due()
+        checked = 0
+        for duty in self.consensus.duties(self.peer):
+            key = (duty.case, duty.attempt)
+            if duty.what != "check" or key in self._hidden or key in self._left:
+                continue
+            if checked >= most:
+                break
+            if self.consensus.now() + self._takes >= duty.until:
+                self._left.add(key)  # it would end too late, and keep this peer from revealing other votes in time
+                self._takes *= 0.75  # one slow check must not keep it from trying again
+                continue
+            checked += 1
+            self._commit(key, duty.claim)
+        if checked:
+            self._publish_due()
+        return checked
+
+    def _publish_due(self) -> None:
+        """Publish the reveals and verdicts that are due."""
+        for duty in self.consensus.duties(self.peer):
+            key = (duty.case, duty.attempt)
+            if duty.what == "reveal" and key in self._hidden:
+                self._try(self._hidden.pop(key))
+            elif duty.what == "state":
+                self._hidden.pop(key, None)
+                self._left.discard(key)
+                self._try(Verdict(peer=self.peer, case=duty.case, attempt=duty.attempt, marks=duty.marks))
+
+    def _commit(self, key: tuple[bytes, int], claim: Claim) -> None:
+        before = self.consensus.now()
+        checked = self._check(claim)
+        self._takes = self.consensus.now() - before
+        if checked is None or len(self._hidden) >= MAX_VOTES:
+            self._left.add(key)
+            return
+        reveal = Reveal(
+            peer=self.peer, case=key[0], attempt=key[1], vote=checked.vote, evidence=checked.evidence, salt=self._salt()
+        )
+        if self._try(Commitment(peer=self.peer, case=key[0], attempt=key[1], digest=hide(reveal))):
+            self._hidden[key] = reveal
+        else:
+            self._left.add(key)
+
+    def _try(self, record: VoteRecord) -> bool:
+        """Publish; return False if the record came too late, as after a long check. The consensus has counted that."""
+        try:
+            self.publish(record)
+        except Refused:
+            return False
+        return True

@@ -16,10 +16,29 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.planted_claims import BEHIND, belongs, must_plant
-from shoal.verification.consensus.records import MAX_SEATS, Claim, Commitment, Dispute, Entry, Mark, Opening, Reveal, Verdict, Vote
-from shoal.verification.consensus.sortition import LEAST, SETTLED, Electorate, draw_verifiers, is_audited
+from shoal.verification.consensus.records import (
+    MAX_SEATS,
+    Claim,
+    Commitment,
+    Dispute,
+    Entry,
+    Ledger,
+    Mark,
+    Opening,
+    Reveal,
+    Verdict,
+    Vote,
+)
+from shoal.verification.consensus.sortition import (
+    BEHIND,
+    LEAST,
+    SETTLED,
+    Electorate,
+    belongs,
+    draw_verifiers,
+    is_audited,
+    must_plant,
+)
 
 Outcome = Literal["valid", "invalid", "unverified"]
 Electorates = Mapping[int, Electorate]

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shoal.verification.fingerprints.activations import ActivationProof
+from shoal.verification.fingerprints.activations import ActivationProof, LastHidden, output_head, prefill_states
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature, Fingerprint, ProofError
-from shoal.verification.fingerprints.hidden import LastHidden, output_head, prefill_states
 from shoal.verification.fingerprints.sampling import Drawn, SeededSampling, draw, draw_each, draw_rows, gumbel, margins
 
 if TYPE_CHECKING:  # each keeps the protocol

@@ -11,19 +11,285 @@ weights on a small model, are replaced by what honest peers show (``verification
 
 from __future__ import annotations
 
+import math
+from functools import cache
+from types import TracebackType
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature, ProofError
-from shoal.verification.fingerprints.polynomial import (
-    MOST_POINTS,
-    PRIME,
-    SMALLEST_MODULUS,
-    evaluate,
-    injective_modulus,
-    interpolate,
-)
+
+# Points as a polynomial modulo a prime, which can be looked up without listing their x (TOPLOC, 2501.16007, section 4).
+#
+# K points (x, y) are the values of one polynomial of degree K - 1 over the integers modulo 65,497, so K coefficients of 16 bits
+# hold them all, without the x. A verifier that knows an x evaluates the polynomial there and gets its y; at any other x it gets
+# noise.
+#
+# The interpolation is Lagrange's, written with power sums so that it is a few products for many windows at once. With M(x) = prod
+# (x - x_i) = sum_j m_j x^j, w_i = y_i / M'(x_i) and S_t = sum_i w_i x_i^t, the coefficients are c_l = sum_{j > l} m_j S_{j-1-l}.
+# Everything is float64, exactly: factors are below 2^16, and sums of at most 1,024 of their products below 2^42. Of powers only
+# two short ladders are made (Paterson and Stockmeyer 1973): all of them would be 128 KB a window.
+
+PRIME = 65497
+SMALLEST_MODULUS = 2**15
+MOST_POINTS = 1024
+Floats = npt.NDArray[np.float64]
+"""Here in numpy: the arrays are small, and each of its calls costs a third of one of torch's."""
+
+
+def injective_modulus(indices: Tensor) -> int:
+    """Return the largest number up to ``PRIME`` modulo which the ``indices`` (K,) int64 are all different.
+
+    Raises ``ValueError`` if there is none above 32,768; with 128 of 262,144 places it is the first or second nearly always.
+    """
+    for modulus in range(PRIME, SMALLEST_MODULUS, -1):
+        if len(set((indices % modulus).tolist())) == len(indices):
+            return modulus
+    raise ValueError("no modulus keeps the indices apart: are there duplicates among them?")
+
+
+def interpolate(x: Tensor, y: Tensor) -> Tensor:
+    """Return the coefficients (W, K) int64, constant first, of polynomials through ``x``, ``y`` (W, K) int64 in [0, ``PRIME``).
+
+    All x of one row must differ. Raises ``ValueError`` on other shapes, values out of range, or equal x.
+    """
+    if x.shape != y.shape or x.dim() != 2 or not 0 < x.shape[1] <= MOST_POINTS:
+        raise ValueError(
+            f"x and y must be equally many rows of 1 to {MOST_POINTS} points, not {tuple(x.shape)} and {tuple(y.shape)}"
+        )
+    _check_range(x, "x")
+    _check_range(y, "y")
+    count = x.shape[1]
+    places = _floats(x)
+    master = _product_of_roots(places)  # (W, K), constant first, without the leading 1
+    slope = np.ones_like(master)
+    slope[:, :-1] = master[:, 1:]
+    slope *= np.arange(1, count + 1)  # of M'
+    ladders = _ladders(places, count)
+    at_roots = _at(_reduced(slope), ladders).astype(np.int64)
+    if not at_roots.all():
+        raise ValueError("two points of one polynomial have the same x")
+    weights = _reduced(_floats(y) * _inverses()[at_roots])  # w_i, (W, K)
+    small, large = ladders
+    sums = _reduced(_reduced(large * weights[:, None]) @ small.transpose(0, 2, 1)).reshape(len(x), -1)[:, :count]  # S_t
+    # In each term of c_l the index of m is larger by l + 1: terms of one product, once the sums are turned round.
+    turned = sums[:, ::-1]
+    found = _product(master, turned)[:, count:] + turned  # the last is for m_K, which is 1
+    return torch.from_numpy(_reduced(found).astype(np.int64))
+
+
+def evaluate(coefficients: Tensor, x: Tensor) -> Tensor:
+    """Return the values (W, P) int64 of the polynomials ``coefficients`` (W, K) at ``x`` (W, P) int64, both in [0, ``PRIME``)."""
+    _check_range(coefficients, "coefficients")
+    _check_range(x, "x")
+    found = _at(_floats(coefficients), _ladders(_floats(x), coefficients.shape[1]))
+    return torch.from_numpy(found.astype(np.int64))
+
+
+def _check_range(values: Tensor, name: str) -> None:
+    if values.is_floating_point() or (values.numel() and not 0 <= int(values.min()) <= int(values.max()) < PRIME):
+        raise ValueError(f"{name} must be whole numbers from 0 to {PRIME - 1}")
+
+
+def _floats(values: Tensor) -> Floats:
+    return values.numpy(force=True).astype(np.float64)
+
+
+def _reduced(values: Floats) -> Floats:
+    """Reduce ``values`` modulo the prime, in place, for whole numbers in [0, 2^43): faster than the remainder.
+
+    A quotient is rounded at 2^-26 of a unit there, and is at least 1 / ``PRIME`` below the next whole number: its floor is right.
+    """
+    quotients = values / PRIME
+    np.floor(quotients, out=quotients)
+    quotients *= PRIME
+    values -= quotients
+    return values
+
+
+def _powers(x: Floats, count: int) -> Floats:
+    """Compute x^0 ... x^(count-1) modulo the prime, (W, P) to (W, count, P), by doubling."""
+    powers = np.ones((x.shape[0], count, x.shape[1]))
+    step, done = x[:, None], 1  # step: x^done
+    while done < count:
+        more = min(done, count - done)
+        powers[:, done : done + more] = _reduced(powers[:, :more] * step)
+        step, done = _reduced(step * step), done + more
+    return powers
+
+
+def _ladders(x: Floats, count: int) -> tuple[Floats, Floats]:
+    """Return the powers of ``x`` (W, P) below a, (W, a, P), and every a-th one, (W, b, P): a b >= ``count``, each about its root.
+
+    Products of the two are all powers below ``count``, which need not be stored.
+    """
+    rungs = math.isqrt(count - 1) + 1
+    small = _powers(x, rungs)
+    return small, _powers(_reduced(small[:, -1] * x), -(-count // rungs))
+
+
+def _at(coefficients: Floats, ladders: tuple[Floats, Floats]) -> Floats:
+    """Return the values (W, P) of the polynomials ``coefficients`` (W, K) at the points of these ladders."""
+    small, large = ladders
+    rungs, steps = small.shape[1], large.shape[1]
+    padded = np.zeros((len(coefficients), rungs * steps))
+    padded[:, : coefficients.shape[1]] = coefficients
+    parts = _reduced(padded.reshape(-1, steps, rungs) @ small)  # (W, steps, P)
+    parts *= large
+    return _reduced(parts.sum(axis=1))
+
+
+def _product(left: Floats, right: Floats) -> Floats:
+    """Multiply polynomials (..., n) to (..., 2 n), the last coefficient 0, by FFT. Not reduced.
+
+    Exact for whole numbers in [0, ``PRIME``) and n <= 1,024: sums below 2^42 have errors of about 2^-8 in float64.
+    """
+    size = 2 * left.shape[-1]
+    made: Floats = np.rint(np.fft.irfft(np.fft.rfft(left, size) * np.fft.rfft(right, size), size))
+    return made
+
+
+def _product_of_roots(x: Floats) -> Floats:
+    """Return the coefficients of prod (t - x_i), (W, K) to (W, K), without the leading 1, by halving."""
+    count = x.shape[1]
+    # Factors of t make their number a power of two; they move all coefficients up, and are taken away in the end.
+    missing = (1 << (count - 1).bit_length()) - count
+    factors = np.zeros((len(x), 1, count + missing))  # (W, size, how many): long rows while factors are short
+    factors[:, 0, :count] = _reduced(PRIME - x)
+    while factors.shape[2] > 1 and factors.shape[1] <= 4:
+        size, half = factors.shape[1], factors.shape[2] // 2
+        left, right = factors[:, :, :half], factors[:, :, half:]
+        made = np.zeros((len(x), 2 * size, half))
+        for at in range(size):
+            made[:, at : at + size] += left[:, at : at + 1] * right
+        made[:, size:] += left  # the leading 1 of each times the other
+        made[:, size:] += right
+        factors = _reduced(made)
+    factors = np.ascontiguousarray(factors.transpose(0, 2, 1))  # (W, how many, size)
+    while factors.shape[1] > 1:
+        size, half = factors.shape[2], factors.shape[1] // 2
+        made = _product(factors[:, :half], factors[:, half:])
+        made[:, :, size:] += factors[:, :half]
+        made[:, :, size:] += factors[:, half:]
+        factors = _reduced(made)
+    return factors[:, 0, missing:]
+
+
+@cache
+def _inverses() -> Floats:
+    """Return the inverse of every number modulo the prime, (PRIME,), by Fermat: a^(p-2). That of 0 is 0 and not used."""
+    base = np.arange(PRIME, dtype=np.float64)
+    inverse = np.ones_like(base)
+    exponent = PRIME - 2
+    while exponent:
+        if exponent & 1:
+            inverse = _reduced(inverse * base)
+        base = _reduced(base * base)
+        exponent >>= 1
+    return inverse
+
+
+# Recorder of the last hidden state of any torch module: a hook on the input of the layer that makes the logits.
+
+
+def output_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Module:
+    """Return the layer that turns the last hidden state into logits.
+
+    ``head`` is the module or its dotted name in ``model``. Without it: what ``model.get_output_embeddings()`` returns, as with
+    Hugging Face's models, or else the ``nn.Linear`` that was registered last. Raises ``ValueError`` if there is none.
+    """
+    if isinstance(head, nn.Module):
+        return head
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    if head is not None:
+        if head not in modules:
+            raise ValueError(f"the model has no module '{head}': name the layer that makes the logits")
+        return modules[head]
+    getter = getattr(model, "get_output_embeddings", None)
+    found = getter() if callable(getter) else None
+    if isinstance(found, nn.Module):
+        return found
+    linear = [module for module in modules.values() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ValueError("the model has no linear layer: name the layer that makes the logits")
+    return linear[-1]
+
+
+class LastHidden:
+    """Recorder of the last hidden state while it is open: ``with LastHidden(model) as hidden: model(tokens)``.
+
+    With ``every=False`` only the last position of each call is kept. That is what a generation needs that makes one token a call,
+    with a KV cache or without: state i is the one that token i was drawn from. With ``every=True`` all positions of all calls are
+    kept, for the one call of a prefill. States are kept in their dtype, on their device, outside the graph.
+
+    ``dtype`` is the coarsest that the calls computed in, as seen at the head: of its weights, its input, and autocast around it.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module | str | None = None, every: bool = False) -> None:
+        self._head = output_head(model, head)
+        self._every = every
+        self._kept: list[Tensor] = []
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._dtypes = {each.dtype for each in self._head.parameters() if each.is_floating_point()}
+
+    def __enter__(self) -> LastHidden:
+        self._hook = self._head.register_forward_pre_hook(self._keep)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _keep(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        state = inputs[0].detach() if inputs and isinstance(inputs[0], Tensor) else None
+        if state is None or state.dim() not in (2, 3):
+            raise ValueError("the layer that makes the logits was not given states of shape (batch, positions, width)")
+        state = state.unsqueeze(1) if state.dim() == 2 else state  # some models pass the last position alone
+        self._dtypes.add(state.dtype)
+        kind = state.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            self._dtypes.add(torch.get_autocast_dtype(kind))
+        # A view of the last position would keep the whole prompt's states alive.
+        self._kept.append(state.clone() if self._every else state[:, -1:].clone())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the computation. Raises ``ValueError`` if no call was recorded."""
+        if not self._kept:
+            raise ValueError("the model was not called while its hidden states were recorded")
+        return max(self._dtypes, key=lambda dtype: (torch.finfo(dtype).eps, str(dtype)))
+
+    def states(self) -> Tensor:
+        """Return the states (batch, positions, width) of all calls so far. Raises ``ValueError`` if there were none."""
+        if not self._kept:
+            raise ValueError("the model was not called while its hidden states were recorded")
+        return torch.cat(self._kept, dim=1)
+
+
+def prefill_states(
+    model: nn.Module, prompt: Tensor, completion: Tensor, head: nn.Module | str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the states (n, width) and logits (n, V) from which each token of ``completion`` (n,) was drawn, in one model call.
+
+    ``prompt`` (p,) int64, p >= 1; ``model`` maps tokens (1, T) to logits (1, T, V), or to an object that holds them in ``logits``.
+    Raises ``ValueError`` on other shapes.
+    """
+    if prompt.dim() != 1 or completion.dim() != 1 or not len(prompt) or not len(completion):
+        raise ValueError("prompt and completion must each be a row of at least one token")
+    with torch.no_grad(), LastHidden(model, head, every=True) as hidden:
+        made = model(torch.cat((prompt, completion[:-1])).unsqueeze(0))
+    logits = getattr(made, "logits", made)
+    states = hidden.states()
+    first, total = len(prompt) - 1, len(prompt) + len(completion) - 1
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != (1, total) or states.shape[:2] != (1, total):
+        raise ValueError(f"the model must give a state and logits for each of the {total} tokens it is shown")
+    return states[0, first:], logits[0, first:]
+
 
 WINDOW, TOP = 32, 128
 MOST_TOKENS, MOST_WIDTH = 1 << 17, 1 << 16

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from shoal import Shard, Task
-from shoal.node.tasks.corpus import DataError, Document, read_documents
+from shoal.node.tasks.text import DataError, Document, read_documents
 
 
 class Finetune(Task):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal import Shard, Task
-from shoal.node.tasks.corpus import DataError, Document, read_documents
+from shoal.node.tasks.text import DataError, Document, read_documents
 
 
 class Model(nn.Module):

@@ -9,13 +9,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.node.verify.audit.budget import Budget
-from shoal.node.verify.audit.errors import NotCheckable
-from shoal.node.verify.audit.finding import Finding
+from shoal.node.verify.audit.finding import Finding, NotCheckable
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.verification.consensus.participant import Slot
+from shoal.verification.consensus.protocol import Checked
 from shoal.verification.consensus.records import Claim, Vote
-from shoal.verification.consensus.voter import Checked
+
+# Budget of checking: some seconds of a node's time in each minute, saved up for one minute at most.
+
+MINUTE = 60.0
+
+
+class Budget:
+    """Time budget of ``seconds`` in each minute; ``clock``: seconds. A check that was begun is finished, so it may be overdrawn."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._rate, self._most, self._clock = seconds / MINUTE, seconds, clock
+        self._left, self._since = seconds, clock()
+        self.spent = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """True if a check may begin now."""
+        now = self._clock()
+        self._left = min(self._most, self._left + (now - self._since) * self._rate)
+        self._since = now
+        return self._left > 0
+
+    def spend(self, seconds: float) -> None:
+        """Charge the seconds of a check."""
+        self.spent += seconds
+        self._left -= seconds
+
 
 log = logging.getLogger(__name__)
 

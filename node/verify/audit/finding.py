@@ -5,8 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from shoal.swarm.errors import ShoalError
 from shoal.verification.calibration.calibration import Honest, Pair
 from shoal.verification.fingerprints.fingerprint import Evidence
+
+# Errors of this node while it proves or checks; a prover's faults are findings, never errors.
+
+
+class VerifyError(ShoalError):
+    """Failure to make or read a claim, a snapshot or a calibration on this node."""
+
+
+class NotCheckable(VerifyError):
+    """Inability of this node to judge a claim: no calibration, no such policy, or no snapshot."""
+
+
+class NotCalibrated(NotCheckable):
+    """Missing calibration of the policy for the dtypes of prover and verifier."""
+
 
 MOST_EVIDENCE = 512  # bytes, as a reveal has room for
 _REASON = 200  # characters of the reason that travel

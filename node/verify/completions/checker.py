@@ -7,27 +7,262 @@ one's, and small changes of the weights pass.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
 import math
+import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from shoal.node.rl.environment import Env
-from shoal.node.rl.policy import Policy
-from shoal.node.verify.audit.errors import NotCalibrated, NotCheckable, VerifyError
-from shoal.node.verify.audit.finding import Finding, Measured
-from shoal.node.verify.audit.snapshot import digest, load_snapshot, most_bytes
-from shoal.node.verify.completions.examination import ACTIVATIONS, dtype_of, examine, width_of
-from shoal.node.verify.completions.material import DTYPES, Agreed, Dtype, Material, decode, output_hash, seed_of
-from shoal.node.verify.completions.prover import fingerprint
+from shoal.node.rl.policy import Choose, Completion, Policy
+from shoal.node.verify.audit.finding import Finding, Measured, NotCalibrated, NotCheckable, VerifyError
+from shoal.node.verify.audit.network import digest, load_snapshot, most_bytes
+from shoal.node.verify.completions.material import (
+    DTYPES,
+    Agreed,
+    Coordinates,
+    Dtype,
+    Material,
+    decode_material,
+    encode,
+    material_of,
+    output_hash,
+    seed_of,
+)
 from shoal.swarm.errors import MessageError
 from shoal.verification.calibration.calibration import RATE, Calibration, CalibrationError, Pair
 from shoal.verification.consensus.records import Claim
-from shoal.verification.fingerprints import Evidence
+from shoal.verification.fingerprints import (
+    ActivationProof,
+    Drawn,
+    Evidence,
+    LastHidden,
+    SeededSampling,
+    draw_each,
+    margins,
+    output_head,
+)
+
+# Generation of a group that can be checked, and its examination: in the same parts, so that only rounding may differ.
+#
+# A group is written at most PART completions at a time, each row with the same prompt, so nothing is padded before it. Token
+# number s of completion number r is drawn by Gumbel-max with the noise of position r * STRIDE + s of the claim's seed.
+#
+# Autocast of the caller is off meanwhile, as it is a thread's: author and verifier compute in the dtype of the weights, unless
+# the policy itself chooses another.
+
+PART = 16  # completions at a time
+AT_ONCE = 4096  # tokens of completions in one call of the module, which bounds the memory for logits
+STRIDE = 1 << 20
+ACTIVATIONS, SAMPLING = ActivationProof(), SeededSampling()
+
+
+def seed_bytes(seed: int) -> bytes:
+    """Encode a claim's seed for the noise."""
+    return seed.to_bytes(8, "big")
+
+
+def together(agreed: Agreed) -> int:
+    """Return how many completions go into one call of the module."""
+    return max(1, min(PART, AT_ONCE // agreed.max_tokens))
+
+
+@dataclass(frozen=True)
+class WrittenGroup:
+    """Completions of one prompt, the states (n, width) of their n tokens, row after row, and the dtype of the computation."""
+
+    completions: list[Completion]
+    states: Tensor
+    dtype: str
+
+
+@torch.no_grad()
+def write(policy: Policy, prompt: str, agreed: Agreed, seed: int) -> WrittenGroup:
+    """Write ``agreed.group`` completions of ``prompt``."""
+    written: list[Completion] = []
+    states: list[Tensor] = []
+    dtype = ""
+    for first in range(0, agreed.group, together(agreed)):
+        count = min(together(agreed), agreed.group - first)
+        with _plain(policy), LastHidden(policy.module) as hidden:
+            part = policy.generate(
+                [prompt] * count, 1, temperature=agreed.temperature, max_tokens=agreed.max_tokens, seed=0,
+                choose=_chooser(seed, agreed.temperature, first),
+            )  # fmt: skip
+        found, dtype = hidden.states(), _name(hidden.dtype)
+        written += [one for (one,) in part]
+        states += [row[: len(one.tokens)] for row, (one,) in zip(found, part, strict=True)]
+    return WrittenGroup(written, torch.cat(states), dtype)
+
+
+def _plain(policy: Policy) -> contextlib.AbstractContextManager[object]:
+    device = next(policy.module.parameters()).device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext()
+
+
+def _chooser(seed: int, temperature: float, first: int) -> Choose:
+    step = -1
+
+    def choose(logits: Tensor) -> Tensor:
+        nonlocal step
+        step += 1
+        positions = range(first * STRIDE + step, (first + len(logits)) * STRIDE + step, STRIDE)
+        return draw_each(logits, seed_bytes(seed), positions, temperature)
+
+    return choose
+
+
+@torch.no_grad()
+def read(policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agreed, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the own states (n, width) of the n tokens of all ``rows``, and their margins (n,) with ``seed``, by prefills.
+
+    Raises ValueError if the policy's numbers for these tokens are not finite, or it cannot read so many tokens.
+    """
+    states: list[Tensor] = []
+    found: list[Tensor] = []
+    for first in range(0, len(rows), together(agreed)):
+        part = rows[first : first + together(agreed)]
+        with _plain(policy), LastHidden(policy.module, every=True) as hidden:
+            logits, mask = policy.logits([prompt] * len(part), part)
+        own = hidden.states()[:, -logits.shape[1] :]
+        for number, row in enumerate(part):
+            if int(mask[number].sum()) != len(row):
+                raise ValueError(f"the policy cannot read {len(row)} tokens")
+            kept = slice(0, len(row))
+            tokens = torch.tensor(list(row), dtype=torch.int64, device="cpu")
+            drawn = Drawn(tokens, logits[number, kept], seed_bytes(seed), agreed.temperature, (first + number) * STRIDE)
+            found.append(margins(drawn))
+            states.append(own[number, kept])
+    return torch.cat(states), torch.cat(found)
+
+
+def examine(
+    policy: Policy, prompt: str, rows: Sequence[Sequence[int]], proof: bytes, agreed: Agreed, seed: int
+) -> dict[str, Evidence]:
+    """Measure how far ``proof`` and the tokens are from what ``policy`` computes for them, by fingerprint.
+
+    Raises ValueError as `read`; faults of the proof are in the evidence.
+    """
+    states, found = read(policy, prompt, rows, agreed, seed)
+    return {ACTIVATIONS.name: ACTIVATIONS.compare(proof, states), SAMPLING.name: SAMPLING.measured(found)}
+
+
+def width_of(policy: Policy) -> int:
+    """Return the width of the last hidden state."""
+    return int(getattr(output_head(policy.module), "weight").shape[1])  # noqa: B009
+
+
+def dtype_of(policy: Policy) -> str:
+    """Return the dtype of the policy's module, such as "float32"."""
+    return _name(next(policy.module.parameters()).dtype)
+
+
+def kernel_of(policy: Policy) -> str:
+    """Return what computes ``policy``, such as "torch 2.13.0+cpu, cpu AVX512"."""
+    device = next(policy.module.parameters()).device
+    kind = f" {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else ""
+    if device.type == "cuda":
+        kind = " {}.{}".format(*torch.cuda.get_device_capability(device))
+    return f"torch {torch.__version__}, {device.type}{kind}"[:64]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Prover of completions: a group written so that others can check which policy wrote it, and its claim.
+
+
+@dataclass(frozen=True)
+class ProvenGroup:
+    """Group that can be claimed. ``material`` is served to those who ask for `Claim.fingerprint`."""
+
+    at: Coordinates
+    agreed: Agreed
+    seed: int
+    completions: list[Completion]
+    material: bytes
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(one.tokens) for one in self.completions)
+
+
+def policy_label(spec: str) -> str:
+    """Return a policy's name among peers: tiny without its habit, since a snapshot holds all of it; a model without its folder."""
+    kind, _, rest = spec.partition(":")
+    name = kind if kind == "tiny" else f"{kind}:{rest.rstrip('/').rpartition('/')[2]}"
+    return re.sub(r"[^A-Za-z0-9_.:+-]", "_", name)[:128]
+
+
+def prove(
+    policy: Policy, env: Env, at: Coordinates, agreed: Agreed, seed: int, *, policy_name: str, snapshot_bytes: int,
+    planted_prompt: str | None = None, allowed: Collection[str] = tuple(DTYPES),
+) -> ProvenGroup:  # fmt: skip
+    """Write a group of completions of the question ``at``, drawn with ``seed`` (`seed_of`), and prove which policy wrote it.
+
+    The dtype is the one that the completions were really computed in, which must be among ``allowed``. ``planted_prompt``: of
+    another question, which is answered in place of the claimed one, so that the claim is wrong but looks like others until it is
+    checked.
+
+    Raises VerifyError if the policy cannot write ``agreed.max_tokens`` tokens, computes nonsense, or computes in another dtype.
+    """
+    prompt = env.made.question(at.seed, at.index).prompt if planted_prompt is None else planted_prompt
+    try:
+        group = write(policy, prompt, agreed, seed)
+        proof = ACTIVATIONS.make(group.states)
+    except ValueError as error:
+        raise VerifyError(f"The policy's answers cannot be proved ({error}): mend the policy, or turn verification off.") from error
+    if group.dtype not in allowed:
+        raise VerifyError(
+            f"The policy computes in {group.dtype}, where claims of completions are in {' or '.join(allowed)}: give it weights of "
+            "that dtype and no autocast of its own, name its dtype in verify.dtypes, or turn verification off."
+        )
+    completions = group.completions
+    short = [len(one.tokens) for one in completions if one.finish == "length" and len(one.tokens) != agreed.max_tokens]
+    if short:
+        raise VerifyError(
+            f"The policy stops after {short[0]} tokens where {agreed.max_tokens} are agreed: set rl.max_tokens to {short[0]}."
+        )
+    rows = [one.tokens for one in completions]
+    finish = [one.finish for one in completions]
+    material = material_of(
+        at, rows, finish, proof=proof, policy=policy_name, dtype=group.dtype, kernel=kernel_of(policy), snapshot=snapshot_bytes
+    )
+    return ProvenGroup(at, agreed, seed, completions, encode(material))
+
+
+def make_claim(proven: ProvenGroup, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
+    """Make the record to sign and publish; ``model`` is the SHA-256 of the policy's snapshot.
+
+    Raises ValueError if ``proven`` was drawn with another seed than that of this round and slot.
+    """
+    if proven.seed != seed_of(run, round, peer, slot, proven.at.hash):
+        raise ValueError("the group was drawn with the seed of another claim")
+    return claim_of(proven, run=run, round=round, peer=peer, slot=slot, model=model)
+
+
+def claim_of(proven: ProvenGroup, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
+    """Do ``make_claim`` without a check of the seed."""
+    output = output_hash([one.tokens for one in proven.completions])
+    return Claim(
+        peer=peer, run=run, round=round, slot=slot, model=model, prompt=proven.at.hash, sampling=proven.agreed.hash,
+        seed=proven.seed, tokens=proven.tokens, output=output, fingerprint=fingerprint(proven.material),
+    )  # fmt: skip
+
+
+def fingerprint(material: bytes) -> bytes:
+    """Return the SHA-256 of the material, its address, for `Claim.fingerprint`."""
+    return hashlib.sha256(material).digest()
+
 
 KEPT = 4  # snapshots
 WORDS = {
@@ -123,7 +358,7 @@ class Checker:
         if fingerprint(data) != claim.fingerprint:
             raise _Wrong("The material is not the one that the claim names.")
         try:
-            material = decode(data)
+            material = decode_material(data)
         except MessageError as error:
             raise _Wrong(str(error)) from None
         if material.coordinates.hash != claim.prompt:

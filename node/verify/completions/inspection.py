@@ -13,16 +13,12 @@ from shoal.node.config.device import use_threads
 from shoal.node.rl.environment import Env, Option
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.policy import Policy
-from shoal.node.verify.audit.errors import NotCalibrated, NotCheckable, VerifyError
-from shoal.node.verify.audit.finding import Finding
-from shoal.node.verify.completions.calibrate import Progress, calibrate, own_dtypes, self_calibrate
-from shoal.node.verify.completions.checker import Checker
-from shoal.node.verify.completions.material import Agreed, Dtype, Material, decode
-from shoal.node.verify.completions.prover import fingerprint, policy_label
-from shoal.node.verify.completions.store import Stored
+from shoal.node.verify.audit.finding import Finding, NotCalibrated, NotCheckable, VerifyError
+from shoal.node.verify.completions.checker import Checker, fingerprint, policy_label
+from shoal.node.verify.completions.kind import Progress, calibrate, own_dtypes, self_calibrate
+from shoal.node.verify.completions.material import Agreed, Dtype, Material, Stored, decode_material
 from shoal.swarm.errors import MessageError
-from shoal.verification.calibration.calibration import Calibration, CalibrationError
-from shoal.verification.calibration.file import load_calibration
+from shoal.verification.calibration.calibration import Calibration, CalibrationError, load_calibration
 
 
 def inspect(stored: Stored, model: str, env: str | None, calibration: Path | None, claims: int) -> Finding:
@@ -37,7 +33,7 @@ def inspect(stored: Stored, model: str, env: str | None, calibration: Path | Non
     if fingerprint(stored.material) != stored.claim.fingerprint:
         return Finding(False, "The material is not the one that the claim names.")
     try:
-        material = decode(stored.material)
+        material = decode_material(stored.material)
     except MessageError as error:
         return Finding(False, str(error))
     made = _environment(material, env)
@@ -89,7 +85,7 @@ def report(stored: Stored, finding: Finding) -> dict[str, Any]:
     claim = stored.claim
     about = {"claim": claim.id.hex(), "peer": claim.peer, "run": claim.run, "round": claim.round, "slot": claim.slot}
     with contextlib.suppress(MessageError):
-        material = decode(stored.material)
+        material = decode_material(stored.material)
         about |= {"dtype": material.dtype, "kernel": material.kernel}
     found = {"accepted": finding.accepted, "reason": finding.reason, "statistics": finding.statistics, "seconds": finding.seconds}
     return {**found, **about, "model": claim.model.hex()}

@@ -4,27 +4,211 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 from shoal.node.config.settings import Settings
+from shoal.node.rl.environment import Env, Question
 from shoal.node.rl.policy import Policy
-from shoal.node.rl.task import RLTask
+from shoal.node.rl.task import Claimed, RLTask
 from shoal.node.verify.audit.auditing import Made
-from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.audit.network import AuditNetwork
-from shoal.node.verify.audit.snapshot import digest
-from shoal.node.verify.completions import store
-from shoal.node.verify.completions.calibrate import own_dtypes, read_calibration, self_calibrate
-from shoal.node.verify.completions.checker import Checker
-from shoal.node.verify.completions.claiming import Claimer
-from shoal.node.verify.completions.material import Agreed, Dtype
-from shoal.node.verify.completions.prover import make_claim
+from shoal.node.verify.audit.finding import VerifyError
+from shoal.node.verify.audit.network import AuditNetwork, digest, snapshot
+from shoal.node.verify.completions.checker import ACTIVATIONS, SAMPLING, Checker, ProvenGroup, examine, make_claim, prove, write
+from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, Dtype, newest_claims, save_claim, seed_of
 from shoal.swarm.manifest.verify import Terms
-from shoal.verification.calibration.calibration import Calibration
+from shoal.verification.calibration.calibration import (
+    FEWEST,
+    RATE,
+    Calibration,
+    CalibrationError,
+    Pair,
+    load_calibration,
+    save_calibration,
+)
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Signed
+from shoal.verification.fingerprints import Evidence
+
+# The training thread's part in verification: writing the groups of completions that are to be claimed.
+
+MOST_WRITTEN = 64  # groups that wait to be claimed
+ASIDE = 2**40  # distance to the questions of which one is answered instead where a claim has to be wrong
+ASIDES = 64  # questions to try there: where there are few, the same one comes up again
+
+
+@dataclass(frozen=True)
+class Written:
+    """Group to claim for ``slot``, and the weights with which it was written."""
+
+    slot: Slot
+    proven: ProvenGroup
+    snapshot: bytes
+
+
+class Claimer:
+    """Writer of groups for the slots that it was offered. ``offer`` and ``take`` are for one other thread.
+
+    ``round`` returns the current round of verification; a slot of an earlier one is too late. ``allowed``: dtypes of claims.
+    """
+
+    def __init__(
+        self, env: Env, agreed: Agreed, run: str, peer: str, *, policy_name: str, round: Callable[[], int],
+        allowed: Collection[str] = tuple(DTYPES),
+    ) -> None:  # fmt: skip
+        self._env, self._agreed, self._run, self._peer = env, agreed, run, peer
+        self._policy_name, self._round, self._allowed = policy_name, round, allowed
+        self._lock = threading.Lock()  # guards the next three
+        self._slots: deque[Slot] = deque()
+        self._filled: set[tuple[int, int]] = set()
+        self._written: deque[Written] = deque(maxlen=MOST_WRITTEN)
+        self.seconds = 0.0
+        """Time of the training thread spent on writing such groups, generating included."""
+
+    def offer(self, slots: Sequence[Slot]) -> None:
+        """Replace the slots for which groups are to be written."""
+        with self._lock:
+            self._filled &= {(slot.round, slot.slot) for slot in slots}
+            self._slots = deque(slot for slot in slots if (slot.round, slot.slot) not in self._filled)
+
+    def take(self) -> list[Written]:
+        """Return the groups written since the last call."""
+        with self._lock:
+            written = list(self._written)
+            self._written.clear()
+        return written
+
+    def write(self, policy: Policy, seed: int, index: int, question: Question) -> Claimed | None:
+        del question  # the prover makes it anew, as verifiers do
+        with self._lock:
+            slot = self._slots.popleft() if self._slots else None
+            if slot is None or slot.round != self._round():
+                return None
+            self._filled.add((slot.round, slot.slot))
+        began = time.perf_counter()
+        at = Coordinates.of(self._env, seed, index)
+        aside = self._aside(seed, index) if slot.planted else None
+        if slot.planted and aside is None:
+            return None
+        held = snapshot(policy)
+        proven = prove(
+            policy, self._env, at, self._agreed, seed_of(self._run, slot.round, self._peer, slot.slot, at.hash),
+            policy_name=self._policy_name, snapshot_bytes=len(held), planted_prompt=aside,
+            allowed=self._allowed,
+        )  # fmt: skip
+        with self._lock:
+            self._written.append(Written(slot, proven, held))
+        self.seconds += time.perf_counter() - began
+        return Claimed(proven.completions, slot.planted)
+
+    def _aside(self, seed: int, index: int) -> str | None:
+        """Return the prompt of another question, or None if none was found: an answer to the same one would be a right claim."""
+        asked = self._env.made.question(seed, index).prompt
+        others = (self._env.made.question(seed, index + ASIDE + number).prompt for number in range(ASIDES))
+        return next((prompt for prompt in others if prompt != asked), None)
+
+
+# Calibration of a policy: honest claims, measured on this machine for each pair of dtypes of prover and verifier.
+
+QUESTIONS = 2**61  # the seed of the questions
+Progress = Callable[[int, int], None]
+"""(claims done, of how many)"""
+
+
+def self_calibrate(
+    policy: Policy, env: Env, agreed: Agreed, *, policy_name: str, claims: int, dtypes: Sequence[Dtype] = ("float32",),
+    progress: Progress = lambda done, of: None, across: bool = True,
+) -> Calibration:  # fmt: skip
+    """Calibrate with ``claims`` honest claims of ``policy`` for each pair of ``dtypes``, or each of them with itself if not
+    ``across``; the policy does not change.
+
+    Raises VerifyError for fewer than 20 claims, or if the policy computes nonsense in one of the dtypes.
+    """
+    if claims < FEWEST:
+        raise VerifyError(f"A calibration needs at least {FEWEST} claims, not {claims}: ask for more.")
+    sides = {dtype: _cast(policy, dtype) for dtype in dtypes}
+    evidence: dict[Pair, list[Evidence]] = {}
+    for number, prover in enumerate(sides):
+        for claim in range(claims):
+            progress(number * claims + claim, len(sides) * claims)
+            at = Coordinates.of(env, QUESTIONS, claim)
+            prompt, seed = env.made.question(at.seed, at.index).prompt, seed_of("calibration", claim, prover, 0, at.hash)
+            try:
+                group = write(sides[prover], prompt, agreed, seed)
+                proof, rows = ACTIVATIONS.make(group.states), [one.tokens for one in group.completions]
+                for verifier in sides if across else (prover,):
+                    for name, found in examine(sides[verifier], prompt, rows, proof, agreed, seed).items():
+                        evidence.setdefault(Pair(name, policy_name, prover, verifier), []).append(found)
+            except ValueError as error:
+                raise VerifyError(f"The policy cannot be calibrated in {prover} ({error}): leave that dtype out.") from error
+    progress(len(sides) * claims, len(sides) * claims)
+    made = Calibration()
+    for pair, found_of in evidence.items():
+        made.add(pair, found_of)
+    return made
+
+
+def calibrate(
+    policy: Policy, env: Env, agreed: Agreed, out: Path, *, policy_name: str, claims: int, dtypes: Sequence[Dtype] = ("float32",),
+    rate: float = RATE, progress: Progress = lambda done, of: None,
+) -> str:  # fmt: skip
+    """Write ``self_calibrate`` to the file ``out``. Returns a warning if there are too few claims for ``rate``, or an empty text.
+
+    Raises VerifyError as that, or if the file cannot be written; and ValueError for a rate out of range.
+    """
+    made = self_calibrate(policy, env, agreed, policy_name=policy_name, claims=claims, dtypes=dtypes, progress=progress)
+    warning = next(iter(made.pairs.values())).warning(rate)
+    try:
+        save_calibration(made, out)
+    except OSError as error:
+        raise VerifyError(f"Cannot write {str(out)!r} ({error.strerror}): choose another file or its permissions.") from error
+    return warning[:1].upper() + warning[1:]
+
+
+def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> Calibration:
+    """Read a file of ``calibrate``, for checking claims of that policy, each in its own dtype (`own_dtypes`) or in float32.
+
+    Raises VerifyError if it cannot be read, or misses one of ``provers``' dtypes: abstaining costs reputation.
+    """
+    try:
+        found = load_calibration(path)
+    except CalibrationError as error:
+        raise VerifyError(f"The calibration {error}.") from None
+    own = own_dtypes(found, policy_name, provers)
+    wanted = {
+        Pair(fingerprint.name, policy_name, prover, prover if prover in own else "float32"): fingerprint.features
+        for prover in provers
+        for fingerprint in (ACTIVATIONS, SAMPLING)
+    }
+    if any(pair in found.pairs and found.pairs[pair].features != features for pair, features in wanted.items()):
+        raise VerifyError(
+            f"The calibration '{path}' was made by a version of shoal that measured other things: make another with "
+            "`shoal verify calibrate`, or leave node.calibration out."
+        )
+    if any(pair not in found.pairs for pair in wanted):
+        raise VerifyError(
+            f"The calibration '{path}' says nothing about {policy_name!r} in {' and '.join(provers)}: make another with "
+            "`shoal verify calibrate`, or leave node.calibration out."
+        )
+    return found
+
+
+def own_dtypes(known: Calibration, policy_name: str, provers: Collection[str]) -> tuple[str, ...]:
+    """Return those of ``provers``' dtypes that ``known`` can judge in the same dtype."""
+    names = ACTIVATIONS.name, SAMPLING.name
+    return tuple(one for one in provers if all(Pair(name, policy_name, one, one) in known.pairs for name in names))
+
+
+def _cast(policy: Policy, dtype: Dtype) -> Policy:
+    own = copy.deepcopy(policy)
+    own.module.to(DTYPES[dtype]).eval()
+    return own
+
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +260,7 @@ class CompletionClaims:
     def _hand_out_again(self) -> None:
         """Serve the claims of before a restart again: a verifier may still ask for them, and they would count as withheld."""
         oldest = self._round() - PENDING
-        for stored in store.newest(self._folder, KEPT):
+        for stored in newest_claims(self._folder, KEPT):
             claim = stored.claim
             if claim.peer == self._network.me and claim.run == self._network.swarm and claim.round >= oldest:
                 self._network.put(stored.material)
@@ -110,6 +294,6 @@ class CompletionClaims:
     def keep(self, signed: Signed, material: bytes, snapshot: bytes | None) -> None:
         """Store a claim of this node, or one that it checked, for `shoal verify`."""
         try:
-            store.save(self._folder, signed, material, self._agreed, snapshot, KEPT)
+            save_claim(self._folder, signed, material, self._agreed, snapshot, KEPT)
         except VerifyError as error:
             log.warning("%s", error)

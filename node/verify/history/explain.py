@@ -7,9 +7,46 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.history.file import NAME, ClaimRow, EvidenceFile, SeriesRow
+from shoal.node.verify.audit.finding import VerifyError
+from shoal.node.verify.history.history import NAME, ClaimRow, EvidenceFile, SeriesRow
+from shoal.verification.consensus.reputation import least_audit, vote
 from shoal.verification.sequential.series import ALARM, LIFE_RATE
+
+# The table of ``shoal verify odds``, from `shoal.verification.consensus.reputation`.
+
+MORE = (1, 3, 5, 7, 9)  # numbers of verifiers to compare with
+
+
+def odds_report(
+    verifiers: int, collude: float, lazy: float, miss: float, alarm: float, population: int | None, audit: float | None,
+    gain: float, penalty: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the object that the command prints with ``--json``. Raises ValueError for an impossible draw, as of an even number."""
+    rows = []
+    for n in sorted({verifiers, *MORE} if population is None else {verifiers, *(n for n in MORE if n <= population)}):
+        found = vote(n, collude, lazy=lazy, miss=miss, alarm=alarm, population=population)
+        rows.append({"n": n, "wrong_accepted": found.wrong_accepted, "honest_rejected": found.honest_rejected})
+    mine = next(row for row in rows if row["n"] == verifiers)
+    detected = 1 - mine["wrong_accepted"]
+    least = least_audit(gain, penalty, detected) if detected > 0 else float("inf")
+    paying = {} if audit is None else {"audit": audit, "cheating_pays": bool(audit <= least)}
+    given = {"collude": collude, "lazy": lazy, "miss": miss, "alarm": alarm, "population": population, "gain": gain}
+    return {**mine, **given, "penalty": penalty, "least_audit": least if detected > 0 else None, **paying, "table": rows}
+
+
+def odds_table(report: dict[str, Any]) -> str:
+    """Format the report for people."""
+    lines = [f"{'verifiers':>9}  {'wrong accepted':>14}  {'honest rejected':>15}"]
+    lines += [f"{row['n']:>9}  {row['wrong_accepted']:>14.3%}  {row['honest_rejected']:>15.3%}" for row in report["table"]]
+    least = report["least_audit"]
+    if least is None or least > 1:
+        lines.append(f"with {report['n']} verifiers cheating pays however many claims are checked")
+    else:
+        lines.append(f"with {report['n']} verifiers cheating does not pay if more than {least:.2%} of the claims are checked")
+    if "audit" in report:
+        lines.append(f"at {report['audit']:.2%} it {'pays' if report['cheating_pays'] else 'does not pay'}")
+    return "\n".join(lines)
+
 
 SHOWN = 12  # newest claims of a series that are shown to people
 LEAST_LETTERS = 4

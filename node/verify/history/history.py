@@ -9,23 +9,182 @@ ban follows from their votes as any other. After a ban, a peer's odds begin anew
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sqlite3
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
-from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.audit.finding import Finding, Measured
-from shoal.node.verify.history.file import ClaimRow, EvidenceFile, SeriesRow, is_open
-from shoal.node.verify.history.statements import FIELD, MOST_LOG, stated
+from shoal.node.verify.audit.finding import Finding, Measured, VerifyError
 from shoal.verification.calibration.calibration import Pair
-from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.records import Claim
+from shoal.verification.consensus.records import Claim, Ledger, Reveal
 from shoal.verification.consensus.reputation import Table
-from shoal.verification.consensus.rulings import Electorates
-from shoal.verification.sequential.series import ALARM, Reference, Series
+from shoal.verification.consensus.rulings import Electorates, operator
+from shoal.verification.sequential.series import ALARM, LENGTH, Reference, Series
+
+# File of the series of all peers, ``evidence.sqlite`` in a node's folder: each claim as it was counted, so that a node that
+# starts again goes on where it was, and people can see from which claims a verdict follows.
+#
+# It holds at most `PEERS` peers; the one with the least odds against it makes room. Of a series that is over, only a summary
+# stays.
+
+NAME = "evidence.sqlite"
+PEERS, SERIES = 256, 16
+"""Peers that are kept, and series of each."""
+WAIT_S = 5.0  # for another process that reads
+_TABLES = """
+CREATE TABLE IF NOT EXISTS series (peer TEXT, number INTEGER, last INTEGER, log_odds REAL, row TEXT, PRIMARY KEY (peer, number));
+CREATE TABLE IF NOT EXISTS claims (
+    peer TEXT, number INTEGER, place INTEGER, claim TEXT, row TEXT, PRIMARY KEY (peer, number, place));
+CREATE INDEX IF NOT EXISTS by_claim ON claims (peer, claim);
+"""
+
+
+@dataclass(frozen=True)
+class SeriesRow:
+    """Series ``number`` of a peer. ``bans``: how many it had before. ``log_odds``: the highest, as a natural logarithm;
+    ``first`` and ``last``: rounds of its claims; ``calibration``: the digest of the calibrated claims.
+    """
+
+    number: int
+    bans: int
+    pair: Pair
+    features: tuple[str, ...]
+    calibration: str
+    claims: int
+    first: int
+    last: int
+    log_odds: float
+
+
+@dataclass(frozen=True)
+class ClaimRow:
+    """Claim in a series, by its hex id: what was measured, the odds after it, and by what its author says to have computed."""
+
+    claim: str
+    round: int
+    log_odds: float
+    scores: tuple[float, ...]
+    tolerances: tuple[float, ...]
+    p: tuple[float, ...]
+    kernel: str = ""
+
+
+class EvidenceFile:
+    """File at ``path``, made with the first claim. All methods raise VerifyError if it cannot be read or written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+
+    def peers(self) -> list[str]:
+        """Return all peers that it knows."""
+        with self._open() as database:
+            return [peer for (peer,) in database.execute("SELECT DISTINCT peer FROM series ORDER BY peer")]
+
+    def series(self, peer: str) -> list[SeriesRow]:
+        """Return the series of ``peer``, the oldest first."""
+        with self._open() as database:
+            found = database.execute("SELECT row FROM series WHERE peer = ? ORDER BY number", (peer,)).fetchall()
+            rows = [json.loads(text) for (text,) in found]
+            return [SeriesRow(**{**row, "pair": Pair(**row["pair"]), "features": tuple(row["features"])}) for row in rows]
+
+    def claims(self, peer: str, number: int) -> list[ClaimRow]:
+        """Return the claims of a series in order; none of one that is over."""
+        with self._open() as database:
+            found = database.execute("SELECT row FROM claims WHERE peer = ? AND number = ? ORDER BY place", (peer, number))
+            rows = [json.loads(text) for (text,) in found]
+            return [ClaimRow(*row[:3], *map(tuple, row[3:6]), *row[6:]) for row in rows]
+
+    def knows(self, peer: str, claim: str) -> bool:
+        """Return whether the claim was counted."""
+        with self._open() as database:
+            return database.execute("SELECT 1 FROM claims WHERE peer = ? AND claim = ?", (peer, claim)).fetchone() is not None
+
+    def add(self, peer: str, series: SeriesRow, claim: ClaimRow) -> None:
+        """Store ``claim`` as number ``series.claims`` of ``series``, which is as it is after it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._open(create=True) as database:
+            known = {known for (known,) in database.execute("SELECT DISTINCT peer FROM series")}
+            if peer not in known and len(known) >= PEERS:
+                least = "SELECT peer FROM series GROUP BY peer ORDER BY MAX(log_odds), MAX(last) LIMIT 1"
+                leaving = database.execute(least).fetchone()
+                database.execute("DELETE FROM series WHERE peer = ?", leaving)
+                database.execute("DELETE FROM claims WHERE peer = ?", leaving)
+            if series.claims == 1:  # those of its kind before it are over
+                for row in self.series(peer):
+                    if row.pair == series.pair:
+                        database.execute("DELETE FROM claims WHERE peer = ? AND number = ?", (peer, row.number))
+                for table in ("series", "claims"):
+                    database.execute(f"DELETE FROM {table} WHERE peer = ? AND number <= ?", (peer, series.number - SERIES))
+            place, text = (peer, series.number), json.dumps(asdict(series))
+            database.execute("INSERT OR REPLACE INTO series VALUES (?, ?, ?, ?, ?)", (*place, series.last, series.log_odds, text))
+            text = json.dumps(astuple(claim))
+            database.execute("INSERT INTO claims VALUES (?, ?, ?, ?, ?)", (*place, series.claims, claim.claim, text))
+
+    @contextmanager
+    def _open(self, create: bool = False) -> Iterator[sqlite3.Connection]:
+        if not create and not self.path.exists():
+            with closing(sqlite3.connect(":memory:")) as empty:
+                empty.executescript(_TABLES)
+                yield empty
+            return
+        try:
+            with closing(sqlite3.connect(self.path, timeout=WAIT_S)) as database, database:
+                if create:
+                    database.executescript(_TABLES)
+                yield database
+        except (sqlite3.Error, OSError, ValueError, TypeError) as error:
+            raise VerifyError(
+                f"The evidence in {str(self.path)!r} cannot be used ({error}): free space, or move the file away."
+            ) from error
+
+
+def is_open(series: SeriesRow, pair: Pair, calibration: str, bans: int) -> bool:
+    """Return whether another claim of ``pair`` belongs to ``series``."""
+    return (series.pair, series.calibration, series.bans) == (pair, calibration, bans) and series.claims < LENGTH
+
+
+# Odds that verifiers state about a peer when they reveal their votes on its claims; the same for all who hold the same records.
+
+FIELD = "odds"
+"""Name of the odds in a reveal's evidence."""
+MOST_LOG = 69.0  # odds of 1e30 say enough
+
+
+def stated(table: Table, ledger: Ledger, electorates: Electorates) -> dict[str, dict[str, float]]:
+    """Return the newest stated odds, as natural logarithms: by author, then by the verifier's operator.
+
+    Only votes that count are read, so nobody speaks who was not drawn, and an operator speaks once, whatever its number of peers.
+    """
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for ruling in sorted(table.rulings.values(), key=lambda ruling: (ruling.claim.round, ruling.claim.id)):
+        claim, electorate = ruling.claim, electorates.get(ruling.claim.round)
+        firsts = len(ruling.trials) - (ruling.appeal is not None)
+        for attempt, trial in enumerate(ruling.trials):
+            is_first = attempt < firsts or ruling.appeal is None
+            case, number = (claim.id, attempt) if is_first or ruling.appeal is None else (ruling.appeal.id, 0)
+            for peer, mark in zip(trial.verifiers, trial.marks, strict=True):
+                reveals = ledger.ballots(Reveal, case, number, peer) if mark in ("valid", "invalid") else []
+                said = _odds(reveals[0].evidence) if len(reveals) == 1 else None
+                if said is not None:
+                    found[claim.peer][operator(electorate, peer) if electorate else peer] = said
+    return dict(found)
+
+
+def _odds(evidence: bytes) -> float | None:
+    """Return the logarithm of the odds in a stranger's evidence; None if it states none."""
+    try:
+        said = json.loads(evidence)
+        odds = said.get(FIELD) if isinstance(said, dict) else None
+        number = float(odds) if isinstance(odds, (int, float)) and not isinstance(odds, bool) else math.nan
+    except (ValueError, RecursionError, OverflowError):
+        return None
+    return min(math.log(number), MOST_LOG) if 0 < number < math.inf else None
+
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,9 @@ import time
 import pytest
 import torch
 
-from shoal.node.checkpoint.disk_budget import GB, SPARE, room_maker, used
 from shoal.node.checkpoint.folder import CheckpointError, path_of, steps
 from shoal.node.checkpoint.store import load, save
-from shoal.node.checkpoint.writer import CheckpointWriter
+from shoal.node.checkpoint.writer import GB, SPARE, CheckpointWriter, room_maker, used
 
 STATE = {"weights": torch.zeros(100_000)}  # 0.4 MB
 

@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from click.testing import CliRunner
 
-from shoal.node.checkpoint.hub import HubRepository, PushError
 from shoal.node.cli.main import cli
 from shoal.node.commands import pull as pulling
+from shoal.node.commands.pull import HubRepository, PushError
 
 hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed: pip install 'shoal[data]'")
 constants = importlib.import_module("huggingface_hub.constants")

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from shoal.node.checkpoint.model_card import model_card
+from shoal.node.checkpoint.export import model_card
 
 ABOUT = {
     "swarm": "a" * 52, "name": "first", "created": 1_800_000_000.0, "round": 48, "rounds": 12, "task": "text",

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.commands.init import FILES, TEMPLATES, ScaffoldError, scaffold
+from shoal.node.cli.prepare import FILES, TEMPLATES, ScaffoldError, scaffold
 from shoal.node.config.settings import load
 from shoal.node.rl.rollout_sharing import make_task
 from shoal.node.task import Shard

@@ -8,11 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.node.checkpoint import resumable_download
 from shoal.node.checkpoint.export import export_model
-from shoal.node.checkpoint.resumable_download import ResumableDownload
 from shoal.node.commands import pull as module
-from shoal.node.commands.pull import PullError, build_model, pull
+from shoal.node.commands.pull import PullError, ResumableDownload, begun_download, build_model, pull
 from shoal.node.config.settings import load
 from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import new_manifest
@@ -201,7 +199,7 @@ def test_what_broke_off_goes_on_where_it_was(world, task, tmp_path):
     world.most = 1
     with pytest.raises(NetworkError, match="chunks missing"):
         pull(LINK, tmp_path, hooks=task)
-    assert resumable_download.begun(tmp_path / ".pull") == world.snapshot.header
+    assert begun_download(tmp_path / ".pull") == world.snapshot.header
     assert not (tmp_path / "model.safetensors").exists()
     world.most = 10**9
     pull(LINK, tmp_path, hooks=task)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.node.config.seeds import MAX_SEEDS, VARIABLE, known_seeds, seeds_file
+from shoal.node.commands.swarms import MAX_SEEDS, VARIABLE, known_seeds, seeds_file
 from shoal.node.config.settings import ConfigError
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"

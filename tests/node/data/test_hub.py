@@ -11,7 +11,7 @@ from shoal.node.data import hub
 from shoal.node.data.hub import HubDataset, Name
 from shoal.node.data.source import Skipped
 from shoal.node.task import Shard
-from shoal.node.tasks.corpus import DataError, open_stream, read_documents
+from shoal.node.tasks.text import DataError, open_stream, read_documents
 
 ALL = Shard(0, 1, 5)
 

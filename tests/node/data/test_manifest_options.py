@@ -4,7 +4,7 @@ import pytest
 
 from shoal.node.cli.options import data_overrides
 from shoal.node.config.settings import load
-from shoal.node.data.errors import DataError
+from shoal.node.data.dealing import DataError
 from shoal.node.data.manifest_options import flags
 from shoal.node.runtime.door import swarm_settings
 from shoal.node.runtime.join import new_manifest

@@ -7,11 +7,10 @@ import tracemalloc
 
 import pytest
 
-from shoal.node.data import record_files
-from shoal.node.data.record_files import RecordFiles
-from shoal.node.data.source import Skipped
+from shoal.node.data import source as module
+from shoal.node.data.source import RecordFiles, Skipped
 from shoal.node.task import Shard
-from shoal.node.tasks.corpus import DataError, open_stream, read_documents
+from shoal.node.tasks.text import DataError, open_stream, read_documents
 
 ALL = Shard(0, 1, 5)
 
@@ -95,7 +94,7 @@ def test_what_is_no_record_is_skipped_counted_and_told_once(tmp_path, caplog):
 
 
 def test_lines_that_are_too_long_are_skipped_without_being_held(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(record_files, "MAX_LINE", 2**20)
+    monkeypatch.setattr(module, "MAX_LINE", 2**20)
     with gzip.open(tmp_path / "bomb.jsonl.gz", "wb", compresslevel=1) as file:
         file.write(b'{"text": "before"}\n')
         for _ in range(64):
@@ -114,7 +113,7 @@ def test_lines_that_are_too_long_are_skipped_without_being_held(tmp_path, monkey
 
 
 def test_a_line_of_the_greatest_length_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_files, "MAX_LINE", 40)
+    monkeypatch.setattr(module, "MAX_LINE", 40)
     fits, long = [json.dumps({"text": "x" * n}) for n in (28, 29)]
     assert (len(fits), len(long)) == (40, 41)
     for end in ("\n", ""):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.node.data import tokenizer
-from shoal.node.data.errors import DataError
+from shoal.node.data.dealing import DataError
 from shoal.node.data.tokenizer import Bytes, bits_per_byte, label, load_tokenizer
 from tests.node.data.tokenizers_made_here import TEXT, train
 

@@ -11,8 +11,7 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.data import dealing
 from shoal.node.task import Shard
-from shoal.node.tasks.corpus import DataError
-from shoal.node.tasks.text import TextTask
+from shoal.node.tasks.text import DataError, TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings

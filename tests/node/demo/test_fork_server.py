@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.node.demo import forked
-from shoal.node.demo.liveness import DemoError
-from shoal.node.demo.nodes import Nodes, read_line
+from shoal.node.demo import nodes as module
+from shoal.node.demo.nodes import DemoError, Nodes, read_line
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nodes are forked on Linux only")
 
@@ -33,9 +32,9 @@ print(json.dumps({
 
 DEMO = """
 import os, pathlib, sys, threading
-from shoal.node.demo import forked
+from shoal.node.demo import nodes as module
 from shoal.node.demo.nodes import Nodes, read_line
-forked.PROGRAM = ("-m", "server_under_test")
+module.PROGRAM = ("-m", "server_under_test")
 with Nodes(pathlib.Path(sys.argv[1])) as nodes:
     for name in ("a", "b"):
         assert read_line(nodes.start([], name, program=["waiting"]), 60.0) == "here"
@@ -55,7 +54,7 @@ threading.Event().wait()
 def nodes(tmp_path, monkeypatch):
     """Nodes of a server that imports little; modules of ``tmp_path`` can be their programs."""
     (tmp_path / "server_under_test.py").write_text(SERVER)
-    monkeypatch.setattr(forked, "PROGRAM", ("-m", "server_under_test"))
+    monkeypatch.setattr(module, "PROGRAM", ("-m", "server_under_test"))
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]]), "MARK": "1"}
     # Without the handlers of signals that `Nodes.__enter__` sets.
     made = Nodes(tmp_path, env)
@@ -80,7 +79,7 @@ def test_a_fork_is_in_the_state_in_which_its_command_would_have_been(nodes):
     assert started.wait(WAIT_S) == 0
     own = ["--name", "a", "--folder", str(nodes.folder / "a"), "--identity", str(nodes.folder / "a.key")]
     usual = subprocess.run(
-        [*forked.interpreter(), "-m", *command, "up", "--json", *own, "--with-parent", str(nodes._server.pid)],
+        [*module.interpreter(), "-m", *command, "up", "--json", *own, "--with-parent", str(nodes._server.pid)],
         env=nodes._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=(nodes.folder / "b.log").open("w"),
         text=True, start_new_session=True, timeout=WAIT_S, check=True,
     )  # fmt: skip
@@ -172,4 +171,4 @@ def test_what_is_imported_before_the_forks_starts_no_thread_and_looks_for_no_dev
 
 def test_the_server_logs_into_the_folder_of_the_demo(nodes):
     nodes.start([], "a", program=program(nodes, "")).wait(WAIT_S)
-    assert (Path(nodes.folder) / forked.LOG).read_text() == ""
+    assert (Path(nodes.folder) / module.LOG).read_text() == ""

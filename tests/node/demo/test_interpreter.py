@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shoal.node.demo.forked import interpreter
+from shoal.node.demo.nodes import interpreter
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python cannot leave out the present folder before 3.11")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from shoal.node.demo.liveness import LONG_S, QUIET_S, DemoError, Liveness
+from shoal.node.demo.nodes import LONG_S, QUIET_S, DemoError, Liveness
 
 
 class Demo:

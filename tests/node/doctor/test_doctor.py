@@ -20,8 +20,8 @@ from shoal.node.doctor import machine_checks as machine
 from shoal.node.doctor import network_checks, run
 from shoal.node.doctor import swarm_checks as agreement
 from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, examine
+from shoal.node.doctor.network_checks import Visit
 from shoal.node.doctor.run import diagnose
-from shoal.node.doctor.visit import Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.loader import load_task

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from shoal.node.config.train import OwnTraining
-from shoal.node.parallel.layout import LAYOUTS
+from shoal.node.config.settings import OwnTraining
+from shoal.node.parallel.ranks import LAYOUTS
 from shoal.node.training.inner_step import InnerStep
-from shoal.node.training.layout import Layout
+from shoal.node.training.trainer import Layout
 
 
 class Net(torch.nn.Module):

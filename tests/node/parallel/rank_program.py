@@ -5,8 +5,8 @@ import signal
 import sys
 import threading
 
-from shoal.node.parallel import worker
-from shoal.node.parallel.job import job_of
+from shoal.node.parallel import launcher
+from shoal.node.parallel.launcher import job_of
 from shoal.swarm.errors import ShoalError
 
 how = sys.argv[1]
@@ -28,12 +28,12 @@ def work():
         asked = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: asked.set())
         if job.leads:
-            worker.begin_leading(job)
+            launcher.begin_leading(job)
             print("ready", flush=True)
             asked.wait(60)
             print("asked", flush=True)
             return 130
-        worker.begin_following()
+        launcher.begin_following()
     threading.Event().wait({"signal": 3, "killed": 600}.get(how, 0 if job.restarts else 600))
     sys.stdout.write("only rank 0 is heard\n" if job.leads else "?\n")
     sys.stdout.flush()
@@ -41,5 +41,5 @@ def work():
 
 
 if not job.leads and how == "killed-once":
-    worker.begin_following()
-worker.run_rank(job, work)
+    launcher.begin_following()
+launcher.run_rank(job, work)

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.node.config.settings import ConfigError, load
-from shoal.node.parallel.job import Job, job_of, ranks_wanted
+from shoal.node.parallel.launcher import Job, job_of, ranks_wanted
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.node.parallel import ranks
-from shoal.node.parallel.ends import RankLostError, RankMissingError
-from shoal.node.parallel.job import Job
+from shoal.node.parallel.launcher import Job, RankLostError, RankMissingError
 
 CONFIG = """
 [task.options]

@@ -14,8 +14,7 @@ from shoal.node.commands import plan as command
 from shoal.node.commands.plan import Measured, PlanError, measured_line, plan
 from shoal.node.config.settings import load
 from shoal.node.plan import table
-from shoal.node.plan.advice import advise, amount
-from shoal.node.plan.table import FIXED_BYTES, OVERLAPPED, WAITING, choices, rows, work_of
+from shoal.node.plan.table import FIXED_BYTES, OVERLAPPED, WAITING, advise, amount, choices, rows, work_of
 from shoal.optim import METHODS, Alone
 from shoal.optim.schedule.schedule import Delayed
 from shoal.swarm.access.link import Link
@@ -237,7 +236,7 @@ class Peer:
         (visit.seeds if self.seeds else visit.reached).append("/ip4/1.2.3.4/tcp/1/p2p/somebody")
         visit.ask = self.ask
         if self.seeds:
-            from shoal.node.doctor.visit import FoundError
+            from shoal.node.doctor.network_checks import FoundError
 
             raise FoundError("only seeds answer.")
 

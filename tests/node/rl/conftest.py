@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.node.rl.strings import Strings
+from shoal.node.rl.environment import Strings
 from shoal.node.rl.tiny import Tiny, Warm
 
 

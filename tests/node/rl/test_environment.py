@@ -8,17 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.rl.environment import HELD_OUT, Question, canonical
+from shoal.node.rl.environment import HELD_OUT, RULES, Question, Strings, canonical
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.policy import PolicyError
-from shoal.node.rl.strings import RULES, Strings
 from shoal.node.user_code import UserCodeError
 
 ADD = f"{Path(__file__).parents[3] / 'examples' / 'add_env.py'}:Add"
 
 
 def test_questions_are_the_same_in_another_process():
-    code = "from shoal.node.rl.strings import Strings\nfor i in range(20): print(Strings().question(7, i).prompt)"
+    code = "from shoal.node.rl.environment import Strings\nfor i in range(20): print(Strings().question(7, i).prompt)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
     assert told.splitlines() == [Strings().question(7, index).prompt for index in range(20)]
 

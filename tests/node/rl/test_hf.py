@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from shoal.node.config.rl import RLSettings
-from shoal.node.rl.environment import Env, canonical
-from shoal.node.rl.groups import RolloutGroup, make_update
-from shoal.node.rl.gym import Gym
+from shoal.node.rl.environment import Env, Gym, Strings, canonical
 from shoal.node.rl.hf import HF, load_hf
 from shoal.node.rl.policy import PolicyError
-from shoal.node.rl.strings import Strings
+from shoal.node.rl.remote_rollouts import RolloutGroup, make_update
 from shoal.node.rl.task import RLTask
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from shoal.node.rl.strings import Strings
+from shoal.node.rl.environment import Strings
 from shoal.node.rl.tiny import ALPHABET, END, HABITS, LONGEST_PROMPT, Tiny, Warm
 
 PROMPTS = ["last: abc", "reverse: fedc", "x", ""]

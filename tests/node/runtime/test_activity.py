@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shoal.node.metrics.log import Metrics
-from shoal.node.runtime.activity import BEAT_S, Activity, processor_time
+from shoal.node.runtime.display import BEAT_S, Activity, processor_time
 
 
 class Shown:

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from shoal.node.commands.invite import check
+from shoal.node.commands.link import check
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
-from shoal.node.runtime.network import create, join
+from shoal.node.runtime.run_options import create, join
 from shoal.swarm.access.invitation import issue
 from shoal.swarm.access.link import Link
 from shoal.swarm.access.policy import AccessPolicy

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import torch
 
 from shoal.node.config.settings import load
-from shoal.node.runtime.baseline import train_alone
 from shoal.node.runtime.door import make_task
+from shoal.node.runtime.training_node import train_alone
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone

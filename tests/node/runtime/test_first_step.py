@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim.optimizer import _use_grad_for_differentiable
 
-from shoal.node.training.uncompiled import KEPT_OUT, without_compiler
+from shoal.node.runtime.make_trainer import KEPT_OUT, without_compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = """
@@ -69,7 +69,7 @@ import json, sys
 from shoal.node.cli import main
 from shoal.node.config.links import read_link
 from shoal.node.config.settings import load
-from shoal.node.parallel import job
+from shoal.node.parallel import launcher
 from shoal.node.runtime import display, node_run
 
 display.make_display()

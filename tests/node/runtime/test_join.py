@@ -7,8 +7,7 @@ import pytest
 
 from shoal.node.cli.main import cli
 from shoal.node.cli.options import computing_overrides, node_overrides
-from shoal.node.config.settings import ConfigError, load
-from shoal.node.config.train import OwnTraining, TrainTable
+from shoal.node.config.settings import ConfigError, OwnTraining, TrainTable, load
 from shoal.node.demo.demo import settings_toml
 from shoal.node.runtime import training_node
 from shoal.node.runtime.door import own_data, swarm_settings, task_label

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from shoal.node.task import Shard
-from shoal.node.tasks.corpus import FEW_FILES, DataError, read_documents
-from shoal.node.tasks.text import EVALUATION_BYTES, TextTask
+from shoal.node.tasks.text import EVALUATION_BYTES, FEW_FILES, DataError, TextTask, read_documents
 
 TINY = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2}
 

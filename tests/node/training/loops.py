@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from shoal.node.config.train import OwnTraining
+from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard, Task
-from shoal.node.training.precision import check
+from shoal.node.training.inner_step import check_precision
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone
 from shoal.swarm.manifest.outer import TrainSettings
@@ -84,7 +84,7 @@ def near(one, other, by=1e-6):
 
 def float16(device):
     try:
-        check("float16", device)
+        check_precision("float16", device)
     except TrainingError as error:
         pytest.skip(str(error))
     return device

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.node.config.settings import load
-from shoal.node.tasks.guarded import Guarded
-from shoal.node.training.precision import DTYPES, check
+from shoal.node.tasks.loader import Guarded
+from shoal.node.training.inner_step import DTYPES, check_precision
 from shoal.node.training.trainer import TrainingError
 from shoal.node.user_code import UserCodeError
 from tests.node.training.loops import CPU, Small, float16, near, run, trainer
@@ -23,17 +23,17 @@ def test_a_device_that_cannot(monkeypatch):
         raise RuntimeError("not implemented for 'Half'")
 
     monkeypatch.setattr(torch.nn.functional, "linear", refuse)
-    check("float32", CPU)
+    check_precision("float32", CPU)
     for name, other in [("float16", "bfloat16 or float32"), ("bfloat16", "float32")]:
         with pytest.raises(TrainingError, match=f"The device 'cpu' cannot compute in {name}: set train.precision to {other}."):
-            check(name, CPU)
+            check_precision(name, CPU)
 
 
 def test_a_gpu_without_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     with pytest.raises(TrainingError, match=r"The device 'cuda:0' cannot compute in bfloat16: set train.precision to float16 or"):
-        check("bfloat16", torch.device("cuda", 0))
+        check_precision("bfloat16", torch.device("cuda", 0))
 
 
 def test_weights_of_float16_are_refused_with_float16():

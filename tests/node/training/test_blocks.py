@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.node.config.train import OwnTraining
+from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.gpt import GPT, Block
-from shoal.node.training.blocks import recompute
-from shoal.node.training.trainer import Trainer, TrainingError
+from shoal.node.training.trainer import Trainer, TrainingError, recompute
 from shoal.optim import Alone
 from shoal.optim.inner.blocks import repeated_blocks
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings

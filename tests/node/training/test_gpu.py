@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.config.train import OwnTraining
+from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard
 from shoal.node.tasks.gpt import GPT
 from shoal.node.training.trainer import Trainer

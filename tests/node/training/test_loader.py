@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.config.train import OwnTraining
+from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Batches, Shard, Task, iterator_of
-from shoal.node.tasks.guarded import Guarded
+from shoal.node.tasks.loader import Guarded
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.loader import Loader, LoadingError, _in_pieces
 from shoal.node.training.trainer import Trainer

@@ -5,7 +5,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from shoal.node.training import micro_batches
+from shoal.node.training import inner_step
 from shoal.node.training.trainer import TrainingError
 from tests.node.training.loops import run
 
@@ -14,7 +14,7 @@ Pair = namedtuple("Pair", "first second")
 
 def test_a_nested_batch_is_cut_by_rows_and_all_else_repeated():
     table, mask, rows = torch.arange(12).reshape(4, 3), torch.ones(3, 3), torch.arange(4)
-    parts = micro_batches.cut({"a": [table, Pair(rows, mask)], "b": (torch.tensor(5), "text", None)}, 2)
+    parts = inner_step.cut_batch({"a": [table, Pair(rows, mask)], "b": (torch.tensor(5), "text", None)}, 2)
     assert len(parts) == 2
     for number, part in enumerate(parts):
         at = slice(2 * number, 2 * number + 2)
@@ -24,14 +24,14 @@ def test_a_nested_batch_is_cut_by_rows_and_all_else_repeated():
         assert part["a"][1].second is mask
         assert part["b"] == (torch.tensor(5), "text", None)
     whole = [table, "x"]
-    assert micro_batches.cut(whole, 1)[0] is whole
+    assert inner_step.cut_batch(whole, 1)[0] is whole
 
 
 @pytest.mark.parametrize("batch", [None, "text", torch.tensor(3.0), [torch.tensor(1)]])
 def test_a_batch_without_rows_is_not_cut(batch):
-    assert micro_batches.cut(batch, 1) == [batch]
+    assert inner_step.cut_batch(batch, 1) == [batch]
     with pytest.raises(TrainingError, match=r"has no tensor with rows to cut into 2 parts: leave train\.accumulate at 1"):
-        micro_batches.cut(batch, 2)
+        inner_step.cut_batch(batch, 2)
 
 
 def test_a_batch_that_does_not_divide_is_one_sentence():

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from shoal.node.training.priority import LAST, compute_last
+from shoal.node.runtime.training_node import LAST, compute_last
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the niceness of a single thread is Linux's")
 

@@ -8,8 +8,7 @@ import torch
 
 from shoal.node.checkpoint import store
 from shoal.node.task import Shard, Task
-from shoal.node.training import random_state
-from shoal.node.training.trainer import Trainer
+from shoal.node.training.trainer import Trainer, random_state, restore_random_state
 from shoal.optim import Alone
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 
@@ -62,11 +61,11 @@ def test_the_devices_generator_is_saved_and_set(kind, monkeypatch):
     module, set_to = getattr(torch, kind), []
     monkeypatch.setattr(module, "get_rng_state", lambda *device: torch.full((16,), 7, dtype=torch.uint8))
     monkeypatch.setattr(module, "set_rng_state", lambda state, *device: set_to.append(state.tolist()))
-    state = random_state.saved(torch.device(kind))
-    random_state.restore(state, torch.device(kind))
+    state = random_state(torch.device(kind))
+    restore_random_state(state, torch.device(kind))
     assert set_to == [[7] * 16]
-    random_state.restore({**state, "rng_device": None}, torch.device(kind))  # it was saved on a CPU
-    random_state.restore(state, torch.device("cpu"))
+    restore_random_state({**state, "rng_device": None}, torch.device(kind))  # it was saved on a CPU
+    restore_random_state(state, torch.device("cpu"))
     assert set_to == [[7] * 16]
 
 
@@ -76,11 +75,11 @@ def test_the_state_of_another_kind_of_device_is_left_out(saved_on, size, kind, m
     for name in ("mps", "cuda", "xpu"):
         monkeypatch.setattr(getattr(torch, name), "set_rng_state", lambda state, *device: set_to.append(len(state)))
     state = {
-        **random_state.saved(torch.device("cpu")),
+        **random_state(torch.device("cpu")),
         "rng_device": torch.zeros(size, dtype=torch.uint8),
         "rng_device_kind": saved_on,
     }
-    random_state.restore(state, torch.device(kind))
+    restore_random_state(state, torch.device(kind))
     assert set_to == []
-    random_state.restore(state, torch.device(saved_on))
+    restore_random_state(state, torch.device(saved_on))
     assert set_to == [size]

@@ -3,11 +3,10 @@
 import torch
 from torch import nn
 
-from shoal.node.config.train import OwnTraining
+from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
-from shoal.node.training.peaks import peak_flops, peak_of
-from shoal.node.training.throughput import FlopCount, Rates, Throughput
+from shoal.node.training.throughput import FlopCount, Rates, Throughput, peak_flops, peak_of
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings

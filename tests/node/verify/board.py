@@ -13,7 +13,7 @@ from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.verify.completions.kind import CompletionClaims
 from shoal.node.verify.service import Verification
-from shoal.node.verify.terms import make_terms
+from shoal.node.verify.start import make_terms
 from shoal.swarm.errors import MessageError, NetworkError
 
 SWARM, ROUND_S, TICKS = "swarm", 100.0, 40  # steps of each node in a round

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from shoal.node.rl.environment import Env, canonical
+from shoal.node.rl.environment import Env, Strings, canonical
 from shoal.node.rl.policy import Policy
-from shoal.node.rl.strings import Strings
 from shoal.node.rl.tiny import Tiny, Warm
-from shoal.node.verify.audit.snapshot import digest, snapshot
-from shoal.node.verify.completions.calibrate import self_calibrate
-from shoal.node.verify.completions.checker import Checker
+from shoal.node.verify.audit.network import digest, snapshot
+from shoal.node.verify.completions.checker import Checker, make_claim, prove
+from shoal.node.verify.completions.kind import self_calibrate
 from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, seed_of
-from shoal.node.verify.completions.prover import make_claim, prove
 from shoal.verification.calibration.calibration import Calibration
 
 RUN, ROUND, PEER, SLOT = "run", 7, "peer", 1

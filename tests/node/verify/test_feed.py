@@ -1,6 +1,6 @@
 """What a node says about the standings: who is banned, and whether it is drawn itself."""
 
-from shoal.node.verify.feed import Feed
+from shoal.node.verify.service import Feed
 from shoal.verification.consensus.reputation import ABSENT, Standing, Table
 
 ME, OTHER = "me", "other"

@@ -13,9 +13,8 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.verify import VerifySettings
 from shoal.swarm.topics.attestation import sign_record
-from shoal.verification.consensus.ledger import Ledger
 from shoal.verification.consensus.log import Log, encode
-from shoal.verification.consensus.records import Claim, Entry, Signed
+from shoal.verification.consensus.records import Claim, Entry, Ledger, Signed
 from shoal.verification.consensus.reputation import ScoreRules, Standing, compute_scores
 from shoal.verification.consensus.rulings import Rules
 from shoal.verification.consensus.sortition import SETTLED

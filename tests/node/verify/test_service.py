@@ -5,14 +5,13 @@ import threading
 
 import pytest
 
-from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.completions import claiming
-from shoal.node.verify.completions.calibrate import calibrate
-from shoal.node.verify.completions.material import Agreed
-from shoal.node.verify.completions.store import load, newest
+from shoal.node.verify.audit.finding import VerifyError
+from shoal.node.verify.completions import kind
+from shoal.node.verify.completions.kind import calibrate
+from shoal.node.verify.completions.material import Agreed, load_claim, newest_claims
 from shoal.node.verify.service import Verification
 from shoal.swarm.errors import MessageError
-from shoal.verification.calibration.file import load_calibration, save_calibration
+from shoal.verification.calibration.calibration import load_calibration, save_calibration
 from shoal.verification.consensus.records import Entry
 from shoal.verification.fingerprints import Evidence
 from tests.e2e.cheat import quantised
@@ -40,13 +39,11 @@ def five(node, monkeypatch):
     """Three honest nodes; one that claims what a policy of 4 bits wrote; and one that hands nothing out."""
 
     def make(board, **verify):
-        prove = claiming.prove
+        prove = kind.prove
         nodes = [node(board, name, seed=seed, **verify) for seed, name in enumerate((*HONEST, "quantised"))]
         nodes.append(node(board, "withholding", seed=4, hands_out=False, **verify))
         cheat = nodes[3].task.policy
-        monkeypatch.setattr(
-            claiming, "prove", lambda policy, *a, **k: prove(quantised(policy) if policy is cheat else policy, *a, **k)
-        )
+        monkeypatch.setattr(kind, "prove", lambda policy, *a, **k: prove(quantised(policy) if policy is cheat else policy, *a, **k))
         return nodes
 
     return make
@@ -92,7 +89,7 @@ def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(five, 
     assert [line for line in nodes[3].said if line.startswith("this node is banned until")]
     assert nodes[0].events[-1]["banned"] == sorted(GUILTY)
     # And what can be looked at later.
-    kept = [load(path) for path in (tmp_path / "ann" / "claims").glob("*.claim")]
+    kept = [load_claim(path) for path in (tmp_path / "ann" / "claims").glob("*.claim")]
     assert {stored.claim.peer for stored in kept} > {"ann", "quantised"}
     assert all(stored.snapshot is not None for stored in kept)
 
@@ -208,7 +205,7 @@ def test_the_thread_ends_with_a_sentence_and_training_goes_on(node, monkeypatch)
 def test_a_node_that_was_restarted_still_hands_out_what_it_claimed(node, tmp_path):
     board = Board()
     run(board, [node(board, name, seed=seed) for seed, name in enumerate(("ann", "bob", "cat", "dan"))], 7)
-    claims = [stored.claim for stored in newest(tmp_path / "ann" / "claims", 100)]
+    claims = [stored.claim for stored in newest_claims(tmp_path / "ann" / "claims", 100)]
     own = [claim for claim in claims if claim.peer == "ann"]
     assert 0 < len(own) < len(claims)
     again = node(board, "ann")

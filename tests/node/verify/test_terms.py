@@ -4,7 +4,7 @@ import pytest
 
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.task import Task
-from shoal.node.verify.terms import check_terms, make_terms
+from shoal.node.verify.start import check_terms, make_terms
 from tests.node.verify.board import settings_of, task_of
 
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.watch.recording import Recorder
+from shoal.node.watch.source import Recorder
 from shoal.swarm.errors import ShoalError
 from tests.node.watch.conftest import NOW
 

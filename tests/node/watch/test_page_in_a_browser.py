@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from shoal.node.watch.recording import Recorder
+from shoal.node.watch.source import Recorder
 from tests.node.watch.conftest import NOW
 
 SPOKEN = find_spec("aiohttp") is not None

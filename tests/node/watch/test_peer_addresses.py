@@ -1,7 +1,7 @@
 """Whom a watcher dials: in an order, and not again at once."""
 
-from shoal.node.watch import peer_addresses as book
-from shoal.node.watch.peer_addresses import AGAIN_MAX_S, AGAIN_S, PeerAddresses
+from shoal.node.watch import light_client as book
+from shoal.node.watch.light_client import AGAIN_MAX_S, AGAIN_S, PeerAddresses
 
 
 def at(author, port=4001, host="/ip4/203.0.113.5", rest=""):

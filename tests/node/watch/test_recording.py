@@ -16,9 +16,7 @@ from shoal.node.watch.events import (
     event_of,
     line_of,
 )
-from shoal.node.watch.recording import PAUSE_MAX, Recorder, RecordError, recorded, replay
-from shoal.node.watch.source import Replay
-from shoal.node.watch.stream import event_sink, print_lines
+from shoal.node.watch.source import PAUSE_MAX, Recorder, RecordError, Replay, event_sink, print_lines, recorded, replay
 from tests.node.watch.conftest import NOW, SWARM
 
 

@@ -7,10 +7,10 @@ import threading
 import pytest
 from rich.text import Text
 
-from shoal.node.watch import charts as pictures
+from shoal.node.watch import tui as pictures
 from shoal.node.watch.events import Described, MessageRefused
-from shoal.node.watch.plot import LABEL, MEAN, plot
 from shoal.node.watch.swarm_view import SwarmView
+from shoal.node.watch.tui import LABEL, MEAN, plot
 from tests.node.watch.conftest import NOW
 
 
@@ -71,7 +71,7 @@ def test_the_headline_says_how_the_swarm_is(view):
 
 
 def test_the_table_has_a_row_for_each_peer(view):
-    rows = pictures.rows(view)
+    rows = pictures.peer_rows(view)
     shown = [dict(zip(pictures.COLUMNS, [cell.plain for cell in cells], strict=True)) for _, cells in rows]
     assert [row["peer"] for row in shown] == ["[b]carl[/b]", "anna", "bert"]
     assert shown[1]["with"] == "bert"

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.watch import meetings, swarm_view
-from shoal.node.watch.charts import COLUMNS, headline, rows
-from shoal.node.watch.curves import BINS, MAX_POINTS, Curve, chart, mean_curve
+from shoal.node.watch import swarm_view
 from shoal.node.watch.events import Connected, Described, Disconnected, MessageRefused, Unreachable, Watching
-from shoal.node.watch.picture import picture
-from shoal.node.watch.swarm_view import SILENT_S, SwarmView
+from shoal.node.watch.swarm_view import BINS, MAX_POINTS, SILENT_S, Curve, SwarmView, chart, mean_curve
+from shoal.node.watch.tui import COLUMNS, headline, peer_rows
+from shoal.node.watch.web import picture
 from shoal.swarm.topics.status import PROJECTED
 from tests.node.watch.conftest import NOW, SWARM, Author
 
@@ -45,9 +44,9 @@ def test_peers_and_totals(authors):
     assert (totals["steps_per_s"], totals["tokens_per_s"]) == (15.0, 2000.5)
     assert "15.0 steps/s   2,000 tokens/s   " in headline(view)
     column = COLUMNS.index("tokens/s")
-    assert [str(cells[column]) for _, cells in rows(view)] == ["1,500 (25 % MFU)", "500", "-"]
+    assert [str(cells[column]) for _, cells in peer_rows(view)] == ["1,500 (25 % MFU)", "500", "-"]
     column = COLUMNS.index("reach")
-    assert [str(cells[column]) for _, cells in rows(view)] == ["punched, 1.56 MB/s", "unknown", "unknown"]
+    assert [str(cells[column]) for _, cells in peer_rows(view)] == ["punched, 1.56 MB/s", "unknown", "unknown"]
     assert [peer.get("mfu") for peer in picture(view, ended=False)["peers"]] == [0.25, None, None]
     assert (totals["sent"], totals["received"]) == (7000, 2700)
     assert totals["loss"] == pytest.approx((1.0 + 1.0 + 4 / 3) / 3)
@@ -183,7 +182,7 @@ def test_connections_and_refusals_are_counted(authors):
 
 def test_it_is_bounded(monkeypatch):
     monkeypatch.setattr(swarm_view, "MAX_PEERS", 5)
-    monkeypatch.setattr(meetings, "MAX_PAIRS", 7)
+    monkeypatch.setattr(swarm_view, "MAX_PAIRS", 7)
     authors = [Author(f"peer-{number}") for number in range(9)]
     view = SwarmView()
     for number, author in enumerate(authors):

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.node.watch.events import Described, MessageRefused, Unreachable
-from shoal.node.watch.recording import Recorder
-from shoal.node.watch.source import WatchError
+from shoal.node.watch.source import Recorder, WatchError
 from shoal.node.watch.swarm_view import SwarmView
 from shoal.swarm.access.link import Link
 from tests.node.watch.conftest import NOW, SWARM
@@ -21,8 +20,9 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 from aiohttp import ClientPayloadError
 from aiohttp.test_utils import TestClient, TestServer
 
-from shoal.node.watch import timeline, web
-from shoal.node.watch.picture import LINES, POINTS, ROWS, picture
+from shoal.node.watch import source as source_module
+from shoal.node.watch import web
+from shoal.node.watch.web import LINES, POINTS, ROWS, picture
 
 PAGES = []  # the one that `gated` serves
 
@@ -210,13 +210,13 @@ def test_a_shared_page_is_read_under_any_name_and_has_no_addresses(authors):
 
 
 def test_the_picture_at_a_time_of_a_recording_is_that_of_its_events_so_far(authors, tmp_path, monkeypatch):
-    monkeypatch.setattr(timeline, "KEPT_EACH", 3)
+    monkeypatch.setattr(source_module, "KEPT_EACH", 3)
     anna, bert, _ = authors
     recorder = Recorder(tmp_path / "swarm.jsonl")
     for number in range(20):
         recorder.take((anna if number % 2 else bert).heard(anna.round(number), at=NOW + number))
     recorder.close()
-    whole = timeline.Timeline(tmp_path / "swarm.jsonl")
+    whole = source_module.Timeline(tmp_path / "swarm.jsonl")
     assert whole.span == (NOW, NOW + 19)
 
     async def work(client, page, inbox, source):

@@ -11,7 +11,7 @@ import pytest
 from shoal.node.commands import status
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
-from shoal.node.runtime.network import create, join
+from shoal.node.runtime.run_options import create, join
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity

@@ -14,7 +14,7 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 
-from shoal.node.watch.record_filter import RecordFilter
+from shoal.node.watch.light_client import RecordFilter
 from shoal.optim import FLOAT32
 from shoal.swarm.access.invitation import Admission
 from shoal.swarm.access.policy import AccessPolicy

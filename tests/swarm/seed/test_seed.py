@@ -222,7 +222,7 @@ def nodes():
 def test_a_seed_runs_without_torch_and_hivemind():
     code = (
         "import sys, asyncio\n"
-        "import shoal.node.cli.main, shoal.node.commands.seed\n"
+        "import shoal.node.cli.main, shoal.node.commands.swarms\n"
         "from shoal.swarm.identity import Identity\n"
         "from shoal.swarm.seed.server import Seed\n"
         "async def main():\n"

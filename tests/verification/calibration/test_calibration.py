@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from bench._interval import rate_interval
-from shoal.verification.calibration import file as calibration_file
-from shoal.verification.calibration.calibration import LEAST_SLOPE, Calibration, CalibrationError, Honest, Pair, _spread_factor
-from shoal.verification.calibration.file import load_calibration, save_calibration
+from shoal.verification.calibration import calibration as calibration_file
+from shoal.verification.calibration.calibration import (
+    LEAST_SLOPE,
+    Calibration,
+    CalibrationError,
+    Honest,
+    Pair,
+    _spread_factor,
+    load_calibration,
+    save_calibration,
+)
 from shoal.verification.fingerprints import Evidence, Feature
 
 ONE = (Feature("error", 0.0),)

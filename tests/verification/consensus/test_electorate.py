@@ -3,8 +3,8 @@
 import pytest
 from stories import Story
 
-from shoal.verification.consensus.electorate import electorate
-from shoal.verification.consensus.ledger import Ledger
+from shoal.verification.consensus.participant import electorate
+from shoal.verification.consensus.records import Ledger
 from shoal.verification.consensus.reputation import ABSENT, Standing, Table
 from shoal.verification.consensus.rulings import Rules
 

@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import RULES, Story, claim_of, digest
 
-from shoal.verification.consensus.electorate import electorate, root, void
-from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.quorum import ViewQuorum
-from shoal.verification.consensus.records import Entry, View
+from shoal.verification.consensus.participant import ViewQuorum, electorate, root, void
+from shoal.verification.consensus.records import Entry, Ledger, View
 from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
 from shoal.verification.consensus.rulings import first_draws
 from shoal.verification.consensus.sortition import Electorate

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import BEHAVIOURS, Story
 
-from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.records import Verdict
+from shoal.verification.consensus.records import Ledger, Verdict
 from shoal.verification.consensus.reputation import ABSENT, MOST_ABSENCE, ScoreRules, compute_scores
 from shoal.verification.consensus.rulings import quorum
 from shoal.verification.consensus.sortition import SETTLED

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import BEHAVIOURS, RULES, Story, claim_of, digest
 
-from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.records import Commitment, Opening, Reveal, Verdict, hide
+from shoal.verification.consensus.records import Commitment, Ledger, Opening, Reveal, Verdict, hide
 from shoal.verification.consensus.rulings import decide, quorum, rule, salts, second_draw, trial
 
 PEERS = tuple(f"p{number:02}" for number in range(24))

@@ -6,11 +6,10 @@ import pytest
 
 from bench._votes_peers import digest, is_right, toy_signer
 from bench.votes_simulation import START, Swarm, World
-from shoal.verification.consensus.planted_claims import BEHIND
 from shoal.verification.consensus.records import Claim, Signed
 from shoal.verification.consensus.reputation import compute_scores
 from shoal.verification.consensus.rulings import Rules
-from shoal.verification.consensus.sortition import SETTLED
+from shoal.verification.consensus.sortition import BEHIND, SETTLED
 
 HONEST = {f"honest-{number}": "honest" for number in range(5)}
 WORLD = World()

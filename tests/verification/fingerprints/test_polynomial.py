@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.fingerprints.polynomial import PRIME, evaluate, injective_modulus, interpolate
+from shoal.verification.fingerprints.activations import PRIME, evaluate, injective_modulus, interpolate
 
 
 def slow(xs, ys):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from shoal.node.rl.strings import Strings
+from shoal.node.rl.environment import Strings
 from shoal.node.rl.tiny import Tiny, Warm
-from shoal.node.verify.audit import snapshot as module_under_test
-from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.audit.snapshot import base, load_snapshot, most_bytes, snapshot
+from shoal.node.verify.audit import network as module_under_test
+from shoal.node.verify.audit.finding import VerifyError
+from shoal.node.verify.audit.network import base, load_snapshot, most_bytes, snapshot
 
 
 def small(seed=0, **options):

@@ -4,16 +4,15 @@ import copy
 
 import torch
 
-from shoal.node.verify.completions.examination import ACTIVATIONS, read, write
-from shoal.node.verify.completions.material import Agreed, decode, encode, output_hash, seed_of
-from shoal.node.verify.completions.prover import fingerprint
+from shoal.node.verify.completions.checker import ACTIVATIONS, fingerprint, read, write
+from shoal.node.verify.completions.material import Agreed, decode_material, encode, output_hash, seed_of
 from shoal.swarm.topics.rollout import pack_tokens
 from tests.node.verify.conftest import PEER, ROUND, RUN, SLOT
 
 
 def restated(world, proven, rows=None, finish=None, **fields):
     """A claim about other material than was proved, with hashes that fit it."""
-    told = decode(proven.material)
+    told = decode_material(proven.material)
     rows = told.rows() if rows is None else rows
     tokens = tuple(pack_tokens(row) for row in rows)
     material = encode(told.model_copy(update={"tokens": tokens, "finish": tuple(finish or told.finish), **fields}))

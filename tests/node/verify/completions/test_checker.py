@@ -6,14 +6,12 @@ import dataclasses
 import pytest
 import torch
 
-from shoal.node.rl.strings import Strings
+from shoal.node.rl.environment import Strings
 from shoal.node.rl.tiny import END, Tiny, Warm
-from shoal.node.verify.audit.errors import NotCalibrated, NotCheckable, VerifyError
-from shoal.node.verify.audit.finding import MOST_EVIDENCE, Finding
-from shoal.node.verify.audit.snapshot import digest, snapshot
-from shoal.node.verify.completions.examination import ACTIVATIONS, read
-from shoal.node.verify.completions.material import Agreed, decode, seed_of
-from shoal.node.verify.completions.prover import claim_of, fingerprint, make_claim, policy_label
+from shoal.node.verify.audit.finding import MOST_EVIDENCE, Finding, NotCalibrated, NotCheckable, VerifyError
+from shoal.node.verify.audit.network import digest, snapshot
+from shoal.node.verify.completions.checker import ACTIVATIONS, claim_of, fingerprint, make_claim, policy_label, read
+from shoal.node.verify.completions.material import Agreed, decode_material, seed_of
 from shoal.verification.calibration.calibration import Calibration
 from tests.node.verify.completions.attacks import restated, rounded
 from tests.node.verify.conftest import PEER, ROUND, RUN, SLOT
@@ -41,7 +39,7 @@ def test_honest_claims_pass(world, sides):
 
 @pytest.mark.parametrize("verifier", ["float32", "bfloat16"])
 def test_float16_too(world, verifier):
-    from shoal.node.verify.completions.calibrate import self_calibrate
+    from shoal.node.verify.completions.kind import self_calibrate
 
     made = self_calibrate(world.policy, world.env, world.agreed, policy_name="tiny", claims=30, dtypes=("float16", verifier))
     other = dataclasses.replace(world, calibration=made)
@@ -65,7 +63,7 @@ def test_a_claim_is_honest_under_autocast_of_the_node(world):
     for index in range(4):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             proven = world.proven(index, allowed=("float32",))
-        assert decode(proven.material).dtype == "float32"
+        assert decode_material(proven.material).dtype == "float32"
         assert world.check(proven, checker).accepted
         with torch.autocast("cpu", dtype=torch.bfloat16):
             finding = world.check(world.proven(index), checker)
@@ -77,7 +75,7 @@ def test_a_policy_that_computes_in_bfloat16_says_so_or_does_not_claim(world):
     coarse = CoarseTiny(Strings(), seed=8, warm=Warm(steps=0))
     coarse.module.load_state_dict(world.policy.module.state_dict())
     proven = world.proven(0, coarse)
-    assert decode(proven.material).dtype == "bfloat16"
+    assert decode_material(proven.material).dtype == "bfloat16"
     assert world.check(proven).accepted
     with pytest.raises(VerifyError, match=r"^The policy computes in bfloat16, where claims of completions are in float32: give it"):
         world.proven(0, coarse, allowed=("float32",))
@@ -88,7 +86,7 @@ def test_what_was_written_with_a_cache_is_what_a_prefill_gives(world):
     rows = [one.tokens for one in proven.completions]
     states, margins = read(world.policy, world.env.made.question(99, 0).prompt, rows, world.agreed, proven.seed)
     assert float(margins.abs().max()) < 1e-4
-    evidence = ACTIVATIONS.compare(decode(proven.material).proof, states)
+    evidence = ACTIVATIONS.compare(decode_material(proven.material).proof, states)
     assert max(evidence.means()) < 0.5
 
 
@@ -159,7 +157,7 @@ def test_a_replay_is_refused(world):
 
 def test_truncated_lengthened_and_mislabelled_completions_are_refused(world):
     proven = world.proven()
-    rows, finish = decode(proven.material).rows(), list(decode(proven.material).finish)
+    rows, finish = decode_material(proven.material).rows(), list(decode_material(proven.material).finish)
     place = next(number for number, row in enumerate(rows) if finish[number] == "stop" and len(row) > 2)
 
     def said(row, ended):
@@ -217,14 +215,14 @@ def refused_elsewhere(world, proven):
 )
 def test_forged_proofs_are_refused(world, forged, said):
     proven = next(p for p in map(world.proven, range(50)) if p.tokens <= 32)  # one window
-    reason = refused(world, *restated(world, proven, proof=forged(decode(proven.material).proof)))
+    reason = refused(world, *restated(world, proven, proof=forged(decode_material(proven.material).proof)))
     assert said in reason
 
 
 def test_the_proof_of_another_output_is_refused(world):
     proven = world.proven(0)
     other = next(p for p in map(world.proven, range(1, 200)) if p.tokens == proven.tokens)
-    reason = refused(world, *restated(world, proven, proof=decode(other.material).proof))
+    reason = refused(world, *restated(world, proven, proof=decode_material(other.material).proof))
     assert "does not compute these activations" in reason
 
 

@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from shoal.node.rl.environment import Env, Question
-from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.audit.snapshot import digest, snapshot
-from shoal.node.verify.completions.claiming import ASIDE, MOST_WRITTEN, Claimer
-from shoal.node.verify.completions.material import Coordinates, decode, seed_of
-from shoal.node.verify.completions.prover import make_claim
+from shoal.node.verify.audit.finding import VerifyError
+from shoal.node.verify.audit.network import digest, snapshot
+from shoal.node.verify.completions.checker import make_claim
+from shoal.node.verify.completions.kind import ASIDE, MOST_WRITTEN, Claimer
+from shoal.node.verify.completions.material import Coordinates, decode_material, seed_of
 from shoal.verification.consensus.participant import Slot
 from tests.node.verify.conftest import PEER, RUN
 
@@ -44,7 +44,7 @@ def test_a_slot_is_filled_once_with_what_the_policy_wrote_and_others_find_it_rig
     (written,) = claimer.take()
     assert claimer.take() == []
     assert written.snapshot == snapshot(world.policy)
-    assert decode(written.proven.material).rows() == [one.tokens for one in found.completions]
+    assert decode_material(written.proven.material).rows() == [one.tokens for one in found.completions]
     assert written.proven.seed == seed_of(RUN, 7, PEER, 1, Coordinates.of(world.env, SEED, 0).hash)
     claim = make_claim(written.proven, run=RUN, round=7, peer=PEER, slot=1, model=digest(written.snapshot))
     assert world.checker().check(claim, written.proven.material, written.snapshot).accepted
@@ -91,7 +91,7 @@ def test_a_planted_group_answers_another_question_and_is_found_wrong(claimer, wo
     planted, right = write(claimer, world, 3), write(claimer, world, 4)
     assert (planted.planted, right.planted) == (True, False)
     written = claimer.take()[0]
-    told = decode(written.proven.material)
+    told = decode_material(written.proven.material)
     assert (told.seed, told.index) == (SEED, 3)  # which is what it says
     claim = make_claim(written.proven, run=RUN, round=7, peer=PEER, slot=1, model=digest(written.snapshot))
     finding = world.checker().check(claim, written.proven.material, written.snapshot)

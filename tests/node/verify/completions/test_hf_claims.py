@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.node.rl.environment import Env, canonical
+from shoal.node.rl.environment import Env, Strings, canonical
 from shoal.node.rl.hf import load_hf
-from shoal.node.rl.strings import Strings
-from shoal.node.verify.audit.snapshot import digest, load_snapshot, snapshot, trained
-from shoal.node.verify.completions.calibrate import self_calibrate
-from shoal.node.verify.completions.checker import Checker
+from shoal.node.verify.audit.network import digest, load_snapshot, snapshot, trained
+from shoal.node.verify.completions.checker import Checker, make_claim, prove
+from shoal.node.verify.completions.kind import self_calibrate
 from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, seed_of
-from shoal.node.verify.completions.prover import make_claim, prove
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")

@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shoal.node.verify.audit.errors import VerifyError
+from shoal.node.verify.audit.finding import VerifyError
+from shoal.node.verify.completions.checker import prove
 from shoal.node.verify.completions.material import (
     Agreed,
     Coordinates,
-    decode,
+    decode_material,
     encode,
     material_of,
     output_hash,
     seed_of,
 )
-from shoal.node.verify.completions.prover import prove
 from shoal.swarm.errors import MessageError
 
 AT = Coordinates("strings", "1", b"{}", 5, 6)
@@ -33,7 +33,7 @@ def made(rows, **fields):
 @given(st.lists(TOKENS, min_size=1, max_size=8))
 def test_there_and_back_again(rows):
     material = made(rows)
-    again = decode(encode(material))
+    again = decode_material(encode(material))
     assert again == material
     assert again.rows() == [tuple(row) for row in rows]
     assert again.coordinates == AT
@@ -80,7 +80,7 @@ def test_what_is_damaged_or_too_large_is_refused():
     data = encode(made([[1, 2], [3]]))
     for wrong in (data[:-1], data + b"x", bytes(5 << 20), msgpack.packb(["claim-material", 2, {}])):
         with pytest.raises(MessageError):
-            decode(wrong)
+            decode_material(wrong)
 
 
 def test_agreed_settings_are_bounded():
@@ -104,5 +104,5 @@ def test_large_groups_go_in_parts(world, monkeypatch):
     proven = large.proven()
     assert len(proven.completions) == 20
     assert large.check(proven).accepted
-    monkeypatch.setattr("shoal.node.verify.completions.examination.PART", 3)
+    monkeypatch.setattr("shoal.node.verify.completions.checker.PART", 3)
     assert [one.tokens for one in large.proven().completions] == [one.tokens for one in proven.completions]

@@ -7,14 +7,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.completions.calibrate import own_dtypes, read_calibration, self_calibrate
-from shoal.node.verify.completions.kind import CompletionClaims
-from shoal.node.verify.completions.material import decode
-from shoal.node.verify.terms import make_terms
+from shoal.node.verify.audit.finding import VerifyError
+from shoal.node.verify.completions.kind import CompletionClaims, own_dtypes, read_calibration, self_calibrate
+from shoal.node.verify.completions.material import decode_material
+from shoal.node.verify.start import make_terms
 from shoal.swarm.manifest.verify import VerifySettings
-from shoal.verification.calibration.calibration import Calibration
-from shoal.verification.calibration.file import save_calibration
+from shoal.verification.calibration.calibration import Calibration, save_calibration
 from shoal.verification.consensus.participant import Slot
 from tests.node.verify.board import ROUND_S, Board, Net, settings_of, task_of
 
@@ -54,7 +52,7 @@ def test_claims_of_two_dtypes_are_checked_in_turn_and_do_not_round_each_others_w
 
 def test_a_claim_says_by_what_it_was_computed(world):
     capability = torch.backends.cpu.get_cpu_capability()
-    assert decode(world.proven().material).kernel == f"torch {torch.__version__}, cpu {capability}"[:64]
+    assert decode_material(world.proven().material).kernel == f"torch {torch.__version__}, cpu {capability}"[:64]
 
 
 def test_a_calibration_serves_in_the_provers_dtype_or_else_in_float32(world, tmp_path):
@@ -100,7 +98,7 @@ def test_a_node_whose_policy_computes_in_bfloat16_claims_in_it_and_another_check
     ann.offer([Slot(int(board.now // ROUND_S), 0, False)])
     assert ann.claimer.write(task.policy, 0, 0, task.env.made.question(0, 0)) is not None
     (made,) = ann.take()
-    assert decode(made.material).dtype == "bfloat16"
+    assert decode_material(made.material).dtype == "bfloat16"
     finding = bob.prepare(lambda line: None).check(made.claim, made.material, made.snapshot)
     assert finding.accepted, finding.reason
     assert {(one.pair.prover, one.pair.verifier) for one in finding.measured} == {("bfloat16", "bfloat16")}

@@ -7,15 +7,14 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.audit.snapshot import digest
-from shoal.node.verify.completions import store
-from shoal.node.verify.completions.material import seed_of
-from shoal.node.verify.completions.prover import make_claim, prove
+from shoal.node.verify.audit.finding import VerifyError
+from shoal.node.verify.audit.network import digest
+from shoal.node.verify.completions.checker import make_claim, prove
+from shoal.node.verify.completions.material import CONTEXT, find_claim, load_claim, save_claim, seed_of
 from shoal.swarm.identity import Identity
-from shoal.verification.calibration.file import load_calibration, save_calibration
-from shoal.verification.consensus.odds import vote
+from shoal.verification.calibration.calibration import load_calibration, save_calibration
 from shoal.verification.consensus.records import Claim, Entry, Signed
+from shoal.verification.consensus.reputation import vote
 
 RUN, ROUND = "run", 3
 
@@ -33,12 +32,12 @@ def claimed(world, identity, index=0, **options):
         world.policy, world.env, at, world.agreed, seed, policy_name="tiny", snapshot_bytes=len(world.snapshot), **options
     )
     claim = make_claim(proven, run=RUN, round=ROUND, peer=identity.peer_id, slot=0, model=digest(world.snapshot))
-    return Signed.by(lambda data: identity.sign(store.CONTEXT, data), claim), proven.material
+    return Signed.by(lambda data: identity.sign(CONTEXT, data), claim), proven.material
 
 
 def kept(world, identity, folder, index=0, **options):
     signed, material = claimed(world, identity, index, **options)
-    return store.save(folder, signed, material, world.agreed, world.snapshot)
+    return save_claim(folder, signed, material, world.agreed, world.snapshot)
 
 
 def shoal(*words):
@@ -47,14 +46,14 @@ def shoal(*words):
 
 def test_there_and_back_again(world, identity, tmp_path):
     signed, material = claimed(world, identity)
-    path = store.save(tmp_path / "claims", signed, material, world.agreed, world.snapshot)
-    found = store.load(path)
+    path = save_claim(tmp_path / "claims", signed, material, world.agreed, world.snapshot)
+    found = load_claim(path)
     assert (found.claim, found.material, found.agreed, found.snapshot) == (signed.record, material, world.agreed, world.snapshot)
     assert found.signed
     assert sorted(os.listdir(tmp_path / "claims")) == sorted([path.name, f"{digest(world.snapshot).hex()}.safetensors"])
     other = Entry(peer="p", run="r", round=0, operator="o", anchor=bytes(32))
     with pytest.raises(ValueError, match="only claims"):
-        store.save(tmp_path, Signed(other, b""), material, world.agreed, None)
+        save_claim(tmp_path, Signed(other, b""), material, world.agreed, None)
 
 
 def test_the_newest_are_kept_and_policies_that_nobody_claims_go(world, identity, tmp_path):
@@ -63,7 +62,7 @@ def test_the_newest_are_kept_and_policies_that_nobody_claims_go(world, identity,
         signed, material = claimed(world, identity, index)
         snapshot = bytes([index])
         claim = Claim(**{**signed.record.model_dump(), "model": digest(snapshot)})
-        paths.append(store.save(tmp_path, Signed(claim, b""), material, world.agreed, snapshot, keep=2))
+        paths.append(save_claim(tmp_path, Signed(claim, b""), material, world.agreed, snapshot, keep=2))
         os.utime(paths[-1], ns=(index, index))
     assert {path.name for path in tmp_path.glob("*.claim")} == {path.name for path in paths[2:]}
     assert {path.stem for path in tmp_path.glob("*.safetensors")} == {digest(bytes([index])).hex() for index in (2, 3)}
@@ -71,20 +70,20 @@ def test_the_newest_are_kept_and_policies_that_nobody_claims_go(world, identity,
 
 def test_damaged_files_and_unknown_ids_are_one_sentence(world, identity, tmp_path):
     path = kept(world, identity, tmp_path)
-    assert store.find(path.stem, [tmp_path]) == store.find(path.stem[:6], [tmp_path]) == store.find(str(path), []) == path
+    assert find_claim(path.stem, [tmp_path]) == find_claim(path.stem[:6], [tmp_path]) == find_claim(str(path), []) == path
     for name, said in (("../../etc", "no claim's id"), ("abc", "4 or more"), ("0" * 64, "There is no claim")):
         with pytest.raises(VerifyError, match=said):
-            store.find(name, [tmp_path])
+            find_claim(name, [tmp_path])
     (tmp_path / f"{path.stem[:10]}x.claim").write_bytes(b"")
     with pytest.raises(VerifyError, match="2 claims begin with"):
-        store.find(path.stem[:10], [tmp_path])
+        find_claim(path.stem[:10], [tmp_path])
     for junk in (b"", b"junk", path.read_bytes()[:-1], bytes(5 << 20)):
         (tmp_path / "junk").write_bytes(junk)
         with pytest.raises(VerifyError) as raised:
-            store.load(tmp_path / "junk")
+            load_claim(tmp_path / "junk")
         assert "\n" not in str(raised.value)
     with pytest.raises(VerifyError, match="Cannot read"):
-        store.load(tmp_path)
+        load_claim(tmp_path)
 
 
 def test_check_accepts_and_refuses(world, identity, tmp_path):
@@ -114,11 +113,11 @@ def test_check_by_id_without_a_calibration(world, identity, tmp_path, monkeypatc
 def test_check_looks_at_the_signature_and_says_what_it_lacks(world, identity, tmp_path):
     signed, material = claimed(world, identity)
     other = Identity.ephemeral()
-    forged = Signed.by(lambda data: other.sign(store.CONTEXT, data), signed.record)
-    path = store.save(tmp_path, forged, material, world.agreed, world.snapshot)
+    forged = Signed.by(lambda data: other.sign(CONTEXT, data), signed.record)
+    path = save_claim(tmp_path, forged, material, world.agreed, world.snapshot)
     done = shoal("verify", path)
     assert (done.return_value, "not signed by the peer" in done.output) == (4, True)
-    path = store.save(tmp_path, signed, material, world.agreed, None)
+    path = save_claim(tmp_path, signed, material, world.agreed, None)
     assert isinstance(shoal("verify", path, "--model", "hf:other").exception, VerifyError)
     assert "name it with --model" in str(shoal("verify", path, "--model", "hf:other").exception)
     (tmp_path / f"{digest(world.snapshot).hex()}.safetensors").unlink()

@@ -5,15 +5,11 @@ import math
 
 import pytest
 
-from shoal.node.verify.audit.errors import VerifyError
-from shoal.node.verify.audit.finding import Finding, Measured
-from shoal.node.verify.history import file as evidence_file
-from shoal.node.verify.history.file import NAME, EvidenceFile
-from shoal.node.verify.history.history import History
-from shoal.node.verify.history.statements import stated
+from shoal.node.verify.audit.finding import Finding, Measured, VerifyError
+from shoal.node.verify.history import history as evidence_file
+from shoal.node.verify.history.history import NAME, EvidenceFile, History, stated
 from shoal.verification.calibration.calibration import Honest, Pair
-from shoal.verification.consensus.ledger import Ledger
-from shoal.verification.consensus.records import Dispute, Reveal
+from shoal.verification.consensus.records import Dispute, Ledger, Reveal
 from shoal.verification.consensus.reputation import Standing, Table
 from shoal.verification.consensus.rulings import Ruling, Trial
 from shoal.verification.consensus.sortition import Electorate

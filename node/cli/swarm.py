@@ -1,0 +1,256 @@
+"""The commands ``shoal id``, ``link``, ``invite``, ``seed``, ``swarms``, ``peers`` and ``status``. Heavy imports happen inside."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.node.cli.options import json_option, verbose_option, waiting
+from shoal.node.exit_codes import ExitCode
+from shoal.node.json_output import dumps
+from shoal.node.logs import log_to_stderr
+
+_path_option = click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.")
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@click.group("id", short_help="Show or make the key of this node.")
+def identity() -> None:
+    """Show or make the key of this node, which is its name on the network."""
+
+
+@identity.command("show")
+@_path_option
+@_json_option
+def id_show(path: Path | None, as_json: bool) -> int:
+    """Print the peer id and the path of its key."""
+    from shoal.swarm.identity import Identity
+
+    return _print_identity(Identity.load(path or _default_identity()), as_json)
+
+
+@identity.command("new")
+@_path_option
+@_json_option
+def id_new(path: Path | None, as_json: bool) -> int:
+    """Make a new key; an existing one is never overwritten."""
+    from shoal.swarm.identity import Identity
+
+    return _print_identity(Identity.create(path or _default_identity()), as_json)
+
+
+def _default_identity() -> Path:
+    from shoal.node.config.settings import default_identity_path
+
+    return default_identity_path()
+
+
+def _print_identity(found: Any, as_json: bool) -> int:
+    if as_json:
+        click.echo(dumps({"peer": found.peer_id, "path": str(found.path)}))
+    else:
+        click.echo(f"{found.peer_id}\n{found.path}")
+    return int(ExitCode.OK)
+
+
+# The commands ``shoal link`` and ``shoal invite``. Heavy imports happen inside them.
+
+
+@click.command(short_help="Print a link to the swarm of a node here.")
+@click.option("--name", metavar="NAME", help="The node's name: its folder is runs/NAME.")
+@click.option("--folder", type=click.Path(path_type=Path), metavar="DIR", help="The node's folder.  [default: the newest in runs/]")
+@json_option
+def link(name: str | None, folder: Path | None, as_json: bool) -> int:
+    """Print a link by which others join the swarm of a node on this machine.
+
+    Every member can do so, and at any time. The link has the addresses of the bootstrap nodes, of this node and of other members
+    that were there lately, so it works though the creator is gone.
+
+    \b
+    Examples:
+      shoal link
+      shoal link --name anna
+    """
+    from shoal.node.commands.link import current_link, folder_of
+
+    found = current_link(folder_of(name, folder))
+    for note in found["notes"]:
+        click.echo(note, err=True)
+    click.echo(dumps(found) if as_json else found["link"])
+    return int(ExitCode.OK)
+
+
+@click.command(short_help="Print an invitation to an invite-only swarm.")
+@click.argument("link")
+@click.option("--uses", type=click.IntRange(1, 65_536), default=1, show_default=True, help="Peers that it admits at a time.")
+@click.option("--peer", metavar="ID", help="Invite this peer only (`shoal id show` prints its id).")
+@click.option("--expires", metavar="TIME", default="7d", show_default=True, help="Validity, such as 30m, 12h, 7d or 2w.")
+@click.option("--identity", "path", type=click.Path(path_type=Path), help="The creator's key file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | None, as_json: bool, verbose: bool) -> int:
+    """Print a link that admits others to the swarm of LINK, which was made with `shoal up --invite-only`.
+
+    Only the swarm's creator can do so. Without --peer the link admits anybody who has it: hand it over in private.
+    """
+    from shoal.node.config.links import read_link
+    from shoal.swarm.errors import AdmissionError
+    from shoal.swarm.identity import is_peer_id
+
+    parsed = read_link(link)
+    log_to_stderr(verbose)
+    from shoal.node.commands.link import invite as make
+    from shoal.node.commands.link import seconds
+
+    if peer is not None and not is_peer_id(peer):
+        raise AdmissionError(f"--peer {peer[:80]!a} is no peer id: let the newcomer run `shoal id show` and pass what it prints.")
+    if peer is not None and uses != 1:
+        raise AdmissionError("--peer and --uses do not go together: an invitation for one peer is for one use.")
+    made = make(parsed, path, uses=uses, peer=peer, lives=seconds(expires))
+    click.echo(dumps(made) if as_json else made["link"])
+    return int(ExitCode.OK)
+
+
+# The commands ``shoal seed`` and ``shoal swarms``, and a name in place of a link. Heavy imports happen inside them.
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+"""What a public swarm may be called; anything else is read as a link."""
+
+
+@click.command(short_help="Help nodes find each other, without training.")
+@click.option("--relay", is_flag=True, help="Also relay for nodes that nobody can reach.")
+@click.option("--listen", multiple=True, metavar="MULTIADDR", help="Address to listen on.  [default: /ip4/0.0.0.0/tcp/4001]")
+@click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to announce, if a port is forwarded.")
+@click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.  [default: seed.key beside the node's]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the addresses.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def seed(relay: bool, listen: tuple[str, ...], announce: tuple[str, ...], path: Path | None, as_json: bool, verbose: bool) -> int:
+    """Help the nodes of any swarm to find each other, without training.
+
+    Prints addresses for `shoal up --bootstrap`, and runs until it is stopped. Others must be able to reach it.
+    """
+    log_to_stderr(verbose)
+    from shoal.node.commands.swarms import run_seed
+
+    run_seed(path, listen=listen, announce=announce, relay=relay, as_json=as_json)
+    return int(ExitCode.OK)
+
+
+@click.command(short_help="List the public swarms that bootstrap nodes know.")
+@click.option(
+    "--seed",
+    "seeds",
+    multiple=True,
+    metavar="MULTIADDR",
+    help="Bootstrap node to ask.  [default: those of SHOAL_SEEDS, or of a file]",
+)
+@json_option
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def swarms(seeds: tuple[str, ...], as_json: bool, verbose: bool) -> int:
+    """List the public swarms that bootstrap nodes know: task, peers, size, bytes a round, and what a node needs.
+
+    \b
+    Examples:
+      shoal swarms --seed /ip4/203.0.113.9/tcp/4001/p2p/12D3KooW...
+      shoal join NAME
+    """
+    log_to_stderr(verbose)
+    from shoal.node.commands.swarms import known_seeds, list_swarms, table
+
+    addresses = known_seeds(seeds)
+    waiting("asking the bootstrap nodes")
+    found = list_swarms(addresses)
+    click.echo(dumps(found) if as_json else table(found))
+    return int(ExitCode.OK)
+
+
+def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
+    """Return ``name`` if it is no name, else the link of the public swarm of that name, after showing it and asking. ShoalError."""
+    if NAME.fullmatch(name.strip()) is None:
+        return name
+    from shoal.node.commands.swarms import chosen, described, known_seeds, list_swarms
+    from shoal.swarm.errors import LinkError
+
+    addresses = known_seeds(seeds)
+    waiting("asking the bootstrap nodes")
+    listed = list_swarms(addresses)
+    for problem in listed["problems"]:
+        click.echo(problem, err=True)
+    found = chosen(name.strip(), listed["swarms"])
+    click.echo(described(found), err=True)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise LinkError(f"Nobody can be asked whether to join {found['name']!a} here: pass --yes, or pass its link.")
+        click.confirm("Join it?", abort=True, err=True)
+    return str(found["link"])
+
+
+# The command ``shoal peers``. Heavy imports happen inside it.
+
+
+@click.command(short_help="Show the reputation and bans of a swarm's peers.")
+@click.argument("link")
+@json_option
+@verbose_option
+def peers(link: str, as_json: bool, verbose: bool) -> int:
+    """Show the reputation, claims, votes and bans of the peers in the swarm of LINK."""
+    from shoal.node.config.links import read_link
+
+    parsed = read_link(link)
+    log_to_stderr(verbose)
+    from shoal.node.verify.peers import read_peers, summary
+
+    waiting("asking the swarm's peers")
+    report = read_peers(parsed)
+    click.echo(dumps(report) if as_json else summary(report))
+    return int(ExitCode.OK)
+
+
+# The command ``shoal status``. Heavy imports happen inside it.
+
+
+@click.command(short_help="Show the peers of a swarm: round, loss and speed.")
+@click.argument("link", required=False)
+@click.option(
+    "--folder", type=click.Path(path_type=Path), metavar="DIR", help="Also show what the node of this folder refused, and its link."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+def status(link: str | None, folder: Path | None, as_json: bool, verbose: bool) -> int:
+    """Show the peers in the swarm of LINK: their round, loss and speed, and a link with members that are there now.
+
+    With --folder also show what the node of that folder refused, by reason; LINK is optional then.
+    """
+    from shoal.node.config.links import read_link
+
+    if link is None and folder is None:
+        raise click.UsageError("Missing argument 'LINK', or --folder DIR.")
+    parsed = None if link is None else read_link(link, folder)
+    log_to_stderr(verbose)
+    report: dict[str, Any] = {}
+    lines = []
+    if folder is not None:
+        from shoal.node.commands.link import current_link
+        from shoal.node.commands.status import link_line
+        from shoal.node.config.links import LINK
+        from shoal.node.runtime.refusal_log import read_refusals, sentence
+
+        report["refused"] = read_refusals(folder / "metrics.jsonl")
+        lines.append(sentence(report["refused"]))
+        if parsed is None and (folder / LINK).exists():
+            found = current_link(folder)
+            report |= {"link": found["link"], "invite_only": found["invite_only"]}
+            lines.append(link_line(found["link"], invite_only=found["invite_only"]))
+    if parsed is not None:
+        from shoal.node.commands.status import read_status, table
+
+        waiting("asking the swarm's peers")
+        report = {**read_status(parsed), **report}
+        if not as_json:
+            lines.insert(0, table(report))
+    click.echo(dumps(report) if as_json else "\n".join(lines))
+    return int(ExitCode.OK)

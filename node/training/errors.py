@@ -1,9 +1,0 @@
-"""The error of training: what its user can mend."""
-
-from __future__ import annotations
-
-from shoal.swarm.errors import ShoalError
-
-
-class TrainingError(ShoalError):
-    """The task's model, batches or loss cannot be trained, or not as the settings ask for."""
