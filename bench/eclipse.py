@@ -37,13 +37,12 @@ from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership import peer_exchange
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.peer_exchange import PeerExchange
+from shoal.swarm.membership.peer_exchange import MAX_OFFERED, SHUFFLE_PROTOCOL, PeerExchange, Shuffle, ShuffleReply
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire import envelope
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.shuffle import MAX_OFFERED, SHUFFLE_PROTOCOL, Shuffle, ShuffleReply
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH, Board, SimDirectory
 from tests.sim.isolation import isolated

@@ -103,7 +103,7 @@ class LightPeer:
             return
         from shoal.swarm.gossip.gossip import Gossip
         from shoal.swarm.topics.status import Status
-        from shoal.swarm.topics.status_publisher import StatusPublisher
+        from shoal.swarm.topics.status_reporter import StatusPublisher
 
         def status() -> Status:
             self.sent += 1

@@ -34,7 +34,7 @@ from shoal.swarm.gossip.envelope import open_body, open_envelope, room_for, topi
 from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, unpack
-from shoal.swarm.wire.join import ManifestReply, ManifestRequest
+from shoal.swarm.wire.member import ManifestReply, ManifestRequest
 
 DIAL_S = ASK_S = 10.0  # seconds to connect, and for one question and its answer
 

@@ -16,13 +16,13 @@ from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL
 from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
-from shoal.swarm.gossip.body_store import BODY_PROTOCOL
+from shoal.swarm.gossip.bodies import BODY_PROTOCOL
 from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, Manifest
 from shoal.swarm.manifest.outer import OuterSettings
-from shoal.swarm.membership.dht_index import CAP
+from shoal.swarm.membership.dht_record import CAP
 from shoal.swarm.membership.directory import MAX_ADDRESSES
-from shoal.swarm.membership.peer_exchange import AGE, LOOK, SHUFFLE
+from shoal.swarm.membership.peer_exchange import ACTIVE, AGE, LOOK, MAX_OFFERED, PASSIVE, SHARE, SHUFFLE, SHUFFLE_PROTOCOL
 from shoal.swarm.membership.peer_exchange import ALL as SHUFFLES
 from shoal.swarm.membership.peer_exchange import EACH as SHUFFLES_EACH
 from shoal.swarm.p2p.pubsub import MAX_MESSAGE
@@ -36,24 +36,20 @@ from shoal.swarm.p2p.throughput import ALL as TESTS
 from shoal.swarm.p2p.throughput import EACH as TESTS_EACH
 from shoal.swarm.p2p.throughput import MAX_BYTES as TEST_BYTES
 from shoal.swarm.p2p.throughput import MOVE_S, SPEED_PROTOCOL
-from shoal.swarm.state.chunks import CHUNKS_PROTOCOL
+from shoal.swarm.state.download import CHUNKS_PROTOCOL
 from shoal.swarm.state.selection import SAMPLE, STATE_PROTOCOL
 from shoal.swarm.state.snapshot import KEPT, UNUSED_S
-from shoal.swarm.topics.attestation import MAX_RECORD, Attestation
+from shoal.swarm.topics.attestation import EVIDENCE_PROTOCOL, MAX_BYTES, MAX_RECORD, Attestation
 from shoal.swarm.topics.attestation import QUOTA as ATTESTED
-from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BYTES
 from shoal.swarm.topics.log_sync import LOG_PROTOCOL, MAX_LOG
 from shoal.swarm.topics.log_sync import QUOTA as LOGS
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, Rollout
 from shoal.swarm.topics.status import PARTNERS, PER_SECOND, ROUNDS, Status
-from shoal.swarm.views.peer_views import ACTIVE, PASSIVE, SHARE
 from shoal.swarm.wire.envelope import ENVELOPE, Message
 from shoal.swarm.wire.group import GroupDecision, GroupReady
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.pair import Offer
-from shoal.swarm.wire.seed import MAX_NAMED, SEED_PROTOCOL, SEEN_PROTOCOL
-from shoal.swarm.wire.shuffle import MAX_OFFERED, SHUFFLE_PROTOCOL
-from shoal.swarm.wire.swarms import MAX_CONTACTS, MAX_LISTED, SWARMS_PROTOCOL, Announcement
+from shoal.swarm.wire.seed import MAX_CONTACTS, MAX_LISTED, MAX_NAMED, SEED_PROTOCOL, SEEN_PROTOCOL, SWARMS_PROTOCOL, Announcement
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
 SEALED = {

@@ -33,7 +33,7 @@ COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte num
 
 def swarm(visit: Visit, tell: Tell) -> str:
     """Check that a member serves the manifest, with the hash in the link."""
-    from shoal.swarm.membership.manifest_exchange import fetch_manifest
+    from shoal.swarm.membership.admission import fetch_manifest
     from shoal.swarm.membership.visitor import open_directory
 
     assert visit.link is not None

@@ -31,7 +31,7 @@ from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.join import ManifestReply, ManifestRequest
+from shoal.swarm.wire.member import ManifestReply, ManifestRequest
 from shoal.swarm.wire.seed import SEED_PROTOCOL
 
 # Addresses that a watcher can dial, and the time of the next attempt.

@@ -40,11 +40,9 @@ from blake3 import blake3
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
-from shoal.swarm.gossip.body_fetcher import FETCH_S, BodyFetcher
-from shoal.swarm.gossip.body_store import MAX_STORED, BodyStore
-from shoal.swarm.gossip.bounded_queue import BoundedQueue
+from shoal.swarm.gossip.bodies import FETCH_S, MAX_STORED, BodyFetcher, BodyStore
+from shoal.swarm.gossip.bounded import BoundedQueue, LRUSet
 from shoal.swarm.gossip.envelope import Body, BodyAnnouncement, Encoding, GossipEnvelope, Opened, topic_of
-from shoal.swarm.gossip.lru_set import LRUSet
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
 from shoal.swarm.wire.envelope import MAX_MESSAGE, M, Message, pack

@@ -1,4 +1,6 @@
-"""The admission handshake of an invitation-only swarm: two peers that first meet show each other their admissions.
+"""Entering a swarm: the manifest, checked against the swarm id in the link, and admission, where one needs an invitation.
+
+Two peers of an invitation-only swarm that first meet show each other their admissions.
 
 The directory holds the same admissions, but a newcomer asks for weights before it has a record there, and peers read it at
 different moments. A peer that has shown no admission is served nothing but this and the manifest.
@@ -6,18 +8,21 @@ different moments. A peer that has shown no admission is served nothing but this
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal.swarm.access.invitation import MAX_SHOWN
+from shoal.swarm.access.link import Link
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, Manifest, open_manifest
 from shoal.swarm.p2p.resource_manager import ADMISSION_PROTOCOL, FREE
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.join import AdmissionReply
+from shoal.swarm.wire.member import AdmissionReply, ManifestReply, ManifestRequest
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -66,3 +71,65 @@ class AdmissionHandshake:
     async def _answer(self, stream: Stream) -> None:
         reason = self._access_policy.refusal(stream.peer_id, await stream.receive(MAX_SHOWN, SMALL_S))
         await stream.send(pack(AdmissionReply(admission=self._access_policy.ticket if not reason else b"", reason=reason)), SMALL_S)
+
+
+MANIFEST_S = 10.0  # seconds for one small message
+
+
+def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
+    """Serve the sealed manifest to callers that ask for this swarm."""
+
+    async def answer(stream: Stream) -> None:
+        request = unpack(await stream.receive(ManifestRequest.LIMIT, MANIFEST_S), ManifestRequest)
+        known = request.swarm == swarm
+        reason = "" if known else f"this peer belongs to swarm {swarm}"
+        await stream.send(pack(ManifestReply(manifest=sealed if known else None, swarm=swarm, reason=reason)), MANIFEST_S)
+
+    host.serve(MANIFEST_PROTOCOL, answer)
+
+
+def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes, Manifest]:
+    """Ask the peers by which this node entered, and the link's, at once; return this swarm's manifest, sealed and opened.
+
+    Raises:
+        MessageError: none handed it out, and one is in another swarm or speaks another version.
+        NetworkError: none answered.
+    """
+
+    async def ask(peer: str, addresses: tuple[str, ...]) -> ManifestReply:
+        stream = await host.open(peer, MANIFEST_PROTOCOL, addresses=addresses, timeout=MANIFEST_S)
+        try:
+            await stream.send(pack(ManifestRequest(swarm=link.swarm)), MANIFEST_S)
+            return unpack(await stream.receive(ManifestReply.LIMIT, MANIFEST_S), ManifestReply)
+        finally:
+            stream.close()
+
+    async def first() -> tuple[bytes, Manifest]:
+        problem, wrong = "", None
+        asked = {asyncio.ensure_future(ask(address.rpartition("/p2p/")[2], dial)): address for address, dial in sources.items()}
+        try:
+            while asked:
+                await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in asked if task.done()]:
+                    address = asked.pop(task)
+                    try:
+                        reply = task.result()
+                        if reply.manifest is not None:
+                            return reply.manifest, open_manifest(reply.manifest, link.swarm)
+                        wrong = wrong or MessageError(
+                            f"Wrong swarm id: the peer {address} belongs to swarm {reply.swarm}, the link asks for {link.swarm}; "
+                            "ask for a fresh link."
+                        )
+                    except NetworkError as error:
+                        problem = f"{address}: {error}"
+                    except MessageError as error:
+                        wrong = wrong or error
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        raise wrong or NetworkError(f"No peer of the link served the swarm's manifest ({problem}); ask for a fresh link.")
+
+    seeds, entry = host.seeds(), host.entry()
+    sources = dict.fromkeys(entry, ()) | {a: (a,) for a in link.bootstrap if a.rpartition("/p2p/")[2] not in (*entry, *seeds)}
+    return host.call(first(), timeout)

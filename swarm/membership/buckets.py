@@ -2,7 +2,7 @@
 
 In every epoch (so many seconds of Unix time) all peers are dealt anew. A peer's position is a hash of swarm, epoch and peer id; its
 bucket are the peers whose position begins with the same ``depth`` bits. It publishes its record under that prefix, reads it, and is
-paired in it. At depth 0 there is one bucket, the whole trie of `shoal.swarm.membership.dht_index`, as in a swarm without buckets.
+paired in it. At depth 0 there is one bucket, the whole trie of `shoal.swarm.membership.dht_record`, as in a swarm without buckets.
 
 Depth. Nobody counts the swarm. A peer takes its bucket's members times 2^depth for the swarm's size, smoothes that over the epochs,
 and begins the next one deeper where that lets a bucket hold more than `FULL` of the most, or less deep where it lets it hold
@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.membership import dht_index
-from shoal.swarm.membership.dht_index import Names
-from shoal.swarm.membership.dht_record import bits_in, bits_of, bucket_prefix, key_of, open_record
+from shoal.swarm.membership import dht_record
+from shoal.swarm.membership.dht_record import Names, bits_in, bits_of, bucket_prefix, key_of, open_record
 
 DEEPEST = 12  # bits of a bucket's prefix: 4,096 buckets
 FULL, SPARSE = 0.75, 0.3  # of the most in a bucket: the mean number in it beyond which the next epoch is deeper, or less deep
@@ -126,7 +125,7 @@ class Index:
         epoch_s: float = 60.0,
         clock: Callable[[], float],
         issued: Callable[[Any], float],
-        cap: int = dht_index.CAP,
+        cap: int = dht_record.CAP,
         limit: int,
         breadth: int = 0,
     ) -> None:
@@ -223,8 +222,8 @@ class Index:
         for _ in range(self._top(draw), draw.depth + 2):
             keys = [bucket_prefix(draw.epoch, bits) for bits in tops if bits]
             keys = [key for key in keys if key not in found]
-            for at in range(0, len(keys), dht_index.AT_ONCE):
-                batch = keys[at : at + dht_index.AT_ONCE]
+            for at in range(0, len(keys), dht_record.AT_ONCE):
+                batch = keys[at : at + dht_record.AT_ONCE]
                 answers = await asyncio.gather(*map(get, batch), return_exceptions=True)
                 for key, answer in zip(batch, answers, strict=True):
                     if not isinstance(answer, BaseException):
@@ -234,20 +233,20 @@ class Index:
             tops = [bits + bit for bits in tops for bit in "01"]
 
     def places(self, now: str | None, seen: Mapping[str, Names], chance: float | None = None) -> tuple[str, ...]:
-        """Return the prefixes to publish under, that of the trie last; ``now``, ``seen``, ``chance`` as in `dht_index.place`."""
+        """Return the prefixes to publish under, that of the trie last; ``now``, ``seen``, ``chance`` as in `dht_record.place`."""
         current = self._current()
         if not self._bucket or current is None:
-            return (dht_index.place(self._me, now, seen, cap=self._cap, chance=chance),)
+            return (dht_record.place(self._me, now, seen, cap=self._cap, chance=chance),)
         draws = [draw for draw in self._draws if draw is current or self._due(draw, current, LEAD)]
         deep = [draw.prefix(draw.depth) for draw in draws if draw.depth]
         if len(deep) == len(draws):
             return tuple(deep)
         in_trie = None if now is None or "/" in now else now
-        return (*deep, dht_index.place(self._me, in_trie, seen, cap=self._cap, chance=chance))
+        return (*deep, dht_record.place(self._me, in_trie, seen, cap=self._cap, chance=chance))
 
     def _trie(self, get: Get, now: str | None, known: Collection[str], limit: int) -> Awaitable[dict[str, Names]]:
         in_trie = None if now is None or "/" in now else now
-        return dht_index.read(get, bits_of(self._me), now=in_trie, cap=self._cap, limit=limit, known=known)
+        return dht_record.read(get, bits_of(self._me), now=in_trie, cap=self._cap, limit=limit, known=known)
 
     def _due(self, draw: Draw, current: Draw | None, ahead: float) -> bool:
         return current is not None and draw.epoch > current.epoch and draw.epoch * self._epoch_s - self._clock() <= ahead

@@ -1,36 +1,103 @@
 """The directory of a swarm: every node publishes a signed, expiring record of itself in the DHT, and reads the others'.
 
 Only `Directory.refresh`, `wait_for` and `leave` wait for the network. Records are published and read in the background on the
-host's loop, and `members` is the newest view. `shoal.swarm.membership.dht_index` explains why no key grows with the swarm.
+host's loop, and `members` is the newest view. `shoal.swarm.membership.dht_record` explains why no key grows with the swarm.
+
+**Room**: the members that a node keeps in view when the directory has more records than there is room for.
+
+A key costs nothing, so a stranger can write any number of records. As long as all fit, all are in view, and all nodes see the same.
+Beyond that the places go to
+
+1. the members that were met, because they called or answered; an address that nobody was met at proves nothing;
+2. the others, those in view for longest first;
+3. and an eighth of the places to newcomers, drawn anew from time to time, so that each is seen once, whatever came before it.
+
+In each part one member of each address range comes before the second of any: the /16 of IPv4, the /32 of IPv6. Private ranges and
+loopback count as ranges too: a team in one of them is met, and so in the first part.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import heapq
 import logging
+import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol, TypeVar
 
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import dht_index
+from shoal.swarm.membership import dht_record
 from shoal.swarm.membership.buckets import Index
-from shoal.swarm.membership.dht_client import DHTClient
 from shoal.swarm.membership.dht_record import MAX_TTL, VerifiedRecord, bits_of, key_of, make_record, open_record
-from shoal.swarm.membership.room import ROOM, Room
+from shoal.swarm.p2p.multiaddr import host_of, known_first
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.fields import Reach, rate
 from shoal.swarm.wire.member import Member
 
+T = TypeVar("T")
+
+
+class DHTClient(Protocol):
+    """Part of a `shoal.swarm.p2p.host.Host` that a directory needs."""
+
+    def addresses(self) -> tuple[str, ...]:
+        """Return the addresses of this node."""
+
+    def remember(self, addresses: Iterable[str]) -> None:
+        """Keep addresses of peers for a restart."""
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop."""
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
+        """Run a coroutine on the loop and wait for it."""
+
+    async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
+        """Put a record into the DHT."""
+
+    async def get(self, key: str) -> dict[str, bytes]:
+        """Return the records under a key."""
+
+
+ROOM = 1024  # members in view: 5 MB for as many of the largest records, which are read every few seconds
+NEWCOMERS = 8  # one place in so many is for them
+
+
+class Room:
+    """The choice of at most ``most`` members. ``met``: where each peer was met, an IP address or a word."""
+
+    def __init__(self, met: Mapping[str, str], most: int = ROOM, salt: bytes | None = None) -> None:
+        self._met, self._most = met, most
+        self._salt = os.urandom(16) if salt is None else salt  # or ids could be made that are drawn every time
+        self._in_view: dict[str, None] = {}  # those in view for longest first
+
+    def choose(self, members: Mapping[str, Member], draw: int) -> dict[str, Member]:
+        """Return the ``members`` that are kept. ``draw``: a number that is another when newcomers are to be drawn anew."""
+        order = [peer for peer in self._in_view if peer in members]
+        order += sorted(members.keys() - set(order), key=bits_of)  # the same on all nodes
+        if len(order) > self._most:
+            order = self._best(order, members, draw)
+        self._in_view = dict.fromkeys(order)
+        return {peer: members[peer] for peer in order}
+
+    def _best(self, order: list[str], members: Mapping[str, Member], draw: int) -> list[str]:
+        ranked = known_first(((peer, host_of(next(iter(members[peer].addresses), ""))) for peer in order), self._met)
+        kept = ranked[: self._most - self._most // NEWCOMERS]
+        rest = sorted(ranked[len(kept) :], key=lambda peer: hashlib.sha256(self._salt + f"{draw} {peer}".encode()).digest())
+        chosen = {*kept, *rest[: self._most - len(kept)]}
+        return [peer for peer in order if peer in chosen]
+
+
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 State = Literal["waiting", "training", "leaving", "done"]
 
 TTL, PERIOD = 30.0, 5.0  # seconds: how long a record lives, and how often one is published and all are read
@@ -65,7 +132,7 @@ class Directory:
         *,
         ttl: float = TTL,
         period: float = PERIOD,
-        cap: int = dht_index.CAP,
+        cap: int = dht_record.CAP,
         limit: int = ROOM,
         barred: Callable[[str], bool] = lambda peer: False,
         access_policy: AccessPolicy | None = None,
@@ -97,7 +164,7 @@ class Directory:
         self._waiting = 0
         self._look_soon = False
         self._prefix: str | None = None  # under which the own record is stored
-        self._keys: dict[str, dht_index.Names] = {}  # the trie as last read
+        self._keys: dict[str, dht_record.Names] = {}  # the trie as last read
         self._warned: set[str] = set()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -353,7 +420,7 @@ class Directory:
     async def _read(self) -> None:
         async def under(prefix: str) -> dict[str, Member]:
             values = await self._host.get(key_of(self._swarm, prefix))
-            first = heapq.nsmallest(dht_index.CROWD * self._cap, values, key=bits_of)
+            first = heapq.nsmallest(dht_record.CROWD * self._cap, values, key=bits_of)
             opened = ((peer, open_record(values[peer])) for peer in first)
             return {p: r.member for p, r in opened if r is not None and self._credible(p, prefix, r)}
 

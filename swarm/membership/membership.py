@@ -1,4 +1,7 @@
-"""Membership: a node on the network of its swarm, admitted, with the swarm's manifest and directory."""
+"""Membership: a node on the network of its swarm, admitted, with the swarm's manifest and directory.
+
+The part of a ``Membership`` that exchanges, downloads and training use: a simulation brings its own.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from shoal.swarm.access.invitation import MAX_SHOWN, admission
 from shoal.swarm.access.link import Link
 from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.errors import AdmissionError
-from shoal.swarm.gossip.body_store import MAX_STORED
+from shoal.swarm.gossip.bodies import MAX_STORED
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity, is_peer_id
 from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
-from shoal.swarm.membership.admission import AdmissionHandshake
+from shoal.swarm.membership.admission import AdmissionHandshake, fetch_manifest, serve_manifest
 from shoal.swarm.membership.clock_check import ClockCheck
 from shoal.swarm.membership.dht_record import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.link_addresses import lasting_link
-from shoal.swarm.membership.manifest_exchange import fetch_manifest, serve_manifest
 from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
 from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
+from shoal.swarm.wire.member import Member
 
 OWN_LOOP = "own-loop"
 """Task of a swarm whose members bring training loops of their own (`shoal.swarm.training.session.Session`)."""
@@ -262,3 +266,53 @@ def _membership(
     announcer = SeedAnnouncer(host, directory, identity, swarm)
     peers = PeerExchange(host, directory, identity, swarm)
     return Membership(identity, host, directory, swarm, sealed, manifest, announcer, peers, network, ClockCheck(host, directory))
+
+
+class DirectoryView(Protocol):
+    """The reading side of a ``Directory``."""
+
+    def members(self) -> dict[str, Member]:
+        """Return the newest record of each peer that is waiting or training, by peer id."""
+
+    def everyone(self) -> dict[str, Member]:
+        """Return the same, with the peers that this node refuses to meet, and those of the buckets that it was in just now."""
+
+    def departed(self) -> dict[str, Member]:
+        """Return the last record of each peer that said lately that it left or is done, by peer id."""
+
+    def belongs(self, peer: str) -> bool:
+        """Return whether this node would see ``peer`` if that were a member: always, but in a swarm of buckets."""
+
+    def is_barred(self, peer: str) -> bool:
+        """Return True if this node refuses to meet ``peer``."""
+
+    def look(self) -> None:
+        """Read the directory soon."""
+
+
+class MemberView(Protocol):
+    """One peer's place in a swarm: its key, its host, the directory and the manifest."""
+
+    @property
+    def identity(self) -> Identity:
+        """The key of this peer."""
+
+    @property
+    def host(self) -> Host:
+        """The network."""
+
+    @property
+    def directory(self) -> DirectoryView:
+        """The members of the swarm."""
+
+    @property
+    def swarm(self) -> str:
+        """The swarm's id."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """The settings that all peers share."""
+
+    @property
+    def network(self) -> NetworkOptions:
+        """The limits of this peer."""

@@ -1,15 +1,168 @@
-"""Overview of a swarm from the records of its members, for ``shoal status`` and `shoal.swarm.training.session.Session.status`."""
+"""Overview of a swarm from the records of its members, for ``shoal status`` and `shoal.swarm.training.session.Session.status`.
+
+The health report says in sentences who is slow or failing, with a remedy for each, and which partitions are suspected. It follows
+from what the members report of themselves and of each other (`shoal.swarm.wire.member.Member`). One peer's word does not prove
+another's fault: a failing member is named by at least two others, or by itself; otherwise the fault is of the pair.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from statistics import fmean, median
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from statistics import fmean, median, median_low
 from typing import Any
 
 from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.membership.health_report import health_report
+from shoal.swarm.wire.fields import Failure
 from shoal.swarm.wire.member import Member
+
+SLOW_STEP = 2.0
+"""Multiple of the median inner step (of two the quicker's). In rounds of steps the quicker partner then waits half of its time."""
+SLOW_EXCHANGE, SLOW_EXCHANGE_S = 3.0, 1.0
+"""Multiple of the median exchange, and seconds beyond it, because on a quick network three times almost nothing is harmless."""
+FAILS, FAILS_SHARE = 3, 0.25
+"""Failures, and their share of the exchanges: one crash causes one or two for its partners, which needs no report."""
+SILENT_S = 15.0
+"""Three renewals of a record: half of the time after which a silent peer is no longer a member."""
+
+REMEDY: dict[Failure, str] = {
+    "unreachable": "open the port given by --listen, check --announce, or give the swarm a bootstrap node with --relay",
+    "timeout": "its machine or its link is too slow, or asleep: free it, or leave it out",
+    "refused": "see its log and theirs for the reason: another version, other options, or a ban",
+    "broken": "its connection ends in the middle of transfers: look after its link, and whether its machine runs out of memory",
+    "damaged": "what it sends is not whole or not finite: check its machine and its version of shoal",
+    "suspicious": "its contributions lie far from the others': let it join anew, or leave it out if you do not know whose it is",
+}
+
+
+def health_report(members: Mapping[str, Member], now: float, *, in_seconds: bool = False) -> list[str]:
+    """Return sentences about ``members`` (peer id -> record) at ``now`` (Unix seconds); none if all is well.
+
+    ``in_seconds``: the swarm's rounds last so many seconds, not steps, so nobody waits for a slow member.
+    """
+    there = dict(sorted(members.items(), key=lambda item: (item[1].name, item[0])))
+    return [*_partition(there), *_silent(there, now), *_slow(there, in_seconds), *_failing(there), *_unreachable(there)]
+
+
+def _partition(members: Mapping[str, Member]) -> list[str]:
+    suspecting = [member for member in members.values() if member.missing]
+    if not suspecting:
+        return []
+    most = max(suspecting, key=lambda member: (member.missing, member.name))
+    names = ", ".join(most.missing_names) + (", …" if most.missing > len(most.missing_names) else "")
+    return [
+        f"A partition is suspected: {most.missing} of {most.missing_of} members vanished within {most.missing_within_s:.0f} s "
+        f"({names}), says {_and(member.name for member in suspecting)}; training goes on, and they come together again by "
+        "themselves."
+    ]
+
+
+def _silent(members: Mapping[str, Member], now: float) -> list[str]:
+    return [
+        f"{member.name} has not been heard of for {now - member.issued:.0f} s: it may be asleep, stopped or cut off."
+        for member in members.values()
+        if now - member.issued > SILENT_S
+    ]
+
+
+def _unreachable(members: Mapping[str, Member]) -> list[str]:
+    return [
+        f"{member.name} can be dialled by nobody and has no relay, so it exchanges only with those that it can dial: "
+        f"{REMEDY['unreachable']}."
+        for member in members.values()
+        if member.reach == "unreachable"
+    ]
+
+
+def _slow(members: Mapping[str, Member], in_seconds: bool) -> list[str]:
+    found = []
+    rest = (
+        "it makes fewer steps in a round, and nobody waits for it"
+        if in_seconds
+        else ("free its processor, or begin a swarm with --round seconds:auto, in which nobody waits for it")
+    )
+    steps = {peer: 1 / member.steps_per_s for peer, member in members.items() if member.steps_per_s > 0}
+    usual = median_low(steps.values()) if steps else 0.0
+    for peer, seconds in steps.items():
+        if seconds > SLOW_STEP * usual:
+            found.append(
+                f"{members[peer].name} is slow: an inner step takes it {seconds:.3g} s, {seconds / usual:.1f} times the "
+                f"median of all ({usual:.3g} s); {rest}."
+            )
+    moves = {peer: member.exchange_s for peer, member in members.items() if member.exchange_s > 0}
+    usual = median_low(moves.values()) if moves else 0.0
+    for peer, seconds in moves.items():
+        if seconds > max(SLOW_EXCHANGE * usual, usual + SLOW_EXCHANGE_S):
+            found.append(
+                f"{members[peer].name} has a slow link: an exchange takes it {seconds:.3g} s, {seconds / usual:.1f} times the "
+                f"median of all ({usual:.3g} s); a smaller codec (--codec int8), or a better link, would help."
+            )
+    return found
+
+
+def _failing(members: Mapping[str, Member]) -> list[str]:
+    accused: defaultdict[str, Counter[Failure]] = defaultdict(Counter)
+    accusers: defaultdict[str, set[str]] = defaultdict(set)
+    for peer, member in members.items():
+        for other, kind, count in member.blamed:
+            if other in members and other != peer:
+                accused[other][kind] += count
+                accusers[other].add(peer)
+    failing = {peer for peer in members if len(accusers[peer]) >= 2 and accused[peer].total() >= FAILS}
+    found = []
+    if len(failing) > max(len(members) / 2, 2):
+        kinds = sum((accused[peer] for peer in failing), Counter[Failure]())
+        return [
+            f"{len(failing)} of {len(members)} members fail with each other ({_kinds(kinds)}), so none is to blame: look "
+            "after what they share, as the bootstrap node that relays for them."
+        ]
+    for peer in members:
+        if peer in failing:
+            (kind, _), *_ = accused[peer].most_common(1)
+            found.append(
+                f"{members[peer].name} fails: {len(accusers[peer])} of {len(members) - 1} others met "
+                f"{_kinds(accused[peer])} with it; {REMEDY[kind]}."
+            )
+    for peer, member in members.items():
+        found += _own(peer, member, members, failing)
+    return found
+
+
+def _own(peer: str, member: Member, members: Mapping[str, Member], failing: set[str]) -> list[str]:
+    """Return sentences about the failures that ``member`` reports itself, except those that are others' fault."""
+    theirs: Counter[Failure] = Counter()
+    of_pair: defaultdict[str, Counter[Failure]] = defaultdict(Counter)
+    for other, kind, count in member.blamed:
+        if other in failing or other not in members:  # reported already, or gone
+            theirs[kind] += count
+        else:
+            of_pair[other][kind] += count
+    left = Counter(dict(member.failures)) - theirs
+    if peer in failing or left.total() < FAILS or left.total() < FAILS_SHARE * member.exchanges:
+        return []
+    worst = max(of_pair, key=lambda other: (of_pair[other].total(), other), default=None)
+    if worst is not None and 2 * of_pair[worst].total() > left.total():
+        back = any(other == peer for other, _, _ in members[worst].blamed)
+        if back and worst < peer:  # reported for the other one
+            return []
+        (kind, _), *_ = of_pair[worst].most_common(1)
+        return [
+            f"{member.name} and {members[worst].name} fail with each other: {member.name} met {_kinds(of_pair[worst])} "
+            f"in its last {member.exchanges} exchanges; {REMEDY[kind]}."
+        ]
+    (kind, _), *_ = left.most_common(1)
+    return [f"{member.name} fails: of its last {member.exchanges} exchanges it met {_kinds(left)}; {REMEDY[kind]}."]
+
+
+def _kinds(counts: Counter[Failure]) -> str:
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.most_common())
+
+
+def _and(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
 
 ROUGH = 0.25  # standard error, of fewer than 16 in view, beyond which a number of peers says more than is known
 

@@ -4,6 +4,11 @@ Of a public swarm they are also told what it is, for those who look for one (`sh
 
 So a swarm can be joined though every address in the link but the bootstrap node's is dead, and two parts of a swarm that lost each
 other, but not the bootstrap node, meet again.
+
+Of a partitioned swarm without one each half keeps its own directory, and a node that has a neighbour looks no further. So every
+`REDIAL_S` seconds a node dials some of the peers that it knows but has not in view, each again after twice the time, up to
+`LONGEST`. (libp2p itself refuses to dial an address again for up to five minutes after many failures.) Peers that left on purpose
+are not dialled.
 """
 
 from __future__ import annotations
@@ -11,17 +16,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.seed_client import addresses_of, announce, ask
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.views.reconnector import Reconnector
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.fields import MAX_BYTES, MAX_COUNT
-from shoal.swarm.wire.seed import MAX_TOPICS, SEED_PROTOCOL
-from shoal.swarm.wire.swarms import MAX_MANIFEST, SWARMS_PROTOCOL, Announcement
+from shoal.swarm.wire.seed import MAX_MANIFEST, MAX_TOPICS, SEED_PROTOCOL, SWARMS_PROTOCOL, Announcement
 
 if TYPE_CHECKING:
     from shoal.swarm.identity import Identity
@@ -29,6 +32,59 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 log = logging.getLogger(__name__)
+
+REDIAL_S = 10.0  # seconds between two attempts
+TRIED = 4  # peers dialled in one attempt
+FIRST, LONGEST = 10.0, 300.0  # seconds until a peer is dialled again
+
+
+class Reconnector:
+    """Schedule of the peers to dial again.
+
+    ``known``: full multiaddrs of known peers; ``here``: the peers in view; ``left``: those that left lately; ``meet``: dials
+    addresses, and makes the peers that answer known to the DHT.
+    """
+
+    def __init__(
+        self,
+        known: Callable[[], Sequence[str]],
+        here: Callable[[], Collection[str]],
+        left: Callable[[], Collection[str]],
+        meet: Callable[[Sequence[str]], Awaitable[None]],
+    ) -> None:
+        self._known, self._here, self._left, self._meet = known, here, left, meet
+        self._due: dict[str, tuple[float, float]] = {}
+        """For each peer the time of its next dial, and the pause after that."""
+        self._gone: set[str] = set()
+
+    def due(self, now: float) -> list[str]:
+        """Return the addresses to dial at ``now``, which count as dialled."""
+        where: dict[str, list[str]] = {}
+        for address in self._known():
+            where.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+        here = set(self._here())
+        self._gone = ((self._gone | set(self._left())) - here) & where.keys()
+        missing = where.keys() - here - self._gone
+        # A peer that has just vanished may be restarting, so the first dial waits too.
+        self._due = {peer: self._due.get(peer, (now + FIRST, FIRST)) for peer in missing}
+        next_peers = sorted((when, peer) for peer, (when, _) in self._due.items() if when <= now)[:TRIED]
+        for _, peer in next_peers:
+            pause = min(2 * self._due[peer][1], LONGEST)
+            self._due[peer] = now + pause, pause
+        return [address for _, peer in next_peers for address in where[peer]]
+
+    async def run(self) -> None:
+        """Dial from time to time until cancelled. On the host's loop."""
+        while True:
+            await asyncio.sleep(REDIAL_S)
+            try:
+                if addresses := self.due(asyncio.get_running_loop().time()):
+                    await self._meet(addresses)
+            except NetworkError as error:
+                log.debug("no lost peer was dialled: %s", error)
+            except Exception:  # a bug must not keep the swarm apart
+                log.warning("dialling lost peers failed; trying again", exc_info=True)
+
 
 PERIOD = 20.0  # seconds between two reports; a seed forgets a silent node after six times as long
 LOOK = 1.0  # seconds between checks for changed addresses of this node

@@ -21,7 +21,7 @@ from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack, peek, unpack, unseal
 from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.swarms import SWARMS_PROTOCOL, Announcement, ListedSwarm, SwarmsReply, SwarmsRequest
+from shoal.swarm.wire.seed import SWARMS_PROTOCOL, Announcement, ListedSwarm, SwarmsReply, SwarmsRequest
 
 log = logging.getLogger(__name__)
 

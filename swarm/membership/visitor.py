@@ -10,10 +10,9 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.membership.admission import AdmissionHandshake
+from shoal.swarm.membership.admission import AdmissionHandshake, fetch_manifest
 from shoal.swarm.membership.dht_record import MemberValidator
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.manifest_exchange import fetch_manifest
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.member import Member
 

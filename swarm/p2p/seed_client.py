@@ -9,8 +9,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import pack, unpack, unseal
 from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import SeedReply, SeedRequest
-from shoal.swarm.wire.swarms import SwarmsReply, SwarmsRequest
+from shoal.swarm.wire.seed import SeedReply, SeedRequest, SwarmsReply, SwarmsRequest
 
 log = logging.getLogger(__name__)
 

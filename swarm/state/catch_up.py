@@ -7,6 +7,7 @@ first round then has weight 0 (`shoal.swarm.training.outer_sync`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import time
@@ -17,10 +18,10 @@ import torch
 
 from shoal.optim import OuterOptimizer
 from shoal.optim.codecs.base import Shape
+from shoal.optim.schedule.schedule import Send
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import parameters_digest
-from shoal.swarm.membership.membership import OWN_LOOP, Membership
-from shoal.swarm.membership.view import MemberView
+from shoal.swarm.membership.membership import OWN_LOOP, Membership, MemberView
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.multiaddr import host_of, known_first, of_ranges
 from shoal.swarm.state.download import Peer
@@ -28,6 +29,21 @@ from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import ModelDiffersError, StateQuery, fetch_state
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.state import StateRequest
+
+
+def in_step(opt: OuterOptimizer, state: State) -> int:
+    """Return the first round, not before that of ``state``, in which the swarm sends the fragment that ``opt`` sends next.
+
+    Rounds of one fragment are as many apart as there are fragments. In another round nobody else would send it.
+    """
+    fragments = len(state.applied)
+    if fragments < 2:
+        return state.round
+    later = itertools.chain.from_iterable(opt.schedule.at(opt.position + number) for number in range(1, opt.schedule.every + 1))
+    fragment = next((action.fragment for action in later if isinstance(action, Send)), 0)
+    last = state.applied[fragment]
+    return state.round + ((last if last >= 0 else fragment) - state.round) % fragments
+
 
 ASKED = 8  # members that are asked for what they hold
 DIALLED = 128  # members that are dialled to learn where they are, if there are more than are asked

@@ -15,10 +15,9 @@ from torch import Tensor
 from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream_places import StreamPlaces
-from shoal.swarm.state.chunks import SMALL_S, ChunkServer
+from shoal.swarm.state.download import SMALL_S, ChunkServer
 from shoal.swarm.state.selection import STATE_PROTOCOL, making_s
-from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, State, encode, make, nothing
-from shoal.swarm.state.spool import Spool
+from shoal.swarm.state.snapshot import Snapshot, SnapshotCache, Spool, State, encode, make, nothing
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.pair import Answer
 from shoal.swarm.wire.state import StateHeader, StateRequest
@@ -46,7 +45,7 @@ class StateServer:
     """Server of this node's slow weights. The training thread makes the copy, so no half-updated weights are handed out.
 
     At most two snapshots (`SnapshotCache`), each with 4 bytes for every value of the slow weights and of the state that the rule
-    shares, and none two minutes after the last request; large ones are files (`shoal.swarm.state.spool`). While both are being
+    shares, and none two minutes after the last request; large ones are files (`shoal.swarm.state.snapshot`). While both are being
     downloaded, further callers get the later of the
     two rather than a new one.
     """

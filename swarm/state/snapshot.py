@@ -2,28 +2,70 @@
 
 The id is the SHA-256 of the header, which holds the hash of the list of the chunks' digests. A peer that knows the id can therefore
 check every chunk, whatever its source, and peers that hold the same round's weights offer the same id without coordination.
+
+
+Large snapshots lie in files without a name, so that handing weights out takes no main memory beside the system's cache.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
+import os
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import torch
 from blake3 import blake3
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.swarm.exchange.payload import BorrowedPayload
-from shoal.swarm.state.spool import Spool, spool_for
 from shoal.swarm.wire.digest import CHUNK
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.fields import pack_shapes
 from shoal.swarm.wire.state import StateHeader
+
+LARGE = 16 << 20  # bytes from which on a snapshot is not held in memory
+ON_DISK = Path("/var/tmp")  # the usual folder may lie in memory itself
+
+
+class Spool:
+    """File of ``nbytes`` bytes that is gone with the last that uses it. OSError if the disk has no room for it."""
+
+    def __init__(self, nbytes: int) -> None:
+        folder = ON_DISK if "TMPDIR" not in os.environ and os.access(ON_DISK, os.W_OK) else None
+        self._file, self.nbytes = tempfile.TemporaryFile(prefix="shoal-", dir=folder, buffering=0), nbytes  # noqa: SIM115 (it is closed when it is gone)
+        os.posix_fallocate(self._file.fileno(), 0, nbytes)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write ``data`` at ``offset``. OSError if the disk fails."""
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self._file.fileno(), data[written:], offset + written)
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return the bytes at ``offset``. OSError if the disk fails."""
+        return memoryview(os.pread(self._file.fileno(), nbytes, offset))
+
+    def mapped(self) -> Tensor:
+        """Return all bytes (uint8), mapped rather than read; changes stay in memory."""
+        return torch.frombuffer(mmap.mmap(self._file.fileno(), self.nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def spool_for(nbytes: int) -> Spool | None:
+    """Return a file for a snapshot; None if it is to be in memory: it is small, or no disk takes it."""
+    try:
+        return Spool(nbytes) if nbytes >= LARGE and hasattr(os, "posix_fallocate") else None
+    except OSError:
+        return None
+
 
 DIGEST = 32  # bytes of a chunk's BLAKE3
 KEPT = 2  # snapshots that a node holds at most, each as large as its slow weights and shared state in float32

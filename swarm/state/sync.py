@@ -25,8 +25,8 @@ from shoal.swarm.pacing.progress import SLOWEST
 from shoal.swarm.state.download import ChunkSink, MemorySink, Peer, download, fetch_digests
 from shoal.swarm.state.selection import ENOUGH, NoStateError, SnapshotOffer, UnconfirmedError, agreed, choose, collect, plausible
 from shoal.swarm.state.snapshot import DIGEST, Snapshot, State, chunks_in, digests_of, encode, read, shapes_digest, snapshot_id
+from shoal.swarm.wire.envelope import fresh_nonce
 from shoal.swarm.wire.fields import MAX_COUNT
-from shoal.swarm.wire.nonce import fresh_nonce
 from shoal.swarm.wire.state import StateHeader, StateRequest
 
 if TYPE_CHECKING:

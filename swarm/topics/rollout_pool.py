@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip.bounded import LRUSet
 from shoal.swarm.gossip.gossip import Gossip
-from shoal.swarm.gossip.lru_set import LRUSet
 from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.topics.rollout import Finish, Rollout
 

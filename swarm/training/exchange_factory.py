@@ -9,7 +9,7 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.manifest.outer import OuterSettings
-from shoal.swarm.membership.view import MemberView
+from shoal.swarm.membership.membership import MemberView
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange

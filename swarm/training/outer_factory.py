@@ -31,7 +31,7 @@ from shoal.optim.schedule.auto_length import USEFUL, agreed_seconds, bounded_spe
 from shoal.swarm.errors import OuterError
 from shoal.swarm.exchange.round_evidence import QUICKER, SEVERAL
 from shoal.swarm.manifest.outer import OuterSettings, parse_round
-from shoal.swarm.membership.view import MemberView
+from shoal.swarm.membership.membership import MemberView
 from shoal.swarm.p2p.multiaddr import of_ranges
 from shoal.swarm.wire.member import Member
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
-from shoal.swarm.membership.view import MemberView
-from shoal.swarm.state.adoption import in_step
-from shoal.swarm.state.chunks import CHUNKS_PROTOCOL
-from shoal.swarm.state.drift import DriftDetector
-from shoal.swarm.state.resync import Resynchronizer
+from shoal.swarm.membership.membership import MemberView
+from shoal.swarm.state.catch_up import in_step
+from shoal.swarm.state.download import CHUNKS_PROTOCOL
+from shoal.swarm.state.resync import DriftDetector, Resynchronizer
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.training.self_report import SelfReport

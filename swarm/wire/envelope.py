@@ -4,11 +4,15 @@ A message is msgpack of ``[kind, version, fields]``. A wrong one from a peer is 
 difference, in this order: size, kind, version, signature (if sealed), structure, fields. Nothing is decoded before its size is
 known to be small, and containers are bounded one by one and in number, so that no message can make this node allocate more
 than a small multiple of the message's length.
+
+Nonces make equal messages differ: they are the only random numbers in the protocols of an exchange.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, ClassVar, Literal, TypeVar
 
 import msgpack
@@ -16,6 +20,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity, verify
+
+SIZE = 16
+
+_source: ContextVar[Callable[[int], bytes]] = ContextVar("nonces", default=secrets.token_bytes)
+
+
+def fresh_nonce() -> bytes:
+    """Return sixteen random bytes that nobody can predict."""
+    return _source.get()(SIZE)
+
+
+def nonces_from(source: Callable[[int], bytes]) -> None:
+    """Take nonces from ``source(bytes)`` in this context and its tasks, for a simulation that can be repeated."""
+    _source.set(source)
+
 
 KIB = 1024
 MAX_MESSAGE = 256 * KIB  # bytes of one gossiped message: GossipSub drops larger ones than 1 MiB without an error

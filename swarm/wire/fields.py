@@ -112,7 +112,7 @@ Token = Annotated[str, Field(pattern=r"^[a-z0-9_.:,=+-]{1,64}$")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Real = Annotated[float, Field(ge=-MAX_REAL, le=MAX_REAL)]
 Sketch = tuple[Count, Count, Annotated[tuple[Real, ...], Field(min_length=SKETCH, max_length=SKETCH)]]
-"""A round and fragment, and a sketch of the slow weights of that fragment after it (`shoal.swarm.state.drift`)."""
+"""A round and fragment, and a sketch of the slow weights of that fragment after it (`shoal.swarm.state.resync`)."""
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Moment = Annotated[float, Field(ge=0, le=MAX_COUNT)]
 """Unix seconds."""

@@ -1,4 +1,4 @@
-"""The record of a member in the directory."""
+"""The record of a member in the directory, and the messages of a joining node: the request for the manifest, and admission."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from shoal.swarm.wire.fields import (
     Rate,
     Reach,
     Real,
+    Reason,
     Seconds,
     Share,
     ShortLabel,
@@ -87,3 +88,27 @@ class Member(Message):
         if self.shard >= self.shards:
             raise ValueError("shard must be below shards")
         return self
+
+
+class ManifestRequest(Message):
+    """Request for the signed manifest of the peer's swarm."""
+
+    KIND = "manifest-request"
+    swarm: SwarmId
+
+
+class ManifestReply(Message):
+    """The sealed manifest, or None and the reason."""
+
+    KIND, LIMIT = "manifest-reply", 64 * KIB
+    manifest: Annotated[bytes, Field(max_length=60 * KIB)] | None
+    swarm: SwarmId
+    reason: Reason = ""
+
+
+class AdmissionReply(Message):
+    """The packed `shoal.swarm.access.invitation.Admission` of the answering node; or the reason why the caller is refused."""
+
+    KIND, LIMIT = "admission-reply", 4 * KIB
+    admission: Annotated[bytes, Field(max_length=KIB)] = b""
+    reason: Reason = ""

@@ -35,7 +35,7 @@ from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.state import chunks as chunks_module
+from shoal.swarm.state import download as chunks_module
 from shoal.swarm.state.download import MemorySink
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State

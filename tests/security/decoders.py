@@ -57,7 +57,7 @@ from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import Message, diagnose, pack, peek, seal, unpack, unseal
 from shoal.swarm.wire.group import GroupFormed, GroupReady
 from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.swarms import Announcement, ListedSwarm
+from shoal.swarm.wire.seed import Announcement, ListedSwarm
 from shoal.verification.calibration.calibration import (
     Calibration,
     CalibrationError,

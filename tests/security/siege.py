@@ -18,8 +18,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest.manifest import Manifest, swarm_id
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedReply, SeedRequest
-from shoal.swarm.wire.swarms import SWARMS_PROTOCOL, Announcement, SwarmsReply, SwarmsRequest
+from shoal.swarm.wire.seed import SEED_PROTOCOL, SWARMS_PROTOCOL, Announcement, SeedReply, SeedRequest, SwarmsReply, SwarmsRequest
 from tests.security.bare_client import Connection, Key
 
 PLACES = 4  # swarms in which one peer is noted

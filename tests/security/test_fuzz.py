@@ -105,7 +105,7 @@ DIGESTS = {
     "node/rl/task.py:RLTask._number", "node/task.py:LoadedBatches._begin_epoch",
     "node/tasks/text.py:_digest", "node/verify/completions/material.py:seed_of",
     "optim/rules/sparta.py:chosen", "swarm/membership/dht_record.py:bits_of",
-    "swarm/membership/dht_record.py:bits_in", "swarm/state/drift.py:_order", "verification/consensus/sortition.py:must_plant",
+    "swarm/membership/dht_record.py:bits_in", "swarm/state/resync.py:_order", "verification/consensus/sortition.py:must_plant",
     "verification/consensus/sortition.py:is_audited",
     "swarm/identity.py:", "swarm/identity.py:b58encode",
 }  # fmt: skip
@@ -123,7 +123,7 @@ OWN = {
     "node/verify/history/history.py:EvidenceFile.claims", "optim/codecs/base.py:buffer",
     "optim/exchange/store_agreement.py:StoreConsensus._offered", "optim/outer/torch_form.py:TorchForm.unpack",
     "optim/ranks/orders.py:Channel.send", "optim/ranks/orders.py:Channel.receive", "swarm/p2p/peerstore.py:Peerstore._load",
-    "swarm/training/session.py:FollowingSession.__init__", "swarm/state/spool.py:Spool.mapped",
+    "swarm/training/session.py:FollowingSession.__init__", "swarm/state/snapshot.py:Spool.mapped",
 }  # fmt: skip
 """Files and processes of the user's own: settings, data, a node's folder, the ranks of one job."""
 ELSEWHERE = {

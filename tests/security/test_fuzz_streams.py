@@ -27,9 +27,11 @@ from shoal.node.metrics.endpoint import Endpoint
 from shoal.node.watch import web
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
-from shoal.swarm.gossip.body_store import BodyRequest, BodyStore
+from shoal.swarm.gossip.bodies import BodyRequest, BodyStore
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import admission, manifest_exchange, peer_exchange
+from shoal.swarm.membership import admission, peer_exchange
+from shoal.swarm.membership import admission as manifest_exchange
+from shoal.swarm.membership.peer_exchange import Shuffle
 from shoal.swarm.p2p.punch import Punch, Puncher
 from shoal.swarm.p2p.reachability import DialRequest, ReachabilityProbe
 from shoal.swarm.p2p.resource_manager import ResourceManager
@@ -39,10 +41,8 @@ from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed.server import Seed
 from shoal.swarm.topics.log_sync import LogRequest, LogServer
 from shoal.swarm.wire.envelope import pack
-from shoal.swarm.wire.join import ManifestRequest
-from shoal.swarm.wire.seed import SeedRequest
-from shoal.swarm.wire.shuffle import Shuffle
-from shoal.swarm.wire.swarms import SwarmsRequest
+from shoal.swarm.wire.member import ManifestRequest
+from shoal.swarm.wire.seed import SeedRequest, SwarmsRequest
 from tests.security.hostile import CANNOT, MSGPACK, ODD, SIGNERS, WHOLE, at, near, places, put
 from tests.security.message_kinds import good
 from tests.sim.memory_stream import stream_pair

@@ -26,7 +26,7 @@ from shoal.swarm.membership.seed_announcer import SeedAnnouncer
 from shoal.swarm.p2p.multiaddr import origin
 from shoal.swarm.p2p.reachability import DialSeen
 from shoal.swarm.p2p.throughput import SpeedReply
-from shoal.swarm.state.drift import DriftDetector
+from shoal.swarm.state.resync import DriftDetector
 from shoal.swarm.state.snapshot import State, encode, make
 from shoal.swarm.state.sync import LAST_ROUND
 from shoal.swarm.topics.log_sync import LogReply, LogServer
@@ -39,7 +39,7 @@ from shoal.swarm.wire.fields import FAILURES, MAX_COUNT
 from shoal.swarm.wire.group import GroupReady, GroupReceipt
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.pair import Abort, Answer, Offer
-from shoal.swarm.wire.swarms import SwarmsReply
+from shoal.swarm.wire.seed import SwarmsReply
 from shoal.verification.consensus.log import Log, decode_log
 from shoal.verification.consensus.log import encode as encode_log
 from shoal.verification.consensus.records import ATTEMPTS, MAX_ROUND, Commitment, Reveal, Verdict, View, hide

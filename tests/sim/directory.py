@@ -1,8 +1,8 @@
 """Membership on a simulated network: a `Directory` with its trie, bounds and rate, over a DHT that is one table.
 
-Real: the keys of records and of reads (`shoal.swarm.membership.buckets`, `dht_index`), the number and rate of reads, the lifetime
-and size of records, and each peer's own view, seconds old. Not simulated: the DHT itself, with its routing and replicas. A key is
-read, or a record stored, in one round trip, and nothing of that is ever lost.
+Real: the keys of records and of reads (`shoal.swarm.membership.buckets`, `shoal.swarm.membership.dht_record`), the number and rate
+of reads, the lifetime and size of records, and each peer's own view, seconds old. Not simulated: the DHT itself, with its routing
+and replicas. A key is read, or a record stored, in one round trip, and nothing of that is ever lost.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 from shoal.swarm.membership.buckets import Index
-from shoal.swarm.membership.dht_index import CAP, Names
-from shoal.swarm.membership.dht_record import bits_of, make_record
-from shoal.swarm.membership.directory import GAP, HASTE, HERE, PERIOD, TTL
-from shoal.swarm.membership.room import ROOM
+from shoal.swarm.membership.dht_record import CAP, Names, bits_of, make_record
+from shoal.swarm.membership.directory import GAP, HASTE, HERE, PERIOD, ROOM, TTL
 from shoal.swarm.wire.member import Member
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import SimHost, SimNetwork

@@ -32,7 +32,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.wire.nonce import nonces_from
+from shoal.swarm.wire.envelope import nonces_from
 from tests.sim.clock import Process, Stuck, VirtualLoop
 from tests.sim.memory_stream import NOTHING, MemoryLink, MemoryTransport, streams_of
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from shoal.swarm.membership.dht_index import CAP
+from shoal.swarm.membership.dht_record import CAP
 from shoal.swarm.wire.member import Member
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH, PERIOD, TTL, Board, SimDirectory

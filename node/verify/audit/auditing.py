@@ -48,7 +48,7 @@ MOST_ASKED = 3  # peers besides the author who are asked for what it does not ha
 
 
 class Bodies(Protocol):
-    """Part of `shoal.swarm.topics.evidence.EvidenceStore` that checking needs."""
+    """Part of `shoal.swarm.topics.attestation.EvidenceStore` that checking needs."""
 
     def put(self, body: bytes) -> bytes:
         """Serve ``body`` to other peers; return its SHA-256."""

@@ -14,9 +14,8 @@ from shoal.swarm.exchange.group.allreduce import fits
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
 from shoal.swarm.exchange.group.decision_log import DecisionLog
 from shoal.swarm.exchange.group.roster import encode_roster
-from shoal.swarm.wire.envelope import Message
+from shoal.swarm.wire.envelope import Message, fresh_nonce
 from shoal.swarm.wire.group import GroupFormed, GroupLost, GroupReady, GroupReply, GroupReport
-from shoal.swarm.wire.nonce import fresh_nonce
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ from shoal.optim.exchange.base import counted_weights
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.envelope import unseal
+from shoal.swarm.wire.envelope import fresh_nonce, unseal
 from shoal.swarm.wire.fields import pack_shapes
 from shoal.swarm.wire.group import MAX_PATIENCE, GroupFormed, GroupReady
-from shoal.swarm.wire.nonce import fresh_nonce
 
 _LENGTH = 2  # bytes before each ready message in a list
 

@@ -13,8 +13,7 @@ from shoal.swarm.exchange.pair.dialing import open_unless
 from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.transfer import PartnerContribution
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.envelope import unpack
-from shoal.swarm.wire.nonce import fresh_nonce
+from shoal.swarm.wire.envelope import fresh_nonce, unpack
 from shoal.swarm.wire.pair import Answer
 
 if TYPE_CHECKING:

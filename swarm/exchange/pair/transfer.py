@@ -40,8 +40,7 @@ from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.stats import Problem
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.digest import HashList
-from shoal.swarm.wire.envelope import KIB, M, Message, pack, unpack
-from shoal.swarm.wire.nonce import fresh_nonce
+from shoal.swarm.wire.envelope import KIB, M, Message, fresh_nonce, pack, unpack
 from shoal.swarm.wire.pair import Abort, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
 
 if TYPE_CHECKING:

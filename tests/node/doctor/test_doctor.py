@@ -31,9 +31,9 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.membership.admission import serve_manifest
 from shoal.swarm.membership.dht_record import MemberValidator
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.manifest_exchange import serve_manifest
 from shoal.swarm.membership.membership import OWN_LOOP, SHOAL_VERSION
 from shoal.swarm.p2p import seed_client
 from shoal.swarm.p2p.daemon import Daemon

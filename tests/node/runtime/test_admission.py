@@ -14,11 +14,11 @@ from shoal.swarm.access.invitation import issue
 from shoal.swarm.access.link import Link
 from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import AdmissionError, NetworkError
-from shoal.swarm.gossip.body_store import BODY_PROTOCOL
+from shoal.swarm.gossip.bodies import BODY_PROTOCOL
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import open_manifest
-from shoal.swarm.membership.manifest_exchange import fetch_manifest
+from shoal.swarm.membership.admission import fetch_manifest
 from shoal.swarm.membership.visitor import visited
 from shoal.swarm.state.selection import STATE_PROTOCOL
 from shoal.swarm.state.server import StateServer

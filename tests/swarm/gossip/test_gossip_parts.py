@@ -5,12 +5,10 @@ import asyncio
 import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.gossip import body_fetcher as fetching_module
-from shoal.swarm.gossip.body_fetcher import FETCHERS, MAX_PER_PUBLISHER, MAX_SOURCES, MAX_WAITING, BodyFetcher
-from shoal.swarm.gossip.body_store import BodyStore
-from shoal.swarm.gossip.bounded_queue import BoundedQueue
+from shoal.swarm.gossip import bodies as fetching_module
+from shoal.swarm.gossip.bodies import FETCHERS, MAX_PER_PUBLISHER, MAX_SOURCES, MAX_WAITING, BodyFetcher, BodyStore
+from shoal.swarm.gossip.bounded import BoundedQueue, LRUSet
 from shoal.swarm.gossip.envelope import BodyAnnouncement
-from shoal.swarm.gossip.lru_set import LRUSet
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets

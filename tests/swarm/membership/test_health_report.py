@@ -4,8 +4,7 @@ import pytest
 
 from shoal.node.commands.status import table
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.health_report import FAILS, REMEDY, SILENT_S, SLOW_EXCHANGE_S, SLOW_STEP, health_report
-from shoal.swarm.membership.overview import totals
+from shoal.swarm.membership.overview import FAILS, REMEDY, SILENT_S, SLOW_EXCHANGE_S, SLOW_STEP, health_report, totals
 from shoal.swarm.wire.fields import FAILURES
 from shoal.swarm.wire.member import Member
 

@@ -7,9 +7,9 @@ import pytest
 from shoal.swarm.access.link import Link
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.manifest.manifest import Manifest, swarm_id
-from shoal.swarm.membership.manifest_exchange import MANIFEST_PROTOCOL, fetch_manifest, serve_manifest
+from shoal.swarm.membership.admission import MANIFEST_PROTOCOL, fetch_manifest, serve_manifest
 from shoal.swarm.wire.envelope import pack, seal
-from shoal.swarm.wire.join import ManifestReply
+from shoal.swarm.wire.member import ManifestReply
 
 MODEL = "0" * 64
 

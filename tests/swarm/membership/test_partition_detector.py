@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.partition_detector import CONFIRM, FORGET, PartitionDetector
+from shoal.swarm.training.self_report import CONFIRM, FORGET, PartitionDetector
 from shoal.swarm.wire.member import Member
 
 PERIOD, TTL = 5.0, 30.0

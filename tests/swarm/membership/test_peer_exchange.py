@@ -8,11 +8,24 @@ import pytest
 from shoal.swarm.access.invitation import admission, issue
 from shoal.swarm.access.policy import AccessPolicy, PeerLists
 from shoal.swarm.membership.directory import TTL
-from shoal.swarm.membership.peer_exchange import AGE, ALL, EACH, LOOK, SHUFFLE, PeerExchange
-from shoal.swarm.views.peer_views import ACTIVE, PASSIVE, SHARE, Contact
+from shoal.swarm.membership.peer_exchange import (
+    ACTIVE,
+    AGE,
+    ALL,
+    EACH,
+    LOOK,
+    MAX_OFFERED,
+    PASSIVE,
+    SHARE,
+    SHUFFLE,
+    SHUFFLE_PROTOCOL,
+    Contact,
+    PeerExchange,
+    Shuffle,
+    ShuffleReply,
+)
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.shuffle import MAX_OFFERED, SHUFFLE_PROTOCOL, Shuffle, ShuffleReply
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH
 from tests.sim.memory_stream import NOTHING

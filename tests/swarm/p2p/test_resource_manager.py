@@ -179,8 +179,7 @@ def test_who_is_denied_gets_nothing():
 
 
 def test_what_needs_no_invitation_is_called_so():
-    from shoal.swarm.membership.admission import ADMISSION_PROTOCOL
-    from shoal.swarm.membership.manifest_exchange import MANIFEST_PROTOCOL
+    from shoal.swarm.membership.admission import ADMISSION_PROTOCOL, MANIFEST_PROTOCOL
     from shoal.swarm.p2p.resource_manager import FREE
     from shoal.swarm.wire.seed import SEED_PROTOCOL, SEEN_PROTOCOL
 

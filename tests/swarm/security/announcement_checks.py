@@ -1,11 +1,9 @@
 """The court for test_forgery.py of announcements: a bootstrap node that is to list a public swarm."""
 
 from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.seed.board import AnnouncementBoard
-from shoal.swarm.seed.registry import SeedRegistry
+from shoal.swarm.seed.registry import AnnouncementBoard, SeedRegistry
 from shoal.swarm.wire.envelope import seal
-from shoal.swarm.wire.seed import SeedRequest
-from shoal.swarm.wire.swarms import Announcement, SwarmsRequest
+from shoal.swarm.wire.seed import Announcement, SeedRequest, SwarmsRequest
 from tests.swarm.security.forgeries import HONEST, LIAR, manifest, member
 from tests.swarm.security.record_checks import Court
 

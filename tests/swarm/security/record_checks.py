@@ -36,9 +36,8 @@ from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.seed.registry import SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.rollout_pool import RolloutPool
-from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unpack
+from shoal.swarm.wire.envelope import ENVELOPE, nonces_from, pack, seal, unpack
 from shoal.swarm.wire.group import GroupFormed, GroupReceipt
-from shoal.swarm.wire.nonce import nonces_from
 from shoal.swarm.wire.pair import Answer, Offer
 from shoal.swarm.wire.seed import SeedRequest
 from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer

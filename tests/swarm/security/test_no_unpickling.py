@@ -32,14 +32,12 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.gossip.envelope import GossipEnvelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.admission import AdmissionHandshake
+from shoal.swarm.membership.admission import AdmissionHandshake, serve_manifest
 from shoal.swarm.membership.dht_record import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.manifest_exchange import serve_manifest
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state.server import StateServer
-from shoal.swarm.topics.attestation import Attestations
-from shoal.swarm.topics.evidence import EvidenceStore
+from shoal.swarm.topics.attestation import Attestations, EvidenceStore
 from shoal.swarm.topics.log_sync import LogServer
 from shoal.swarm.topics.rollout_pool import RolloutPool
 from shoal.swarm.wire.envelope import pack
@@ -153,7 +151,7 @@ async def throw(host, peer, protocol, data):
 def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
     host, topics = victim
     kinds, folder = bombs
-    monkeypatch.setattr("shoal.swarm.membership.manifest_exchange.SMALL_S", 0.5)
+    monkeypatch.setattr("shoal.swarm.membership.admission.MANIFEST_S", 0.5)
     monkeypatch.setattr("shoal.swarm.p2p.resource_manager.MAX_HANDLERS_PER_PEER", 256)  # all must reach their handlers
     monkeypatch.setattr("shoal.swarm.state.selection.MAKE_S", 0.1)  # a minute, for the valid request that no snapshot answers
     served = sorted(host._supervisor.handlers)

@@ -13,8 +13,9 @@ from shoal.swarm.exchange.pair import held as held_calls
 from shoal.swarm.exchange.pair.held import HeldCalls
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream_places import StreamPlaces
-from shoal.swarm.state import chunks, server
-from shoal.swarm.state.chunks import ChunkServer
+from shoal.swarm.state import download as chunks
+from shoal.swarm.state import server
+from shoal.swarm.state.download import ChunkServer
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.wire.envelope import pack, seal
 from shoal.swarm.wire.group import GroupHello, GroupReady, GroupReceipt

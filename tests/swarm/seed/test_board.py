@@ -6,12 +6,10 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest, Title, swarm_id
 from shoal.swarm.membership.swarm_list import PublicSwarm, merged, read_listed
-from shoal.swarm.seed.board import AnnouncementBoard
-from shoal.swarm.seed.registry import MAX_MEMBERS, TTL, SeedRegistry
+from shoal.swarm.seed.registry import MAX_MEMBERS, TTL, AnnouncementBoard, SeedRegistry
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import SeedRequest
-from shoal.swarm.wire.swarms import MAX_LISTED, Announcement, ListedSwarm, SwarmsRequest
+from shoal.swarm.wire.seed import MAX_LISTED, Announcement, ListedSwarm, SeedRequest, SwarmsRequest
 
 SEED = "/ip4/203.0.113.9/tcp/4001/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 

@@ -13,9 +13,8 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import seed_client
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.seed import forwarding
-from shoal.swarm.seed.forwarding import BUDGET, MAX_OF_RANGE, MAX_TOPICS, REST_S, TTL, GossipForwarding
-from shoal.swarm.seed.server import Seed
+from shoal.swarm.seed import server as forwarding
+from shoal.swarm.seed.server import BUDGET, MAX_OF_RANGE, MAX_TOPICS, REST_S, TTL, GossipForwarding, Seed
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.seed import MAX_TOPICS as NAMED

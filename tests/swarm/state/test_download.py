@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.state import chunks as chunks_module
+from shoal.swarm.state import download as chunks_module
 from shoal.swarm.state import snapshot
-from shoal.swarm.state.chunks import ChunkServer
-from shoal.swarm.state.download import ChunkPlan, MemorySink, download, fetch_digests
+from shoal.swarm.state.download import ChunkPlan, ChunkServer, MemorySink, download, fetch_digests
 from shoal.swarm.state.snapshot import SnapshotCache, State, chunk_size, chunks_in, encode, make
 from shoal.swarm.wire.digest import CHUNK
 

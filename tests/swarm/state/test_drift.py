@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.optim.outer.sketch import NUMBERS, distance, sketch
 from shoal.swarm.identity import Identity
-from shoal.swarm.state.drift import DOUBTS, DriftDetector, SplitDecision
+from shoal.swarm.state.resync import DOUBTS, DriftDetector, SplitDecision
 from shoal.swarm.wire.fields import SKETCH
 from shoal.swarm.wire.member import Member
 

@@ -13,8 +13,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.robust import LEAST, DistanceScreen
 from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.state import resync as anchoring
-from shoal.swarm.state.drift import SplitDecision
-from shoal.swarm.state.resync import FAR, SLOW_S, Resynchronizer
+from shoal.swarm.state.resync import FAR, SLOW_S, Resynchronizer, SplitDecision
 from shoal.swarm.state.snapshot import State
 
 EVERY, MODEL = 4, "0" * 64

@@ -5,9 +5,8 @@ import errno
 import torch
 
 from shoal.optim.codecs.base import FLOAT32
-from shoal.swarm.state import spool as spools
-from shoal.swarm.state.snapshot import State, chunks_in, encode, make, read
-from shoal.swarm.state.spool import Spool, spool_for
+from shoal.swarm.state import snapshot as spools
+from shoal.swarm.state.snapshot import Spool, State, chunks_in, encode, make, read, spool_for
 
 STATE = State(3, [torch.arange(700_000.0), torch.ones(3)], {"momentum": [torch.zeros(700_000), torch.ones(3)]}, [2])
 

@@ -8,7 +8,7 @@ import torch
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.state.chunks import CHUNKS_PROTOCOL
+from shoal.swarm.state.download import CHUNKS_PROTOCOL
 from shoal.swarm.state.selection import STATE_PROTOCOL
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State, encode

@@ -10,8 +10,8 @@ from shoal.swarm.gossip.envelope import BodyReply, BodyRequest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.topics import evidence as evidence_module
-from shoal.swarm.topics.evidence import EVIDENCE_PROTOCOL, MAX_BODIES, EvidenceStore
+from shoal.swarm.topics import attestation as evidence_module
+from shoal.swarm.topics.attestation import EVIDENCE_PROTOCOL, MAX_BODIES, EvidenceStore
 from shoal.swarm.wire.envelope import pack, unpack
 
 SWARM = swarm_id(b"")
@@ -152,7 +152,7 @@ def test_other_bytes_than_those_named_are_refused(network, two):
 
 
 def test_a_peer_that_asks_for_too_much_is_answered_as_if_nothing_were_held(monkeypatch, network):
-    monkeypatch.setattr(evidence_module, "QUOTA", evidence_module.RateLimit(messages=3, nbytes=10))
+    monkeypatch.setattr(evidence_module, "BODY_QUOTA", evidence_module.RateLimit(messages=3, nbytes=10))
     author, greedy, modest = (EvidenceStore(network.host(), SWARM) for _ in range(3))
     bodies = [author.put(body) for body in (b"123456", b"abcdef", b"x")]
     me = peer_of(author)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.optim import RoundInfo, RoundKey
-from shoal.swarm.training.lag_report import FULL, LagReport
+from shoal.swarm.training.member import FULL, LagReport
 
 
 def over(report, *, members=("a", "b"), wait_s=2.0, late=False):

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 from shoal.optim import RoundKey
 from shoal.swarm.exchange.stats import RECENT, ExchangeStats
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.partition_detector import CONFIRM
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.training.self_report import AGAIN_S, SelfReport
+from shoal.swarm.training.self_report import AGAIN_S, CONFIRM, SelfReport
 from shoal.swarm.wire.member import Member
 
 ME, ANNA, BERT = (Identity.ephemeral().peer_id for _ in range(3))

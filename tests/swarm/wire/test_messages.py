@@ -16,8 +16,7 @@ from shoal.swarm.wire import envelope as wire
 from shoal.swarm.wire import group as g
 from shoal.swarm.wire.envelope import ENVELOPE, Message, pack, seal, unpack, unseal
 from shoal.swarm.wire.fields import FAILURES, MAX_RATE, MAX_TENSORS, MIN_RATE
-from shoal.swarm.wire.join import AdmissionReply, ManifestReply, ManifestRequest
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.member import AdmissionReply, ManifestReply, ManifestRequest, Member
 from shoal.swarm.wire.pair import Abort, Answer, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
 from shoal.swarm.wire.state import ChunkReply, ChunkRequest, StateHeader, StateRequest
 

@@ -23,7 +23,7 @@ from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.passed_over import FORGOTTEN, TERMS
-from shoal.swarm.state.adoption import in_step
+from shoal.swarm.state.catch_up import in_step
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.pair import Answer
 from tests.sim.clock import VirtualLoop

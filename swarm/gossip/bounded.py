@@ -1,12 +1,12 @@
-"""A queue between tasks with a bound on items and bytes; the oldest items are dropped when it is full."""
+"""Containers that forget their oldest entries, so that no peer can make them grow."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -60,3 +60,23 @@ class BoundedQueue(Generic[T]):
                 self._filled.clear()
                 filled = self._filled
             await filled.wait()
+
+
+class LRUSet:
+    """A set of the newest ``limit`` items; older ones are forgotten. Not for several threads at once."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._items: OrderedDict[Hashable, None] = OrderedDict()
+
+    def __contains__(self, item: Hashable) -> bool:
+        return item in self._items
+
+    def add(self, item: Hashable) -> bool:
+        """Add ``item``; return False if it was there."""
+        if item in self._items:
+            return False
+        self._items[item] = None
+        if len(self._items) > self._limit:
+            self._items.popitem(last=False)
+        return True

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from shoal.swarm.views.peer_views import ACTIVE, FROM_ACTIVE, HINTS, PASSIVE, SHARE, Contact, PeerViews
+from shoal.swarm.membership.peer_exchange import ACTIVE, FROM_ACTIVE, HINTS, PASSIVE, SHARE, Contact, PeerViews
 
 
 def contact(name, where="", source="", issued=0.0):

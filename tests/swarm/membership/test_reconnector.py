@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.views.reconnector import FIRST, LONGEST, PERIOD, TRIED, Reconnector
+from shoal.swarm.membership.seed_announcer import FIRST, LONGEST, REDIAL_S, TRIED, Reconnector
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(10)]
 
@@ -21,7 +21,7 @@ class Scene:
         """(when, peer) of every dial."""
         return [
             (now, address.rpartition("/")[2])
-            for now in range(0, seconds, int(PERIOD))
+            for now in range(0, seconds, int(REDIAL_S))
             for address in self.reconnector.due(float(now))
         ]
 
