@@ -31,15 +31,10 @@ def titled(title: str, *options: Decorator) -> Decorator:
     return add
 
 
-def joined(*options: Decorator) -> Decorator:
-    """Return a decorator that adds ``options``, or groups of them, in this order."""
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return add
+def entitle(title: str, option: click.Option) -> click.Option:
+    """Return ``option``, to be shown under ``title``."""
+    _titles[option] = title
+    return option
 
 
 class HelpfulCommand(click.Command):

@@ -92,7 +92,7 @@ FREE = {
 }
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
-MAX_FILES, MAX_LINES, MAX_PRODUCT_LINES = 40, 800, 56_434
+MAX_FILES, MAX_LINES, MAX_OPTIONS, MAX_PRODUCT_LINES = 40, 800, 45, 56_275
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]
@@ -320,6 +320,10 @@ def test_every_command_and_option_has_a_help_text(path, command):
     shown = CliRunner().invoke(cli, [*path[1:], "--help"])
     assert shown.exit_code == 0, shown.output
     assert "Usage: " in shown.output
+
+
+def test_a_node_has_no_more_options_than_agreed():
+    assert sum(isinstance(parameter, click.Option) for parameter in cli.commands["up"].params) <= MAX_OPTIONS
 
 
 def test_the_first_help_shows_exit_codes_and_every_command():

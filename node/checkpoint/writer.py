@@ -62,7 +62,7 @@ def _make_room(folder: Path, budget: int, nbytes: int) -> None:
     while used(folder) + nbytes > budget:
         if not older:
             raise CheckpointError(
-                f"The next checkpoint of {nbytes / GB:.3g} GB does not fit into the {budget / GB:.3g} GB that --disk allows for "
+                f"The next checkpoint of {nbytes / GB:.3g} GB does not fit into the {budget / GB:.3g} GB that node.disk allows for "
                 f"{str(folder)!r}, besides the newest one: allow more."
             )
         shutil.rmtree(older.pop(0), ignore_errors=True)

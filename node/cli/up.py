@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shoal.node.cli.options import node_options, node_overrides, option_option, outer_options, rl_options
+from shoal.node.cli.options import (
+    AVERAGING_FLAGS,
+    METRICS_FLAGS,
+    NODE_FLAGS,
+    RL_FLAGS,
+    SettingsCommand,
+    json_option,
+    overrides,
+    set_option,
+    verbose_option,
+)
 from shoal.node.cli.swarm import link_for
 from shoal.node.exit_codes import ExitCode
-from shoal.node.help import RUN, HelpfulCommand, titled
+from shoal.node.help import AVERAGING, RUN, titled
 from shoal.node.json_output import dumps
 from shoal.node.logs import log_to_stderr
 
@@ -24,19 +35,25 @@ if TYPE_CHECKING:
     from shoal.swarm.access.link import Link
 
 
-@click.command(cls=HelpfulCommand, short_help="Create a swarm and start a node in it.")
-@click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
-@titled(
-    RUN,
-    click.option("--steps", type=int, help="Inner steps of every node; 0 trains until it is stopped."),
-    click.option("--every", type=int, help="Inner steps between two exchanges.  [default: the method's]"),
-    click.option("--invite-only", is_flag=True, default=None, help="Admit only those whom you invite (shoal invite)."),
-    click.option("--public", is_flag=True, default=None, help="Let bootstrap nodes list the swarm (shoal swarms)."),
+RUN_FLAGS = {RUN: ("train.steps", "outer.every", "swarm.invite_only", "swarm.public")}
+
+
+def plain_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of a node that are no settings; the hidden ones are for `shoal demo`, which starts its nodes by them."""
+    hidden = [click.option(f"--{name}", is_flag=True, hidden=True) for name in ("baseline", "keep-rounds")]
+    for option in (verbose_option, json_option, *hidden, click.option("--with-parent", type=int, hidden=True)):
+        function = option(function)
+    return function
+
+
+@click.command(
+    cls=SettingsCommand,
+    settings=[RUN_FLAGS, NODE_FLAGS, AVERAGING_FLAGS, RL_FLAGS, METRICS_FLAGS],
+    short_help="Create a swarm and start a node in it.",
 )
-@node_options
-@option_option
-@outer_options
-@rl_options
+@click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
+@titled(AVERAGING, set_option)
+@plain_options
 def up(file: Path | None, **flags: Any) -> int:
     """Create a swarm, start a node in it, and print the link by which others join.
 
@@ -52,7 +69,11 @@ def up(file: Path | None, **flags: Any) -> int:
     return _run_node(file, None, flags)
 
 
-@click.command(cls=HelpfulCommand, short_help="Join a swarm by its link and train with it.")
+@click.command(
+    cls=SettingsCommand,
+    settings=[NODE_FLAGS, RL_FLAGS, METRICS_FLAGS],
+    short_help="Join a swarm by its link and train with it.",
+)
 @click.argument("link", metavar="LINK|NAME")
 @titled(
     RUN,
@@ -60,9 +81,8 @@ def up(file: Path | None, **flags: Any) -> int:
     click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]"),
     click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of this node's own tables."),
 )
-@node_options
-@rl_options
-def join(link: str, yes: bool, **flags: Any) -> int:
+@plain_options
+def join(link: str, yes: bool, steps: int | None, **flags: Any) -> int:
     """Join the swarm of LINK and train with it. Prints a link that others can join by, with more members than LINK has.
 
     NAME: a public swarm that the seeds list (`shoal swarms`), those of --bootstrap or SHOAL_SEEDS. A link carries no code: a swarm
@@ -75,9 +95,9 @@ def join(link: str, yes: bool, **flags: Any) -> int:
       shoal join 'shoal://...' --upload 8 --ram 12     use part of this machine only
       shoal join common-text --bootstrap /ip4/203.0.113.9/tcp/4001/p2p/12D3KooW...
     """
-    found = link_for(link, flags["bootstrap"], yes)
+    found = link_for(link, flags["node.bootstrap"], yes)
     sys.argv = [found if argument == link else argument for argument in sys.argv]  # the ranks of this node ask nobody again
-    return _run_node(None, found, flags)
+    return _run_node(None, found, {**flags, "train.steps": steps})
 
 
 def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int:
@@ -94,7 +114,7 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
     shutdown.install()
     if flags["with_parent"]:
         end_with_parent(flags["with_parent"])
-    settings = load(file, node_overrides(flags))
+    settings = load(file, overrides(flags))
     parsed = _parsed(link, settings)
     if (world := ranks_wanted(settings)) > 1:
         from shoal.node.parallel.launcher import Launcher
@@ -121,7 +141,7 @@ def _run_rank(job: Job, file: Path | None, link: str | None, flags: dict[str, An
         launcher.begin_leading(job)
     else:
         launcher.begin_following()
-    settings = load(file, node_overrides(flags))
+    settings = load(file, overrides(flags))
     parsed = _parsed(link, settings)
     log_to_stderr(flags["verbose"])
     if not job.leads and not flags["verbose"]:

@@ -8,6 +8,7 @@ own (`shoal.node.config.settings`). The tables ``rl``, ``schedule``, ``node`` an
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import reprlib
@@ -45,8 +46,6 @@ from shoal.swarm.manifest.verify import VerifySettings
 # The table ``[train]``: what a swarm's peers agree on, and beside it how this node computes its steps.
 
 Precision = Literal["float32", "bfloat16", "float16"]
-OWN_FLAGS = ("precision", "accumulate", "compile", "recompute", "workers")
-"""Settings of `OwnTraining`, each of which is also a flag."""
 
 
 class OwnTraining(BaseModel):
@@ -78,14 +77,9 @@ class OwnTraining(BaseModel):
 
     def flags(self) -> list[str]:
         """Return the flags of `shoal join` that set what differs from the defaults."""
-        found: list[str] = []
-        for name in OWN_FLAGS:
-            value = getattr(self, name)
-            if value is True:
-                found.append(f"--{name}")
-            elif value != type(self).model_fields[name].default:
-                found += [f"--{name}", str(value)]
-        return found
+        fields = OwnTraining.model_fields
+        found = {name: getattr(self, name) for name in fields}
+        return [f"--set=train.{name}={json.dumps(value)}" for name, value in found.items() if value != fields[name].default]
 
 
 class TrainTable(TrainSettings, OwnTraining):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from shoal.node.checkpoint.folder import check_writable
 from shoal.node.config.device import resolve_device
-from shoal.node.config.settings import Settings, assignment, load
+from shoal.node.config.settings import Settings, load
 from shoal.node.data import manifest_options
 from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
 from shoal.node.metrics.factory import check_demo, flags_of_demo
@@ -63,18 +63,16 @@ def run_demo(
     peers: int = 4,
     rounds: int = 40,
     every: int = 25,
-    outer: Mapping[str, Any] | None = None,
     seed: int = 0,
-    hooks: str = "text",
-    task_options: Sequence[str] = (),
     device: str = "auto",
     keep: Path | None = None,
     verbose: bool = False,
     compare: bool = True,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; return the `report`.
 
-    ``outer``: more settings, with dotted keys, such as ``outer.method``. ``compare``: then each node trains once more alone.
+    ``more``: further settings, with dotted keys, such as ``outer.method``. ``compare``: then each node trains once more alone.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -86,17 +84,15 @@ def run_demo(
             "swarm.name": "demo",
             "swarm.start_when": peers,
             "swarm.shards": peers,
-            "task.hooks": hooks,
-            **{f"task.options.{key}": value for key, value in map(assignment, task_options)},
             "outer.wait_s": 60.0,  # the nodes share one machine's processors: a late partner is slow, not gone
             "train.steps": rounds * every,
             "train.seed": seed,
             "outer.every": every,
-            **(outer or {}),
+            **(more or {}),
         },
     )
     # Errors of the task and device are raised here at once, and not by every node.
-    load_task(hooks, settings.task.options)
+    load_task(settings.task.hooks, settings.task.options)
     resolve_device(device)
     began, began_at = time.monotonic(), time.time()
     with stage(keep) as (folder, display):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.config.device import resolve_device
-from shoal.node.config.settings import ConfigError, Settings, assignment, load
+from shoal.node.config.settings import ConfigError, Settings, load
 from shoal.node.demo.demo import settings_toml, stage
 from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
 from shoal.node.metrics.factory import check_demo, flags_of_demo
@@ -30,7 +30,6 @@ def run_demo(
     peers: int = 4,
     rounds: int = 40,
     seed: int = 0,
-    task_options: Sequence[str] = (),
     device: str = "auto",
     keep: Path | None = None,
     verbose: bool = False,
@@ -58,7 +57,6 @@ def run_demo(
             "swarm.start_when": peers,
             "swarm.shards": peers,
             "task.hooks": "rl",
-            **{f"task.options.{key}": value for key, value in map(assignment, task_options)},
             "train.steps": rounds,
             "train.seed": seed,
             **(more or {}),

@@ -255,11 +255,11 @@ class InnerStep:
         if batch is None:  # in the optimizer: the activations are gone by then
             return ", ".join([*files, SMALLER])
         if finer := next((parts for parts in range(count + 1, rows + 1) if rows % parts == 0), None):
-            found.append(f"cut the batch into parts (--accumulate {finer})")
+            found.append(f"cut the batch into parts (--set train.accumulate={finer})")
         if self.own.precision == "float32":
             found.append("compute in another format (--precision bfloat16)")
         if not self.own.recompute:
-            found.append("keep fewer activations (--recompute)")
+            found.append("keep fewer activations (--set train.recompute=true)")
         return ", ".join([*found, *files, SMALLER])
 
     def state_dict(self) -> dict[str, Any] | None:

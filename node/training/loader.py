@@ -38,7 +38,7 @@ from shoal.swarm.errors import ShoalError
 
 POSITION = "position of the task"
 WIDE = 2  # times the elements that a tensor's strides may span to be sent as they are
-IN_PROCESS = "draw batches in the training process (--workers 0; num_workers=0 in a DataLoader of the task's own)"
+IN_PROCESS = "draw batches in the training process (--set train.workers=0; num_workers=0 in a DataLoader of the task's own)"
 OTHERS = f"{IN_PROCESS}, or yield dicts, lists or dataclasses of tensors"
 ROOM = f"if memory is short, in /dev/shm too, {IN_PROCESS}, make them smaller, or give a container more (docker run --shm-size 2g)"
 _PR_SET_PDEATHSIG = 1  # Linux's prctl: "send me this signal when my parent is gone"

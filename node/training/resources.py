@@ -131,7 +131,7 @@ class DevicePlan:
         self._before = allocated(device) - whole
         memory, total = free_and_total(device), sum({**self.lasting, **self.passing}.values())
         if memory is not None and total > memory[0] + whole:
-            remedies = ["leave --slow-on-device out"] if slow_there else []
+            remedies = ["leave node.slow_on_device out"] if slow_there else []
             remedies += ["share the model among GPUs (--gpus all --parallel fsdp)", "train a smaller model, or end other programs"]
             raise MemoryBudgetError(f"{self} and {(memory[0] + whole) / GB:.2f} are free there: {', '.join(remedies)}.")
 

@@ -1,8 +1,8 @@
 """How fast training is: inner steps and tokens a second without waiting for others, and model FLOPs utilisation (MFU).
 
 The FLOPs of a step are counted once, in the first one, by torch's own counter: matrix products, convolutions and attention, forward
-and backward. What is computed twice to save memory (--recompute) counts once, as MFU has it. Later steps count by their tokens. MFU
-is the share of the device's published peak (`shoal.node.training.throughput`) that this makes of the time spent in inner steps.
+and backward. What is computed twice to save memory (train.recompute) counts once, as MFU has it. Later steps count by their tokens.
+MFU is the share of the device's published peak (`PEAKS`) that this makes of the time spent in inner steps.
 """
 
 from __future__ import annotations

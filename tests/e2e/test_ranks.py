@@ -22,7 +22,7 @@ OPTIONS = {"width": 16, "heads": 2, "layers": 2, "context": 16, "batch": 4}
 SEED = 3
 DDP = ("--gpus", "2", "--device", "cpu", "--parallel", "ddp")
 FSDP = ("--gpus", "2", "--device", "cpu", "--parallel", "fsdp")
-HALVES = ("--device", "cpu", "--accumulate", "2")
+HALVES = ("--device", "cpu", "--set", "train.accumulate=2")
 LAYOUTS = {"single": HALVES, "sharded": FSDP, "copied": DDP}
 TASK = f"{Path(__file__).with_name('marking_task.py')}:Marking"
 

@@ -19,8 +19,8 @@ def rounds(shoal, name):
 @pytest.mark.slow(reason="two real nodes learn for several rounds")
 def test_two_nodes_learn_from_each_others_rollouts(shoal):
     demo = shoal.start(
-        "demo", "--task", "rl", "--peers", "2", "--rounds", "40", "--option", "families=last", *QUICK, "--local", "2",
-        "--external", "2", "--keep", "kept", "--json",
+        "demo", "--task", "rl", "--peers", "2", "--rounds", "40", "--option", "families=last", *QUICK, "--set", "rl.local=2",
+        "--set", "rl.external=2", "--keep", "kept", "--json",
     )  # fmt: skip
     report = demo.json(150)
     assert (report["peers"], report["rounds"], report["method"], report["held_out"]) == (2, 40, "none", 100)
@@ -88,7 +88,7 @@ def test_a_node_with_another_model_learns_from_text(shoal):
     up = shoal.node("up", settings, "anna")
     # Many steps, because for the first seconds all of anna's answers are wrong, and there is nothing to learn from.
     joined = shoal.node(
-        "join", up.line(0, 120), "bert", "--policy", f"hf:{model}", "--local", "1", "--set", "rl.held_out=5", "--set",
+        "join", up.line(0, 120), "bert", "--policy", f"hf:{model}", "--set", "rl.local=1", "--set", "rl.held_out=5", "--set",
         "rl.max_tokens=6", "--steps", "120", "--device", "cpu",
     )  # fmt: skip
     assert joined.wait(150) == 0, joined.said()
@@ -105,7 +105,7 @@ def test_a_node_with_another_model_learns_from_text(shoal):
 @pytest.mark.timeout(600)
 def test_eight_nodes_one_killed_and_one_joined_on_the_way(shoal, eventually):
     settings = shoal.toml(task={"hooks": "rl"}, rl={"warm": 100}, swarm={"start_when": 8}, options={"families": "last,largest"})
-    own = ("--set", "rl.warm=100", "--set", "rl.held_out=100", "--local", "4", "--external", "4")
+    own = ("--set", "rl.warm=100", "--set", "rl.held_out=100", "--set", "rl.local=4", "--set", "rl.external=4")
     names = [f"peer{number}" for number in range(8)]
     nodes = {names[0]: shoal.node("up", settings, names[0], *own)}
     link = nodes[names[0]].line(0, 120)

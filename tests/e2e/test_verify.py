@@ -34,7 +34,8 @@ def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventual
         verify={"kind": "activations", "audit_rate": 1.0, "claims": 1, "round_s": ROUND_S, "planted": 0.0},
         options={"families": "last"},
     )  # fmt: skip
-    own = ("--local", "1", "--external", "1", "--set", "rl.warm=60", "--set", "rl.held_out=50", "--set", "node.verify_seconds=30")
+    own = ("--set", "rl.local=1", "--set", "rl.external=1", "--set", "rl.warm=60")
+    own += ("--set", "rl.held_out=50", "--set", "node.verify_seconds=30")
     nodes = {HONEST[0]: shoal.node("up", settings, HONEST[0], *own)}
     link = nodes[HONEST[0]].line(0, 120)
     for name in HONEST[1:]:

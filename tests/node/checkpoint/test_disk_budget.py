@@ -28,7 +28,7 @@ def test_older_checkpoints_give_way_and_nothing_else(tmp_path):
     assert sorted(steps(tmp_path)) == [1, 2, 3]
     room_maker(tmp_path, budget(now + SPARE + 1000))(400_000)
     assert sorted(steps(tmp_path)) == [2, 3]
-    with pytest.raises(CheckpointError, match=r"does not fit into the .* that --disk allows for .*: allow more"):
+    with pytest.raises(CheckpointError, match=r"does not fit into the .* that node.disk allows for .*: allow more"):
         room_maker(tmp_path, budget(SPARE))(400_000)
     assert sorted(steps(tmp_path)) == [3]
     assert load(tmp_path)[0] == 3
@@ -57,5 +57,5 @@ def test_a_run_over_its_budget_says_so_once_and_goes_on(tmp_path):
     saver.turn(4)
     assert steps(tmp_path) == [1]
     assert len(said) == 1
-    assert "--disk allows" in said[0]
+    assert "node.disk allows" in said[0]
     assert "training goes on" in said[0]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.node.cli.main import cli
-from shoal.node.cli.options import computing_overrides, node_overrides
+from shoal.node.cli.options import overrides
 from shoal.node.config.settings import ConfigError, OwnTraining, TrainTable, load
 from shoal.node.demo.demo import settings_toml
 from shoal.node.runtime import training_node
@@ -147,8 +147,7 @@ def test_how_a_node_computes_is_its_own_and_in_no_manifest():
 def test_the_flags_of_a_table_make_the_same_table_again():
     for own in ({}, OWN_TRAINING, {"recompute": True}):
         context = cli.commands["join"].make_context("join", ["shoal://x", *OwnTraining(**own).flags()])
-        flags = {name: context.params[name] for name in OWN_TRAINING}
-        assert load(None, computing_overrides(flags)).train == TrainTable(**own)
+        assert load(None, overrides(context.params)).train == TrainTable(**own)
 
 
 @pytest.mark.parametrize(
@@ -302,8 +301,7 @@ def test_an_own_lag_that_does_not_fit_the_swarm_is_one_sentence(swarm, words):
 def test_the_flag_of_an_own_lag(text, value):
     for command, first in (("join", ["shoal://x"]), ("up", [])):
         context = cli.commands[command].make_context(command, [*first, "--lag", text])
-        assert node_overrides(context.params)["node.lag"] == value
-        assert node_overrides(cli.commands[command].make_context(command, first).params)["node.lag"] is None
+        assert overrides(context.params) == {"node.lag": value}
 
 
 def test_a_swarm_that_verifies_has_no_buckets():

@@ -56,9 +56,9 @@ class Starved(Small):
     [
         (
             {},
-            r"on 'cpu' for a step: cut the batch into parts \(--accumulate 2\), .* format \(--precision bfloat16\), ",
+            r"on 'cpu' for a step: cut the batch into parts \(--set train.accumulate=2\), .* format \(--precision bfloat16\), ",
         ),
-        ({"accumulate": 4}, r"\(--accumulate 8\)"),
+        ({"accumulate": 4}, r"\(--set train.accumulate=8\)"),
         (
             {"accumulate": 8, "precision": "bfloat16"},
             r"for a step: (keep fewer .*, )?keep .*--offload DIR\), make the model",
@@ -73,7 +73,7 @@ def test_memory_that_runs_out_is_one_sentence_with_what_would_fit(own, words):
 
 def test_memory_that_runs_out_in_the_users_loss_names_the_place_and_what_would_fit():
     with pytest.raises(
-        UserCodeError, match=r"Your task 'Starved' failed in loss\(\): OutOfMemoryError: .*: cut .*\(--accumulate 2\)"
+        UserCodeError, match=r"Your task 'Starved' failed in loss\(\): OutOfMemoryError: .*: cut .*\(--set train.accumulate=2\)"
     ) as caught:
         run(Guarded(Starved(), "Starved"))
     assert caught.value.trace

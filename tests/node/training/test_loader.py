@@ -334,7 +334,7 @@ def test_workers_end_when_the_loader_is_closed_and_one_that_is_killed_is_named()
     next(made)
     (worker,) = children() - before
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(LoadingError, match=r"A worker that draws batches was ended .*--workers 0.*--shm-size"):
+    with pytest.raises(LoadingError, match=r"A worker that draws batches was ended .*train.workers=0.*--shm-size"):
         list(made)
     assert children() == before
 
@@ -397,10 +397,13 @@ class Taken:
 
 
 UNSENT = {
-    "a function": (unpicklable, r"A worker cannot send what it drew \(\w+: Can't pickle local object .*--workers 0"),
-    "a position": (NoPosition, r"A worker cannot send what it drew \(\w+: Can't pickle local object .*--workers 0"),
-    "too large": (too_large, r"A worker cannot send what it drew \(RuntimeError: .*--workers 0.*docker run --shm-size"),
-    "received": (lambda: iter([Taken()] * 9), r"A batch of a worker cannot be taken \(ValueError: invalid literal .*--workers 0"),
+    "a function": (unpicklable, r"A worker cannot send what it drew \(\w+: Can't pickle local object .*train.workers=0"),
+    "a position": (NoPosition, r"A worker cannot send what it drew \(\w+: Can't pickle local object .*train.workers=0"),
+    "too large": (too_large, r"A worker cannot send what it drew \(RuntimeError: .*train.workers=0.*docker run --shm-size"),
+    "received": (
+        lambda: iter([Taken()] * 9),
+        r"A batch of a worker cannot be taken \(ValueError: invalid literal .*train.workers=0",
+    ),
     "own loader": (lambda: DataLoader(Unpicklable(), None, num_workers=1), r"A worker cannot send .*num_workers=0"),
     "own stateful": (lambda: StatefulDataLoader(Unpicklable(), None, num_workers=1), r"A worker cannot send .*num_workers=0"),
 }
