@@ -272,6 +272,16 @@ def test_syntax_of_the_oldest_python(file):
 
 
 @each(PRODUCT)
+def test_a_name_is_given_once(file):
+    """Else a second constant of a module would silently hold for the first one's users."""
+    given = Counter()
+    for item in tree(file).body:
+        targets = item.targets if isinstance(item, ast.Assign) else [item.target] if isinstance(item, ast.AnnAssign) else []
+        given.update(name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+    assert not [name for name, times in given.items() if times > 1]
+
+
+@each(PRODUCT)
 def test_nothing_is_unpickled_or_evaluated(file):
     assert not {name.split(".")[0] for name in imported(file)} & UNPICKLE
     for item in ast.walk(tree(file)):

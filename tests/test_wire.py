@@ -11,7 +11,7 @@ from shoal.swarm.access.link import MAX_ADDRESSES as LINK_ADDRESSES
 from shoal.swarm.access.link import MAX_CHARS
 from shoal.swarm.exchange.group.allreduce import PART, SMALLEST
 from shoal.swarm.exchange.group.channel import BEATS
-from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL
+from shoal.swarm.exchange.group.commit import DECISION_PROTOCOL
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL
 from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL

@@ -37,7 +37,7 @@ from shoal.swarm.wire.seed import SEED_PROTOCOL, SEEN_PROTOCOL, SWARMS_PROTOCOL,
 
 log = logging.getLogger(__name__)
 
-MAX_TOPICS, MAX_OF_RANGE = 256, 64  # that are forwarded at once, and asked for from one address range
+MAX_TOPICS, MAX_ASKED = 256, 64  # that are forwarded at once, and asked for from one address range
 TTL = 120.0  # seconds after which a topic that nobody asks for is not forwarded any more
 LOOK_S = 1.0  # seconds between two looks at what is asked for, and at who is connected
 BUDGET = RateLimit(messages=3000, nbytes=16 << 20, senders=4 * MAX_TOPICS)  # of one topic, in a minute
@@ -59,7 +59,7 @@ class GossipForwarding:
         """Forward ``topics`` of ``swarm`` from now on, for a member that called from the IP address ``host``."""
         asked = self._asked.setdefault(range_of(host), {})
         for topic in (f"shoal/{swarm}/{topic}" for topic in topics):
-            if topic in asked or len(asked) < MAX_OF_RANGE:
+            if topic in asked or len(asked) < MAX_ASKED:
                 asked[topic] = self._clock() + TTL
 
     def chosen(self) -> list[str]:

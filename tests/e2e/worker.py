@@ -25,7 +25,7 @@ from shoal.optim import NoLoCo, RoundKey
 from shoal.optim.exchange.robust import TRUSTING
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group.allreduce import _Runner
-from shoal.swarm.exchange.group.decision_log import DecisionLog
+from shoal.swarm.exchange.group.commit import DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair import exchange as exchange_module
 from shoal.swarm.exchange.pair import offers as offers_module

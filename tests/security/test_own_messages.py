@@ -17,8 +17,8 @@ from shoal.swarm.access.invitation import MAX_USES, admission, entry_of, expiry,
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.roster import ready_message
-from shoal.swarm.exchange.newcomers import Newcomers
 from shoal.swarm.exchange.pair.offers import make_offer
+from shoal.swarm.exchange.robust import Newcomers
 from shoal.swarm.exchange.stats import WINDOW, ExchangeStats
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.verify import VerifySettings

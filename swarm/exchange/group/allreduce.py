@@ -32,9 +32,9 @@ from shoal.optim.codecs.base import FloatCodec, all_finite
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import Contribution
+from shoal.swarm.exchange.group.channel import stop
 from shoal.swarm.exchange.group.reduction import Attempt, PeerStreams
 from shoal.swarm.exchange.group.roster import Roster
-from shoal.swarm.exchange.group.tasks import stop
 from shoal.swarm.p2p.stream import short
 
 if TYPE_CHECKING:

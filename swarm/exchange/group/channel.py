@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.group.tasks import stop
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import M, Message, pack, unpack
 from shoal.swarm.wire.group import GroupAlive
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
+
+
+async def stop(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel ``tasks`` and wait for their end. What they raise is retrieved, also if this is cancelled too, as asyncio wants."""
+    for task in tasks:
+        task.add_done_callback(_retrieve)
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
+
 
 BEATS = 4  # heartbeats within the time after which silence counts as death
 

@@ -19,13 +19,11 @@ from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
-from shoal.swarm.exchange.group.commit import moved
-from shoal.swarm.exchange.group.decision_log import DecisionLog
+from shoal.swarm.exchange.group.commit import DecisionLog, moved
 from shoal.swarm.exchange.group.leader import FormationRules, GroupLeader
-from shoal.swarm.exchange.group.liveness import LivenessView
+from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.member import GroupMember
 from shoal.swarm.exchange.group.reduction import Outcome
-from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.exchange.handle import ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.wire.fields import Sketch

@@ -26,11 +26,9 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import BARRED
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
-from shoal.swarm.exchange.group.commit import GroupCommit, MemberState, moved
-from shoal.swarm.exchange.group.decision_log import DecisionLog
-from shoal.swarm.exchange.group.liveness import LivenessView
+from shoal.swarm.exchange.group.commit import DecisionLog, GroupCommit, MemberState, moved
+from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.roster import difference
-from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.wire.envelope import ENVELOPE, unseal

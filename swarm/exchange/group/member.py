@@ -29,13 +29,11 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group.allgather import AllGather
 from shoal.swarm.exchange.group.allreduce import AllReduce
 from shoal.swarm.exchange.group.channel import HeartbeatChannel
-from shoal.swarm.exchange.group.commit import moved
-from shoal.swarm.exchange.group.decision_log import DecisionLog
+from shoal.swarm.exchange.group.commit import DecisionLog, moved
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, GroupLeader
-from shoal.swarm.exchange.group.liveness import LivenessView
+from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.reduction import Attempt, Outcome, PeerStreams, Reduction
 from shoal.swarm.exchange.group.roster import Roster, open_roster, ready_message
-from shoal.swarm.exchange.group.rounds import RoundTracker
 from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing.meter import TrafficMeter

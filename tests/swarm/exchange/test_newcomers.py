@@ -7,8 +7,7 @@ import torch
 
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.robust import GRID
-from shoal.swarm.exchange.newcomers import KNOWN, PATIENCE, RECENT, SHOWN, Newcomers
-from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.exchange.robust import KNOWN, PATIENCE, SHOWN, TAKEN, DistanceScreen, Newcomers
 
 HALF = GRID // 2
 
@@ -59,17 +58,17 @@ def test_a_smaller_share_stays_as_it_is():
 @pytest.mark.parametrize(("ranges", "first", "long"), [(1, 1.7, 0.5), (4, 4.2, 1.7)])
 def test_however_many_keys_come_their_ranges_bound_what_they_count(ranges, first, long):
     known = grown(lambda peer: str(int(peer.removeprefix("key")) % ranges))
-    shares = [known.take(f"key{number}", HALF) / HALF for number in range(10 * RECENT)]
-    assert first - 0.1 < sum(shares[:RECENT]) <= first  # in contributions of known partners
-    assert max(sum(shares[at : at + RECENT]) for at in range(RECENT, len(shares) - RECENT)) <= long
+    shares = [known.take(f"key{number}", HALF) / HALF for number in range(10 * TAKEN)]
+    assert first - 0.1 < sum(shares[:TAKEN]) <= first  # in contributions of known partners
+    assert max(sum(shares[at : at + TAKEN]) for at in range(TAKEN, len(shares) - TAKEN)) <= long
 
 
 def test_newcomers_of_another_range_are_not_crowded_out():
     known = grown(lambda peer: peer[:3])
-    for number in range(RECENT - 1):
+    for number in range(TAKEN - 1):
         known.take(f"bad{number}", HALF)
     assert known.take("good", HALF) == HALF // 2
-    assert known.take("bad again", HALF) == HALF // 2 // RECENT
+    assert known.take("bad again", HALF) == HALF // 2 // TAKEN
 
 
 def test_memory_is_bounded_and_who_is_in_view_is_not_forgotten():

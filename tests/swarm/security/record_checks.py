@@ -21,7 +21,7 @@ from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.group.decision_log import DecisionLog
+from shoal.swarm.exchange.group.commit import DecisionLog
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
 from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL

@@ -14,7 +14,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import seed_client
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.seed import server as forwarding
-from shoal.swarm.seed.server import BUDGET, MAX_OF_RANGE, MAX_TOPICS, REST_S, TTL, GossipForwarding, Seed
+from shoal.swarm.seed.server import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, TTL, GossipForwarding, Seed
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.seed import MAX_TOPICS as NAMED
@@ -56,10 +56,10 @@ def test_whoever_asks_for_much_from_one_range_displaces_nobody_else(forwards):
     for number in range(40):
         forwards.ask(OTHER, [f"x/{number * NAMED + n}" for n in range(NAMED)], "1.2.3.4")
     forwards.ask(SWARM, ["status/4"], "5.6.7.8")
-    assert len(forwards.chosen()) == MAX_OF_RANGE + 1
+    assert len(forwards.chosen()) == MAX_ASKED + 1
     assert STATUS in forwards.chosen()[:2]
-    for second in range(2 * MAX_TOPICS // MAX_OF_RANGE):
-        forwards.ask(OTHER, [f"y/{second * 1000 + n}" for n in range(MAX_OF_RANGE)], f"9.{second}.3.4")
+    for second in range(2 * MAX_TOPICS // MAX_ASKED):
+        forwards.ask(OTHER, [f"y/{second * 1000 + n}" for n in range(MAX_ASKED)], f"9.{second}.3.4")
     assert len(forwards.chosen()) == MAX_TOPICS
     assert STATUS in forwards.chosen()
 

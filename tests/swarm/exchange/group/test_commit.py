@@ -14,8 +14,7 @@ from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import allreduce as group_allreduce
 from shoal.swarm.exchange.group import commit as group_commit
 from shoal.swarm.exchange.group.allgather import AllGather
-from shoal.swarm.exchange.group.commit import GroupCommit, MemberState
-from shoal.swarm.exchange.group.decision_log import DECISION_PROTOCOL, DecisionLog
+from shoal.swarm.exchange.group.commit import DECISION_PROTOCOL, DecisionLog, GroupCommit, MemberState
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.group.roster import encode_roster, ready_message
 from shoal.swarm.identity import Identity
