@@ -353,4 +353,4 @@ def test_a_slow_test_says_why(file):
     reasons = {id(call.func): [keyword.arg for keyword in call.keywords] for call in found if isinstance(call, ast.Call)}
     for item in found:
         if isinstance(item, ast.Attribute) and item.attr == "slow" and ast.unparse(item.value) == "pytest.mark":
-            assert reasons.get(id(item)) == ["reason"], f"{relative(file)}:{item.lineno}: pytest.mark.slow wants a reason"
+            assert reasons.get(id(item)) == ["reason"], f"{relative(file)}:{item.lineno}: pytest.mark.slow needs a reason"

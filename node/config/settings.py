@@ -236,17 +236,17 @@ class SwarmSettings(_Table):
 
     name: Name = Field(default="shoal", description="Name of the swarm, for people.")
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
-    shards: int = Field(default=8, ge=1, le=65_536, description="Number of parts that the data is dealt into, one to a peer.")
+    shards: int = Field(default=8, ge=1, le=65_536, description="Number of parts that the data is divided into, one for each peer.")
     invite_only: bool = Field(default=False, description="Admit only peers that the creator has invited (shoal invite).")
     public: bool = Field(default=False, description="Let bootstrap nodes list the swarm (shoal swarms), so that others join it.")
     bucket: Bucket = Field(
         default=0,
-        description="Most members that one node reads and is paired with at a time, 4 to 64, such as 64: then a swarm of any size "
-        "costs each what some thirty peers do. 0: all members.",
+        description="Most members that one node reads and is paired with at a time, 4 to 64, such as 64. That caps "
+        "each node's cost at that of 30 peers. 0: all members.",
     )
     epoch_s: EpochSeconds = Field(
         default=60.0,
-        description="bucket: seconds after which members are dealt into others, at least 30; four rounds mix 4 to 8 % worse than "
+        description="bucket: seconds after which members are reassigned, at least 30; four rounds mix 4 to 8 % worse than "
         "all with all.",
     )
 

@@ -1,8 +1,8 @@
 """Assignment of documents to shards in each epoch, by pure functions, so that nobody has to coordinate it.
 
-Where all documents are known beforehand they are shuffled for each (seed, epoch) and dealt in turn, so that the sizes of shards
+Where all documents are known beforehand they are shuffled for each (seed, epoch) and assigned in turn, so that the sizes of shards
 differ by one document at most. The length of a stream is not known, so there a hash of (seed, epoch, document) gives the shard.
-Either way the shards of an epoch have each document once, and the next epoch deals anew.
+Either way the shards of an epoch have each document once, and the next epoch assigns them anew.
 """
 
 from __future__ import annotations

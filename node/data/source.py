@@ -95,7 +95,7 @@ class Skipped:
 
 
 class DocumentSource(Protocol):
-    """Documents in epochs, dealt to shards (`shoal.node.data.dealing`)."""
+    """Documents in epochs, assigned to shards (`shoal.node.data.dealing`)."""
 
     what: str
     """Description for people."""

@@ -48,7 +48,7 @@ def run_demo(
     """
     verified = (more or {}).get("verify.kind", "none") != "none"
     if (cheat and not verified) or cheat >= peers:
-        raise ConfigError("--cheat wants fewer cheats than peers, and --verify activations, which finds them: change either.")
+        raise ConfigError("--cheat needs fewer cheats than peers, and --verify activations, which finds them: change either.")
     settings = load(
         None,
         {

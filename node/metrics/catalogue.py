@@ -70,7 +70,7 @@ MEASURES: tuple[Measure, ...] = (
         {"progress": "step", "round": "step", "end": "steps"},
     ),
     Measure(
-        "shoal_inner_steps_per_second", "gauge", "Of late, without what was spent waiting for others.",
+        "shoal_inner_steps_per_second", "gauge", "Recently, without what was spent waiting for others.",
         {"progress": "steps_per_s"},
     ),
     Measure(
@@ -78,12 +78,12 @@ MEASURES: tuple[Measure, ...] = (
         {"progress": "tokens", "round": "tokens"},
     ),
     Measure(
-        "shoal_tokens_per_second", "gauge", "Of late, without what was spent waiting for others.",
+        "shoal_tokens_per_second", "gauge", "Recently, without what was spent waiting for others.",
         {"progress": "tokens_per_s", "end": "tokens_per_s"},
     ),
     Measure(
         "shoal_model_flops_utilisation", "gauge",
-        "Of late, without waiting: the share, of 1, of the GPU's published peak; nowhere if that is not known.",
+        "Recently, without waiting: the share, of 1, of the GPU's published peak; nowhere if that is not known.",
         {"progress": "mfu", "end": "mfu"},
     ),
     Measure("shoal_loss", "gauge", "Training loss of the last half second or step, nats; rl: of the policy.", {"progress": "loss"}),

@@ -55,7 +55,7 @@ class RoundRecord:
     tokens_per_s: float = 0.0
     """Of late, without waiting for others."""
     mfu: float | None = None
-    """Model FLOPs utilisation of late, of 1; None where the device's peak is not known."""
+    """Recent model FLOPs utilisation, of 1; None where the device's peak is not known."""
 
 
 class Metrics:

@@ -71,7 +71,7 @@ class RanksLayout(Layout):
         return total / self.ranks
 
     def outer_options(self) -> dict[str, Any]:
-        """Return the ranks, to which the outer optimizer's state is dealt."""
+        """Return the ranks, to which the outer optimizer's state is distributed."""
         return {"ranks": self.group}
 
     def whole_outer(self, opt: OuterOptimizer) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class RLTask(Task):
 
     def batches_from(self, shard: Shard, step: int) -> Iterator[Update | None]:
         """Yield the rounds from number ``step`` on; None for a round without anything to learn from."""
-        del shard  # questions are made, not dealt: all nodes may ask whatever they like
+        del shard  # questions are made, not assigned: all nodes may ask whatever they like
         self.foreign = RemoteRollouts(
             self.env, self.policy, self.held_out_prompts, seed=self._number("choice", 0), age=self.settings.age,
             per_sender=self.settings.per_sender, group=self.settings.group, max_tokens=self.max_tokens,

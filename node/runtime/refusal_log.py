@@ -16,7 +16,7 @@ from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.member import Member
 
-RECENT_S = 600.0  # "of late"
+RECENT_S = 600.0  # "recently"
 LOG_S = 60.0  # between two log lines about it
 
 

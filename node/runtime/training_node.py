@@ -473,7 +473,7 @@ class TrainingNode:
 
     def _on_round(self, info: RoundInfo) -> None:
         p = self.parts
-        # A partner may have been dealt into another bucket during the round.
+        # A partner may have been reassigned to another bucket during the round.
         result, report, members = p.result, p.member.on_round(info), p.membership.directory.everyone()
         partner = next((peer for peer in info.members if peer != p.membership.host.peer_id), None)
         member, rejected = members.get(partner) if partner else None, len(report.rejected)

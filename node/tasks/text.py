@@ -2,7 +2,7 @@
 
 Without ``data`` the text is the sources of the Python standard library, so a demo needs no download. Plain text is held in memory:
 a document is a file (or a piece of one, if there are few files). One document in ten, chosen by the hash of its relative path, is
-held out: no node trains on it. The others are dealt to the shards in the order of their hashes, so that shards hold different
+held out: no node trains on it. The others are assigned to the shards in the order of their hashes, so that shards hold different
 documents, and batches are windows from random places. Records and datasets are streamed (`shoal.node.data.reader`), each document
 once in an epoch; there the hash of a document's text decides whether it is held out. Peers with the same files agree on all of
 this, whatever folder the files are in.

@@ -159,7 +159,7 @@ class Throughput:
             self._flops_per_token, self._count = self._count.flops / tokens, None
 
     def report(self, seconds: float) -> Rates:
-        """Note that the steps since the last report took ``seconds``, without waiting; return the usual rates of late."""
+        """Note that the steps since the last report took ``seconds``, without waiting; return the usual recent rates."""
         steps, tokens = self.steps - self._reported[0], self.tokens - self._reported[1]
         self._reported = (self.steps, self.tokens)
         self.busy_s += max(seconds, 0.0)

@@ -36,7 +36,7 @@ class RankExchange:
         self._opt: OuterState | None = None
 
     def attach(self, optimizer: OuterState) -> None:
-        """Take note of this rank's optimizer, whose parameters are dealt to the ranks."""
+        """Take note of this rank's optimizer, whose parameters are distributed to the ranks."""
         self._opt = optimizer
         if isinstance(self._real, KnowsOptimizer):
             self._real.attach(optimizer)
@@ -112,7 +112,7 @@ class RankHandle:
 
 
 class _Parcel:
-    """How the tensors of one contribution, and of its mean, are dealt to the ranks; each has the ``tail`` ones, the buffers."""
+    """How the tensors of one contribution, and of its mean, are shared out to ranks; each has the ``tail`` ones, the buffers."""
 
     def __init__(self, group: RankGroup, opt: OuterState, key: RoundKey, tensors: Sequence[Tensor], tail: int) -> None:
         assert isinstance(opt._weights, RankWeights)

@@ -7,8 +7,8 @@
     opt = NoLoCo(inner, exchange if ranks.first else Alone(), every=50, model=model, ranks=ranks)
 
 Every rank trains with its part of the batch and calls the same methods of its optimizer in the same order. Rank 0 speaks to the
-other peers. Slow weights and outer state are dealt to the ranks by whole parameters, so what the ranks have together is what one
-process would have, bit by bit, and peers of any layout average with each other.
+other peers. Slow weights and outer state are distributed to the ranks by whole parameters, so what the ranks have together is what
+one process would have, bit by bit, and peers of any layout average with each other.
 """
 
 from __future__ import annotations

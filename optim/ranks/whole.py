@@ -23,7 +23,7 @@ from shoal.optim.rules.base import State
 PARTS = ("inner", "slow", "rule", "rounding", "codecs", "in_flight")
 """What in saved state is not the same on all ranks."""
 DEALT = ("sent", "fast", "start")
-"""Tensors of an exchange in flight that are dealt as the parameters are."""
+"""Tensors of an exchange in flight that are distributed as the parameters are."""
 
 
 def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Tensor]:

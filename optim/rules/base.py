@@ -45,7 +45,7 @@ class RoundContext:
     places: Sequence[int] = ()
     """Places of the given parameters in the fragment, if the rule has only a part of it."""
     sizes: Sequence[int] = ()
-    """Numbers of values of the fragment's parameters, if these are dealt to ranks, so that a tensor of another rank is empty."""
+    """Numbers of values of the fragment's parameters, if ranks share them, so that a tensor of another rank is empty."""
     owners: Callable[[Sequence[int], Sequence[Tensor]], list[Tensor]] = lambda places, scalars: list(scalars)
     """Returns scalars of the parameters at ``places`` as the ranks have them that own the parameters."""
 

@@ -10,10 +10,10 @@ median of what the last 16 partners changed, or the partner's own weights have, 
 are 5 % and 10 % of the loss, and they are never below 1 % and 2 %. A refused one counts as 1.5 times the usual, so that a few
 hostile partners cannot widen the bounds. A peer whose own weights are bad refuses nobody who is better.
 
-A peer that learns from data unlike the others' finds all of them bad, and would go on alone, ever further away from them. So who
-refused 6 of the last 8 partners takes itself for the odd one until it is fewer. With a quarter of all peers hostile that happens by
-chance in one exchange of a hundred, and soon to a peer whose data is unlike. The odd one takes its partners as they are: it refuses
-those with whom its loss rises by more than twice the median of the last 8, or beyond twice the least of its own last 16 losses.
+A peer that learns from data unlike the others' finds all of them bad, and would go on alone, ever further away. So a peer that
+refused 6 of the last 8 assumes that it is the outlier until it is fewer. With a quarter of all peers hostile that happens by chance
+in one exchange of a hundred, and soon to a peer whose data is unlike. The outlier takes its partners as they are: it refuses those
+with whom its loss rises by more than twice the median of the last 8, or beyond twice the least of its own last 16 losses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ one, with the mean of both and with the other's alone; None if they cannot be co
 FIRST, LAST = 5, 16
 WIDER = 1.5
 VERDICTS, ODD = 8, 6
-TOLERATED = 2.0  # times the median change, and times the least own loss: what the odd one takes
+TOLERATED = 2.0  # times the median change, and times the least own loss: what the outlier takes
 
 
 class _Bound:

@@ -59,7 +59,7 @@ class PassedOver:
         return self.misses.get(peer, (0, 0, False))[0] == 1
 
     def costly(self, peer: str) -> bool:
-        """Return whether it was time that ``peer`` spent of late."""
+        """Return whether ``peer`` spent this time recently."""
         return self.misses.get(peer, (0, 0, False))[2]
 
     def lately(self, round: int) -> bool:

@@ -2,7 +2,7 @@
 
 Kinds of failures, as seen by the node that counts them:
 
-    unreachable   no connection to the peer came about
+    unreachable   the peers could not connect
     timeout       connected, and then nothing for longer than a deadline, or not there when its group was formed
     refused       the peer said no, or called it off
     broken        the connection ended in the middle

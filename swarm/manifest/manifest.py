@@ -82,7 +82,7 @@ class Manifest(Message):
         description="Fragment of each parameter, in the model's order, if not by layer; empty: by layer.",
     )
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
-    shards: int = Field(default=1, ge=1, le=65_536, description="Parts that the training data is dealt into.")
+    shards: int = Field(default=1, ge=1, le=65_536, description="Parts that the training data is divided into.")
     invite_only: bool = Field(default=False, description="Whether only the creator, and whom it has invited, may be members.")
     public: bool = Field(default=False, description="Whether bootstrap nodes list the swarm, so that anybody may find and join it.")
     bucket: Bucket = Field(default=0, description="Most members that one peer reads and is paired with in an epoch; 0: all.")
@@ -95,7 +95,7 @@ class Manifest(Message):
         if self.bucket and self.verify.kind != "none":
             raise ValueError("verifiers are drawn among all members, so a swarm that verifies has no buckets: leave bucket out")
         if self.fragment_of and {*self.fragment_of} != {*range(self.outer.fragments or 1)}:
-            raise ValueError("the manifest's fragments are others than those that its parameters are dealt into")
+            raise ValueError("the manifest's fragments are others than those that its parameters are divided into")
         return self
 
 

@@ -101,7 +101,7 @@ class OuterSettings(BaseModel):
     round: RoundSetting = Field(
         default="steps",
         description="Length of a round: steps (as many as every says), tokens:N, seconds:S, or seconds:auto (so that the slowest "
-        "useful peer makes 10 steps). Seconds need clocks that agree to much less than wait_s.",
+        "useful peer makes 10 steps). Seconds need clocks synchronised well below wait_s.",
     )
     lr: float | None = Field(default=None, gt=0, le=10, description="Outer learning rate.")
     momentum: float | None = Field(default=None, ge=0, lt=1, description="Outer momentum.")
@@ -163,7 +163,7 @@ class OuterSettings(BaseModel):
         default=2.0, description="Averages over everyone: seconds that a group waits for the others once it has its quorum."
     )
     max_group: int = Field(
-        default=32, ge=2, le=LARGEST_GROUP, description="Averages over everyone: largest group; more peers are dealt into several."
+        default=32, ge=2, le=LARGEST_GROUP, description="Averages over everyone: largest group; more peers form several."
     )
 
     suspect: float = Field(

@@ -1,6 +1,6 @@
 """Epoch buckets: where a peer's record is, and the few keys that it reads, however large the swarm.
 
-In every epoch (so many seconds of Unix time) all peers are dealt anew. A peer's position is a hash of swarm, epoch and peer id; its
+In every epoch (so many seconds of Unix time) all peers are reassigned. A peer's position is a hash of swarm, epoch and peer id; its
 bucket are the peers whose position begins with the same ``depth`` bits. It publishes its record under that prefix, reads it, and is
 paired in it. At depth 0 there is one bucket, the whole trie of `shoal.swarm.membership.dht_record`, as in a swarm without buckets.
 

@@ -186,7 +186,7 @@ def totals(members: Mapping[str, Member], size: int) -> dict[str, Any]:
     """Return what the whole swarm of about ``size`` peers does, by its ``members`` in view, ready for JSON.
 
     Where these are a sample, sums are theirs times the share that they are, and ``error`` is the standard error of the size as a
-    part of it, as far as chance makes it: peers are dealt into buckets like balls into boxes. ``loss`` is the median.
+    part of it, as far as chance makes it: peers fall into buckets like balls into boxes. ``loss`` is the median.
     """
     sampled, training = size > len(members), [member for member in members.values() if member.state == "training"]
     losses = [member.loss for member in members.values() if member.loss is not None]

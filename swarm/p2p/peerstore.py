@@ -206,7 +206,7 @@ class DialBackoff:
             return [address for address in addresses if self._wait(peer, address) <= 0]
 
     def fail(self, peer: str, addresses: Iterable[str], reason: str = "") -> None:
-        """Note that no connection to ``peer`` came about at ``addresses``. ``reason``: the daemon's text."""
+        """Note that this node could not connect to ``peer`` at ``addresses``. ``reason``: the daemon's text."""
         now, places = self._clock(), {_place(address): address for address in addresses}
         with self._lock:
             for (host, port), address in places.items():

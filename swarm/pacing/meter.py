@@ -110,7 +110,7 @@ class TrafficMeter:
                 self._since.append((began, self.sent - before, self._clock()))
 
     def rate(self) -> float | None:
-        """Return the bytes a second that left while bulk was sent, of late; None while that is not known."""
+        """Return the bytes a second that left recently while bulk was sent; None while that is not known."""
         known, now, under_way = list(self._since), self._clock(), self._bulk
         seconds = sum(min(ended, now) - began for began, _, ended in known)
         nbytes = sum(count for _, count, ended in known if ended < math.inf)

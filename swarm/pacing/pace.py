@@ -25,7 +25,7 @@ PONG_S, PONGS = (2.0, 4.5), 6  # seconds, and empty links' delays within them, w
 EMPTY_S = 60.0  # seconds for which the delay of the empty link is known, which is measured after a transfer
 BASES = 8  # such measurements of which the shortest counts
 SPREAD, SPREAD_S = 1.25, 1.0  # times a window in a round trip, at which bytes go out at most, and seconds to wait at most
-LINES, LINE_S = 24, 0.25  # rates at which bytes arrived of late, of which the largest counts, and seconds for one
+LINES, LINE_S = 24, 0.25  # rates at which bytes arrived recently, of which the largest counts, and seconds for one
 FALLEN = 0.25  # times the largest of these: one that carries less has become slow
 FLOODED_S = 0.4  # seconds of a queue that is not let drain by degrees
 GROWN = 1.25  # times the rate before: TCP, which begins slowly after a pause, is not at the link's rate yet
@@ -60,7 +60,7 @@ class Pace:
     queues. That is what leaves in `DELAY_S`, so that a fast link is filled, and `SURPLUS`, so that two that share a link come to
     the same rate. It begins by doubling as long as there is no queue and more arrives. At the start of a transfer it does not
     shrink as long as more bytes arrive with each round trip: then the queue is that of a TCP that begins slowly, not of the link.
-    And it does not shrink below what the link carried of late in the empty link's delay and the longest of `DELAY_S`: a longer
+    And it does not shrink below what the link carried recently in the empty link's delay and the longest of `DELAY_S`: a longer
     queue than that is the peer's, who sends bulk as well, and pings wait in both.
 
     ``shared``: returns the number of peers to which bulk goes, which share the uplink.
@@ -80,7 +80,7 @@ class Pace:
         self._measured = float("-inf")  # the time at which the last of these began
         self._lines: deque[float] = deque(maxlen=LINES)  # bytes a second that arrived
         self._mark, self._next = (0.0, 0), 0.0  # when the last of them began, with the bytes answered then; when more may go out
-        self._trip = 0.0  # seconds that pings took of late, on average
+        self._trip = 0.0  # seconds that pings took recently, on average
         self._holding, self._starting, self._young, self._full, self._ending = False, True, True, False, False
         self._moved, self._flying, self._turns = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 

@@ -1,7 +1,7 @@
 """How long a transfer may take: what it is given, and beyond that as long as it moves quickly enough to be over within a bound.
 
 A deadline must hold before anything is known of a link, so it supposes a rate, and a slower link would never complete a large
-transfer. What the transfer itself moved of late, in each direction, measures this node's link and the other's, and no peer can lie
+transfer. What the transfer itself moved recently, in each direction, measures this node's link and the other's, and no peer can lie
 about it. A peer that sends a trickle is dropped at the deadline all the same: at its rate the transfer would not be over in time.
 """
 
@@ -20,7 +20,7 @@ def slow_s(nbytes: int) -> float:
 
 
 class Progress:
-    """What a transfer has moved of late. ``deadline``: until when it may take in any case; ``longest``: if it moves. Instants."""
+    """What a transfer has moved recently. ``deadline``: until when it may take in any case; ``longest``: if it moves. Instants."""
 
     def __init__(self, deadline: float, longest: float) -> None:
         self.longest = max(deadline, longest)

@@ -78,8 +78,8 @@ class LagReport:
         sentence = self._too_slow()
         if not sentence and len(self._waits) == FULL:
             sentence = (
-                f"Exchanges take this node longer than a round, so training waits for each ({sum(self._waits) / FULL:.2g} s of "
-                "late): longer rounds (outer.every) or a smaller codec (outer.codec) would end that, more fragments would not; "
+                f"Exchanges take this node longer than a round, so training waits for each ({sum(self._waits) / FULL:.2g} s "
+                "recently): longer rounds (outer.every) or a smaller codec (outer.codec) would end that, more fragments would not; "
                 "`shoal plan` shows which settings fit this link."
             )
         self._reported = bool(sentence)

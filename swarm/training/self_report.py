@@ -76,7 +76,7 @@ class PartitionDetector:
     ) -> list[str]:
         """Note the members in view and those that left on purpose; return what to report, in sentences.
 
-        ``belongs``: predicate of peers that would be in view if they were there; others were dealt into another bucket.
+        ``belongs``: predicate of peers that would be in view if they were there; others were reassigned to another bucket.
         """
         back = []
         for peer, member in members.items():

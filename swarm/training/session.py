@@ -98,13 +98,13 @@ class Session:
         self._swarm, self._params, self._model, self._ranks, self._channel = swarm, params, model, ranks, channel
         if fragment_of and len(fragment_of) != len(params):
             raise SessionError(
-                f"The swarm's manifest deals {len(fragment_of)} parameters into fragments, not {len(params)}: make it anew."
+                f"The swarm's manifest divides {len(fragment_of)} parameters into fragments, not {len(params)}: make it anew."
             )
         self._fragments = [[p for p, at in zip(params, fragment_of, strict=True) if at == n] for n in sorted({*fragment_of})]
         self.settings: OuterSettings = settings
         """The swarm's settings of averaging."""
         self.seed: int = shard.seed
-        """The swarm's random seed, by which the data is dealt."""
+        """The swarm's random seed, by which the data is assigned to shards."""
         self.shard = shard
         """The part of the data to train on, so that peers learn from different ones; it is not checked."""
         self._digest = model_digest(params)
@@ -133,7 +133,7 @@ class Session:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Inner steps and tokens a second of late, without what was spent waiting for others."""
+        """Recent inner steps and tokens a second, without what was spent waiting for others."""
         return self._rate, self._tokens_rate
 
     @property
@@ -501,11 +501,11 @@ def create(
         name: of the swarm, for people.
         node: this node's name, for people.
         start_when: peers that must be there before training begins.
-        shards: parts that the data is dealt into.
+        shards: parts that the data is divided into.
         seed: of the pairing and everything else that peers draw alike.
         invite_only: admit only peers with an invitation of `shoal invite`, which needs this node's ``identity``: name a file.
         bucket: most members that one node reads and averages with at a time, 4 to 64; 0: all. For swarms of hundreds.
-        epoch_s: seconds after which members are dealt into other buckets, at least 30; best four to eight rounds.
+        epoch_s: seconds after which members are reassigned to other buckets, at least 30; best four to eight rounds.
         network: where this node listens, and other options of the network.
         identity: a key, or the file of one, made if it is not there; None: a new one that is not kept.
         ranks: the processes of this peer, if a torch.distributed job is one (`shoal.Ranks`). Each makes the session, with its own

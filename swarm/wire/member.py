@@ -35,7 +35,7 @@ MAX_MISSING = 4  # names of missing members in a record
 class Member(Message):
     """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats.
 
-    ``tokens_per_s``: of late, without waiting for others; 0 where none are counted. ``mfu``: model FLOPs utilisation, a share of
+    ``tokens_per_s``: recently, without waiting for others; 0 where none are counted. ``mfu``: model FLOPs utilisation, a share of
     the device's published peak; None where it is not known.
 
     Its exchanges: ``exchange_s``, recent seconds of transfer in one, and ``wait_s``, for which training stood still in a round;

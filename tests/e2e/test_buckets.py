@@ -1,4 +1,4 @@
-"""Real nodes in a swarm of buckets: eight of which four are the most in one, so that all are dealt anew every half minute."""
+"""Real nodes in a swarm of buckets: eight of which four are the most in one, so that all are reassigned every half minute."""
 
 import itertools
 import signal

@@ -34,7 +34,7 @@ class Fault:
 
 @dataclass
 class FaultPlan:
-    """A fault that came about: the peers that it touched, and its time."""
+    """A fault that occurred: the peers that it touched, and its time."""
 
     peers: frozenset[str]
     since: float

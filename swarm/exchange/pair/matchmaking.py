@@ -96,7 +96,7 @@ class PairMatchmaker:
         pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
         self.rounds.begin(number, attempt.key.round, fragment)
         loop, needed = asyncio.get_running_loop(), pairing.needed
-        # Not the pairing: as a ring it would keep both contributions until Python's collector came.
+        # Not the pairing, to avoid a reference cycle, which would keep both contributions until Python's collector came.
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         self.evidence.begin(loop.time(), attempt.key.round)
         try:

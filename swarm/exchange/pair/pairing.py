@@ -5,7 +5,7 @@ all others are taken. So a node that cannot reach its partner also knows which p
 and need not search among the others. It considers a peer dead from when it could not be reached until it calls, or issues another
 record.
 
-A peer that spends this node's rounds is passed over as if it were dead (`shoal.swarm.exchange.passed_over`). The pairs of all
+A peer that wastes this node's rounds is passed over as if it were dead (`shoal.swarm.exchange.passed_over`). The pairs of all
 others stay as they are. Those whose partners are passed over, and the odd one out, meet each other: nodes that have seen the same
 failures agree about that, and an odd one out that has seen any listens for a moment, for others may have seen more. A node that
 would have to pass over all, and several, had more likely a fault of its own: it meets those that failed once.

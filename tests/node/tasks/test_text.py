@@ -1,4 +1,4 @@
-"""The built-in text task: what is dealt to whom, what is refused, and that the model learns."""
+"""The built-in text task: what is assigned to whom, what is refused, and that the model learns."""
 
 import dataclasses
 

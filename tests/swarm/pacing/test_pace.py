@@ -262,7 +262,7 @@ def test_eight_that_send_to_each_other_use_what_ended_transfers_leave_free(loop)
 
 
 def test_a_rate_that_was_low_for_a_moment_holds_nothing_back(loop):
-    """As while both nodes are busy. A cap by the rates of late rose by a quarter a second, and each transfer paid for it."""
+    """As while both nodes are busy. A cap by the recent rates rose by a quarter a second, and each transfer paid for it."""
     net = Net(loop, 2, 0.001)
 
     async def mend():

@@ -58,7 +58,7 @@ def test_a_trickle_is_dropped_at_the_deadline_in_whichever_direction(slow):
 
 
 def test_who_slows_down_to_a_trickle_is_dropped_soon():
-    """Most of it came quickly: what counts is what came of late."""
+    """Most of it came quickly: what counts is what came recently."""
     fast = steady(100e3)
     assert 140 <= given_up([lambda now: 100e3 if now < 140 else 5, fast]) <= 140 + LATE_S + 1
 

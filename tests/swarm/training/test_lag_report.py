@@ -33,7 +33,7 @@ def test_a_node_whose_exchanges_take_longer_than_a_round_is_warned_once():
         assert report.events() == []
     over(report, wait_s=10.0)
     (sentence,) = report.events()
-    assert "longer than a round, so training waits for each (3 s of late)" in sentence
+    assert "longer than a round, so training waits for each (3 s recently)" in sentence
     assert "`shoal plan`" in sentence
     for _ in range(2 * FULL):
         over(report)
