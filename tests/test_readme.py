@@ -164,6 +164,16 @@ def test_files_that_the_pages_name_exist():
             assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
+def test_headings_that_the_pages_link_to_exist():
+    def anchors(page):
+        headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S), re.M)
+        return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            assert anchor in anchors(page.parent / target if target else page), f"{page.name} links to {target}#{anchor}"
+
+
 def exists(name):
     """Say whether ``shoal.optim.outer.optimizer.OuterOptimizer`` is a module, or a name in one."""
     module, rest = "shoal", name.split(".")[1:]

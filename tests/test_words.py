@@ -62,7 +62,7 @@ RETIRED = {
     r"nearly equal": "similar, not identical",
     r"lays? out the code": "formats the code",
     r"(?:link|output) is cut off": "shortened",
-    r"[Bb]e reached through": "accept connections through",
+    r"be(?:ing)? reached through": "accept connections through",
     r"agree to much less": "synchronised well below",
     r"costs each what": "caps each node's cost at",
     r"(?:the|of|and|let|to|only|that) seeds(?= (?:that|list|know|or|and|do|answer|failed)|[.,;:])": "bootstrap nodes",

@@ -318,8 +318,8 @@ class NodeSettings(_Table, RankSettings):
     )
     relay: Literal["auto", "only", "off"] = Field(
         default="auto",
-        description="Being reached through a bootstrap node or the link's peers: auto (if nobody can dial this node), only (from "
-        "the start), or off (never, nor does this node forward for others).",
+        description="Accept connections through a bootstrap node or the link's peers: auto (if nobody can dial this node), "
+        "only (from the start), or off (never, nor does this node forward for others).",
     )
     folder: PathSetting | None = Field(
         default=None, description="Folder of checkpoints and metrics; by default runs/ and the node's name."
