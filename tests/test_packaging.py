@@ -153,7 +153,7 @@ def test_coverage_has_a_floor_and_what_it_needs_is_installed():
 def test_commits_to_ignore_in_blame_are_whole_hashes():
     lines = (ROOT / ".git-blame-ignore-revs").read_text().splitlines()
     assert [line for line in lines if not line.startswith("#") and not re.fullmatch(r"[0-9a-f]{40}", line)] == []
-    assert len(lines) - sum(line.startswith("#") for line in lines) == 2
+    assert len(lines) - sum(line.startswith("#") for line in lines) >= 2
 
 
 def test_ruff_and_mypy_are_strict():

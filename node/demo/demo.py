@@ -22,7 +22,7 @@ from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import Settings, load
 from shoal.node.data import manifest_options
 from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
-from shoal.node.metrics.factory import check_demo, flags_of_demo
+from shoal.node.metrics.sinks import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.door import task_label
 from shoal.node.runtime.result import RESULT

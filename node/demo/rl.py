@@ -15,7 +15,7 @@ from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import ConfigError, Settings, load
 from shoal.node.demo.demo import settings_toml, stage
 from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
-from shoal.node.metrics.factory import check_demo, flags_of_demo
+from shoal.node.metrics.sinks import check_demo, flags_of_demo
 from shoal.node.rl.rollout_sharing import make_task
 from shoal.node.rl.tiny import HABITS
 from shoal.node.runtime.display import Display

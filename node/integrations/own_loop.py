@@ -33,9 +33,8 @@ from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.settings import NodeSettings
-from shoal.node.metrics.factory import open_sinks
-from shoal.node.metrics.log import Metrics, RoundRecord
-from shoal.node.metrics.sink import About
+from shoal.node.metrics.log import About, Metrics, RoundRecord
+from shoal.node.metrics.sinks import open_sinks
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.optim.outer.parameters import Inner
 from shoal.swarm.errors import ShoalError

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from shoal.node.checkpoint import folder as checkpoints
 from shoal.node.config.device import resolve_device, use_threads
 from shoal.node.extras import uncollected
-from shoal.node.metrics.factory import open_sinks
 from shoal.node.metrics.log import Metrics
+from shoal.node.metrics.sinks import open_sinks
 from shoal.node.runtime.display import Activity
 from shoal.node.runtime.run_options import METRICS, RunOptions, join
 from shoal.swarm.identity import Identity

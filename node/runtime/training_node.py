@@ -17,9 +17,8 @@ from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.writer import CheckpointWriter, room_maker
 from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
-from shoal.node.metrics.factory import about
-from shoal.node.metrics.log import Metrics, RoundRecord
-from shoal.node.metrics.sink import Sinks
+from shoal.node.metrics.log import Metrics, RoundRecord, Sinks
+from shoal.node.metrics.sinks import about
 from shoal.node.plan.table import memory_of, work_of
 from shoal.node.runtime import resume
 from shoal.node.runtime.display import Activity

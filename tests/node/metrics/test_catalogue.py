@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.metrics.catalogue import LIVE, MEASURES, readings
-from shoal.node.metrics.curves import PROGRESS_S, Curves
 from shoal.node.metrics.log import RoundRecord
+from shoal.node.metrics.prometheus import MEASURES, readings
+from shoal.node.metrics.sinks import LIVE, PROGRESS_S, Curves
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ def test_names_are_as_prometheus_wants_them():
 )
 def test_no_value_that_is_no_number(event, fields):
     fields = {**fields, **({"own": 1, "foreign": 2} if event == "rl" else {})}
-    assert all(math.isfinite(reading.value) for reading in readings(event, fields))
+    assert all(math.isfinite(value) for _, value, _ in readings(event, fields))
     step, points = Curves().points(event, 1.0, fields)
     assert isinstance(step, int)
     assert all(math.isfinite(value) and name.count("/") == 1 for name, value in points.items())
@@ -95,7 +95,7 @@ def test_progress_is_thinned():
 @pytest.mark.parametrize("late", [False, True])
 def test_rounds_and_those_alone_or_late(partner, alone, late):
     fields = {"partner": partner, "round": 7, "wait_s": 0.5, "late": late}
-    found = {reading.measure.name: reading.value for reading in readings("round", fields)}
+    found = {measure.name: value for measure, value, _ in readings("round", fields)}
     assert found == {
         "shoal_round": 7.0, "shoal_round_wait_seconds": 0.5, "shoal_rounds_total": 1.0, "shoal_rounds_alone_total": alone,
         "shoal_rounds_late_total": float(late),

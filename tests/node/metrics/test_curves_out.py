@@ -6,10 +6,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from shoal.node.metrics.background import Background
-from shoal.node.metrics.sink import About, MetricsError, Sinks
-from shoal.node.metrics.tensorboard_file import TensorBoardFile
-from shoal.node.metrics.wandb_run import FINISH_S, WandbRun
+from shoal.node.metrics.log import About, MetricsError, Sinks
+from shoal.node.metrics.sinks import FINISH_S, TensorBoardFile, WandbRun
 
 ABOUT = About(
     swarm="common", swarm_id="x" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"
@@ -30,7 +28,7 @@ needs_wandb = pytest.mark.skipif(
 
 def tell(sink):
     said = []
-    with Sinks([Background(sink)], said.append) as sinks:
+    with Sinks([sink], said.append) as sinks:
         sinks.begin(ABOUT)
         for number, (name, fields) in enumerate(EVENTS):
             sinks.event(name, 1_000.5 + number, fields)

@@ -2,20 +2,16 @@
 
 import importlib.util
 import json
-import threading
 
 import pytest
 
 from shoal.node.config.settings import load
-from shoal.node.metrics.background import Background, SinkError
-from shoal.node.metrics.factory import check_demo, flags_of_demo, open_sinks
-from shoal.node.metrics.log import Metrics
-from shoal.node.metrics.sink import About, MetricsError, Sinks
+from shoal.node.metrics.log import About, Metrics, MetricsError, Sinks
+from shoal.node.metrics.sinks import check_demo, flags_of_demo, open_sinks
 
 ABOUT = About(
     swarm="s", swarm_id="x" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"
 )  # fmt: skip
-WAIT_S = 30.0
 
 
 class Fake:
@@ -78,77 +74,6 @@ def test_a_sink_that_does_not_end_well_is_one_line_more(failing):
         sinks.event("round", 0.0, {})
     assert "(the server is gone)" in said[-1]
     assert not any("\n" in line for line in said)
-
-
-def test_what_fails_in_the_background_is_told_by_the_next_event():
-    fake, said = Fake("round"), []
-    background = Background(fake)
-    sinks = Sinks([background], said.append)
-    sinks.begin(ABOUT)
-    sinks.event("start", 0.0, {})
-    sinks.event("round", 0.0, {})
-    background._thread.join(WAIT_S)
-    assert (fake.closed, said) == (1, ["anna begins"])
-    sinks.event("end", 0.0, {})
-    sinks.close()
-    assert said[1:] == [
-        "the fake gets no metrics any more (No space left on device); training goes on, and metrics.jsonl has them all."
-    ]
-    assert fake.got == [("start", {})]
-
-
-def test_the_background_writes_all_that_waits_before_it_ends():
-    fake = Fake()
-    background = Background(fake)
-    background.begin(ABOUT)
-    for number in range(100):
-        background.event("round", 0.0, {"round": number})
-    background.close()
-    background.close()
-    assert [fields["round"] for _, fields in fake.got] == list(range(100))
-    assert fake.closed == 1
-
-
-class Hanging(Fake):
-    """Takes no second event before it is let go."""
-
-    def __init__(self):
-        super().__init__()
-        self.let_go, self.busy = threading.Event(), threading.Event()
-
-    def event(self, name, time, fields):
-        self.busy.set()
-        assert self.let_go.wait(WAIT_S)
-
-
-def test_a_sink_that_hangs_holds_nobody_up():
-    hanging, said = Hanging(), []
-    background = Background(hanging, most=2, end_s=0.01)
-    with Sinks([background], said.append) as sinks:
-        sinks.begin(ABOUT)
-        sinks.event("round", 0.0, {})
-        assert hanging.busy.wait(WAIT_S)
-        for _ in range(5):
-            sinks.event("round", 0.0, {})
-    assert said[1:] == [
-        "the fake gets no metrics any more (it takes nothing, and 2 events wait); training goes on, "
-        "and metrics.jsonl has them all.",
-        "the fake did not end well either (it takes nothing).",
-    ]
-    hanging.let_go.set()
-    background._thread.join(0.01)
-
-
-def test_a_sink_that_does_not_come_to_its_end():
-    hanging = Hanging()
-    background = Background(hanging, end_s=0.01)
-    background.begin(ABOUT)
-    background.event("round", 0.0, {})
-    with pytest.raises(SinkError, match=r"not done within 0\.01 s"):
-        background.close()
-    hanging.let_go.set()
-    background._thread.join(WAIT_S)
-    assert hanging.closed == 1
 
 
 @pytest.mark.parametrize("extra", ["tensorboard", "wandb"])

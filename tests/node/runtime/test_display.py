@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from shoal.node.exit_codes import MEANING, ExitCode, epilogue
-from shoal.node.metrics.log import Metrics, RoundRecord
-from shoal.node.metrics.sink import MetricsError
+from shoal.node.metrics.log import Metrics, MetricsError, RoundRecord
 from shoal.node.runtime.display import LINE_EVERY_S, LineDisplay, LiveDisplay, describe, make_display
 from shoal.node.runtime.result import Result, summary
 

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from shoal.node.config.endpoint import Address, parse_address
-from shoal.node.metrics.catalogue import WAITS
-from shoal.node.metrics.endpoint import MOST_OF_RANGE, Endpoint
-from shoal.node.metrics.gauges import Gauges
-from shoal.node.metrics.sink import About, MetricsError
+from shoal.node.metrics.log import About, MetricsError
+from shoal.node.metrics.prometheus import MOST_OF_RANGE, WAITS, Board, Endpoint
 
 ABOUT = About(
     swarm='a "swarm"\\', swarm_id="s" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"
@@ -108,11 +106,11 @@ def test_events_as_prometheus_sees_them(endpoint):
 
 @given(st.lists(st.floats(0, 1000), max_size=20))
 def test_the_histogram_counts_every_wait_once(waits):
-    board = Gauges()
+    board = Board()
     board.begin(ABOUT)
     for wait in waits:
         board.event("round", {"wait_s": wait})
-    families = {family.name: family for family in board.collect()}
+    families = {family.name: family for family in board.registry.collect()}
     if waits:
         counts = {s.labels["le"]: s.value for s in families["shoal_round_wait_seconds"].samples if "le" in s.labels}
         assert counts == {str(bound): sum(w <= bound for w in waits) for bound in WAITS} | {"+Inf": len(waits)}
@@ -171,7 +169,7 @@ def test_an_endpoint_for_other_machines_is_answered_under_any_name():
 
 def test_a_caller_that_sends_a_byte_at_a_time_is_hung_up_on(monkeypatch):
     """Each byte began the wait anew, without end."""
-    monkeypatch.setattr("shoal.node.metrics.endpoint.CALL_S", 0.5)
+    monkeypatch.setattr("shoal.node.metrics.prometheus.CALL_S", 0.5)
     endpoint = Endpoint(Address("127.0.0.1", 0))
     try:
         with socket.create_connection((endpoint.address.host, endpoint.address.port), 0.05) as caller:

@@ -1,0 +1,213 @@
+"""Sinks of a run's events besides the file, opened before the network is used: TensorBoard, W&B, and `prometheus`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shoal.node.config.endpoint import MAX_PORT, parse_address
+from shoal.node.config.settings import NodeSettings, Settings
+from shoal.node.extras import require
+from shoal.node.metrics.log import About, Fields, MetricsError, MetricsSink, Sinks, number, one_line
+from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
+
+LIVE = ("progress", "checks")
+"""Events for sinks alone: in the file they would be a line twice a second."""
+SUMMARIES = ("start", "end")
+"""Events about the whole run, of which only the held-out loss makes a curve."""
+PROGRESS_S = 10.0
+"""Least seconds between two points of progress: at two a second, a month would fill a disk."""
+STEPS = {"rl": "round", "start": "steps", "end": "steps"}
+"""Event -> its field with the inner step, if that is not ``step``; one round of rl is one inner step."""
+INIT_S, FINISH_S = 60.0, 25.0  # seconds for W&B to reach its server at the start, and to upload the rest at the end
+
+
+class Curves:
+    """Converter of events to points."""
+
+    def __init__(self) -> None:
+        self._step, self._progress = 0, float("-inf")
+
+    def points(self, event: str, time: float, fields: Fields) -> tuple[int, dict[str, float]]:
+        """Return the inner step of the points, and their values by name: ``event/field`` for every number and list.
+
+        A list counts by its length. An event without a step takes that of the one before.
+        """
+        step = number(fields.get(STEPS.get(event, "step")))
+        self._step = self._step if step is None else int(step)
+        if event == "progress":
+            if time - self._progress < PROGRESS_S:
+                return self._step, {}
+            self._progress = time
+        if event in SUMMARIES:
+            loss = number(fields.get("loss_first" if event == "start" else "loss_last"))
+            return self._step, {} if loss is None else {"evaluation/loss": loss}
+        found = {name: number(value) for name, value in fields.items() if name not in ("step", "round")}
+        return self._step, {f"{event}/{name}": value for name, value in found.items() if value is not None}
+
+
+class TensorBoardFile:
+    """Writer to ``folder``/``node``. MetricsError: the package is missing, or the folder cannot be written.
+
+    It does not use the package's own writer, whose thread prints a traceback when a disk is full.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, node: str) -> None:
+        require(MetricsError, "--tensorboard", "tensorboard", extra="tensorboard")
+        self._folder, self._curves = folder.absolute() / node, Curves()
+        self._records: Any = None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> MetricsError:
+        return MetricsError(
+            f"Cannot write for TensorBoard into {str(self._folder)!r} ({error.strerror}): choose another folder with --tensorboard."
+        )
+
+    def begin(self, about: About) -> str:
+        """Open the file, which has the name by which TensorBoard finds it."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        now = time.time()
+        path = self._folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname().replace('/', '-')}.{os.getpid()}"
+        try:
+            self._records = RecordWriter(path.open("xb"))
+            self._write(Event(wall_time=now, file_version="brain.Event:2"))
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return f"curves for TensorBoard: tensorboard --logdir {self._folder.parent}"
+
+    def event(self, name: str, time: float, fields: Fields) -> None:
+        """Append the points of an event, and flush them at once."""
+        step, points = self._curves.points(name, time, fields)
+        if points:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+            self._write(Event(wall_time=time, step=step, summary=Summary(value=values)))
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._records is not None:
+            self._records.close()
+
+
+class WandbRun:
+    """Logger to ``project`` (or ``team/project``); W&B's own files go below ``folder``. MetricsError: the package is missing."""
+
+    name = "Weights & Biases"
+
+    def __init__(self, project: str, node: str, folder: Path) -> None:
+        require(MetricsError, "--wandb", "wandb", extra="wandb")
+        self._team, _, self._project = project.rpartition("/")
+        self._node, self._folder, self._curves = node, folder, Curves()
+        self._run: Any = None
+
+    def begin(self, about: About) -> str:
+        """Start the run. MetricsError: nobody is logged in, or the server is not reached."""
+        import wandb
+
+        # W&B's output would tear the progress bar, and it must not capture that of others.
+        quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_S, finish_timeout=FINISH_S, finish_timeout_raises=True)
+        try:
+            # Its own variable wins; without it, the folder of the run and not the current one.
+            where = None if os.environ.get("WANDB_DIR") else self._folder
+            if where is not None:
+                where.mkdir(parents=True, exist_ok=True)
+            self._run = wandb.init(
+                project=self._project, entity=self._team or None, name=self._node, group=about.swarm, dir=where,
+                config=asdict(about), settings=quiet,
+            )  # fmt: skip
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
+        except Exception as error:  # W&B has no family of its own for what it raises here
+            raise MetricsError(
+                f"Weights & Biases cannot be started ({one_line(error)}): run wandb login, or set WANDB_MODE=offline."
+            ) from error
+        where_to = f"wandb sync {self._run.sync_dir}" if self._run.offline else self._run.url
+        return f"curves for Weights & Biases: {where_to}" if where_to else ""  # nowhere with WANDB_MODE=disabled
+
+    def event(self, name: str, time: float, fields: Fields) -> None:
+        """Log the points of an event, and at the end the result of the run."""
+        step, points = self._curves.points(name, time, fields)
+        if points:
+            self._run.log({"step": step, **points})
+        if name == "end":
+            self._run.summary.update({f"end/{key}": value for key, value in fields.items() if not isinstance(value, dict)})
+
+    def close(self) -> None:
+        """Upload the rest."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
+    """Open the sinks of a node; ``say`` is given sentences for people.
+
+    Raises:
+        MetricsError: a port is taken, a folder cannot be written, or a package is missing; nothing is left open.
+    """
+    sinks: list[MetricsSink] = []
+    if node.tensorboard is not None:
+        sinks.append(TensorBoardFile(node.tensorboard, node.name))
+    if node.wandb is not None:
+        sinks.append(WandbRun(node.wandb, node.name, node.run_folder))
+    if node.metrics is not None:
+        from shoal.node.metrics.prometheus import Endpoint
+
+        sinks.append(Endpoint(parse_address(node.metrics)))  # last, for it alone holds a resource by now
+    return Sinks(sinks, say)
+
+
+def about(settings: Settings, membership: Membership, device: object) -> About:
+    """Return the description of the run for sinks."""
+    manifest = membership.manifest
+    return About(
+        swarm=manifest.name,
+        swarm_id=membership.swarm,
+        node=settings.node.name,
+        peer=membership.host.peer_id,
+        method=settings.outer.method,
+        task=manifest.task,
+        device=str(device),
+        version=SHOAL_VERSION,
+    )
+
+
+def of_demo(node: NodeSettings, number: int) -> NodeSettings:
+    """Return the settings of node ``number`` of a demo: ``node`` with a name and a port of its own."""
+    metrics = None if node.metrics is None else str(parse_address(node.metrics).next(number))
+    return node.model_copy(update={"name": f"peer-{number}", "metrics": metrics})
+
+
+def flags_of_demo(node: NodeSettings, number: int) -> list[str]:
+    """Return the settings of node ``number`` of a demo as command-line flags."""
+    own = of_demo(node, number)
+    given = {"--metrics": own.metrics, "--tensorboard": own.tensorboard, "--wandb": own.wandb}
+    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+
+
+def check_demo(node: NodeSettings, count: int, say: Callable[[str], None]) -> None:
+    """Check once for all nodes of a demo that their sinks are available. Raises MetricsError."""
+    if node.metrics is not None and parse_address(node.metrics).next(count - 1).port > MAX_PORT:
+        raise MetricsError(f"There are no {count} ports from --metrics {node.metrics} on: choose a lower one.")
+    for index in range(count):
+        open_sinks(of_demo(node, index), say).close()
+    if node.metrics is not None and (first := parse_address(node.metrics)).port:
+        say(f"metrics for Prometheus: http://{first}/metrics, of each further node one port further on")
