@@ -106,8 +106,8 @@ class Run:
 
     Args:
         folder: of checkpoints and metrics.jsonl; created if it does not exist.
-        model, inner: what is trained, and its inner optimizer. Both get the state of the newest checkpoint in ``folder``, so make
-            the run before the outer optimizer, which begins with these weights.
+        model: what is trained; gets the newest checkpoint's state: make the run before the outer optimizer, which begins with it.
+        inner: the inner optimizer, which gets its state too.
         name: of this node, for people; by default the machine's.
         checkpoint_every: inner steps between two checkpoints; 0: at the end only.
         keep: checkpoints to keep, the newest.
