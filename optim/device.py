@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -34,9 +35,36 @@ def wide(device: torch.device) -> torch.dtype:
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Wait until all that these devices were given is done, non-blocking copies too."""
+    """Wait until all is done that these devices were given on this thread's stream, non-blocking copies too."""
     for device in {device for device in devices if copies_beside(device)}:
-        torch.accelerator.synchronize(device)
+        torch.accelerator.current_stream(device).synchronize()
+
+
+class Beside:
+    """A stream beside that of the thread which makes this. A ``device`` without streams (Apple's) has one for all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = (torch.accelerator.current_stream(device), torch.Stream(device)) if copies_beside(device) else None
+
+    @contextmanager
+    def before(self) -> Iterator[None]:
+        """Compute on the first stream, in any thread: what that is given later waits."""
+        with nullcontext() if self._streams is None else self._streams[0]:
+            yield
+
+    @contextmanager
+    def after(self) -> Iterator[None]:
+        """Compute on the stream beside, once all is done that the first one has been given so far; wait for it at the end."""
+        if self._streams is None:
+            yield
+            return
+        first, beside = self._streams
+        beside.wait_stream(first)
+        try:
+            with beside:
+                yield
+        finally:
+            beside.synchronize()
 
 
 def free_and_total(device: torch.device) -> tuple[int, int] | None:

@@ -1,5 +1,6 @@
 """Losses of a partner's weights, computed with a copy of the model beside training."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
@@ -69,14 +70,63 @@ def test_a_fragment_is_tried_with_the_slow_weights_of_the_others():
     assert found(1, weights(0, 1)[1:], weights(0, 3)[1:]) == (4.0, 9.0, 16.0)
 
 
-def test_a_trial_that_takes_too_long_is_the_last(monkeypatch):
+def test_trials_that_take_too_long_become_rarer_until_one_does_not(monkeypatch):
     said, model = [], Line().model()
     found = trial(model, around(model), said.append)
-    monkeypatch.setattr(loss_trial, "TOO_LONG_S", -1.0)
-    assert found(0, weights(1, 0), weights(1, 0)) == (1.0, 1.0, 1.0)
+    usual = loss_trial.TOO_LONG_S
+
+    def tried(limit, count):
+        monkeypatch.setattr(loss_trial, "TOO_LONG_S", limit)
+        before = len(said)
+        untried = [found(0, weights(1, 0), weights(1, 0)) is None for _ in range(count)]
+        return sum(untried), len(said) - before
+
+    assert tried(-1.0, 1 + 1 + 1 + 2 + 1 + 4) == (10, 3)  # broken off are the first, the third and the sixth
+    assert tried(usual, 2) == (0, 0)
+    assert tried(-1.0, 1 + 1 + 1) == (3, 2)
+    assert tried(-1.0, 2 + sum(1 + 2**n for n in range(2, 7)) + 3 * 65) == (2 + 129 + 195, 8)
+    assert "took over -1 s: they count untried, as will the next 64 (outer.check_loss): give the task smaller batches" in said[-1]
+
+
+def test_a_trial_without_memory_counts_untried_and_training_goes_on(monkeypatch):
+    said, model = [], Line().model()
+    found = trial(model, around(model), said.append)
+
+    def starve(model, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(found, "_task_loss", starve)
     assert found(0, weights(1, 0), weights(1, 0)) is None
-    assert len(said) == 1
-    assert "check_loss" in said[0]
+    assert said[0].startswith("trying a partner's weights found no memory on cpu: they count untried")
+    monkeypatch.setattr(found, "_task_loss", lambda model, batch: 1 / 0)
+    assert found(0, weights(1, 0), weights(1, 0)) is None
+    with pytest.raises(ZeroDivisionError):
+        found(0, weights(1, 0), weights(1, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slow", ["cpu", "cuda"])
+def test_a_trial_goes_on_beside_training(slow):
+    """On a stream of its own: the stand-in raises where that reads what training may still write, or writes what it reads."""
+    model, streams = Line().model().to("cuda"), []
+    opt, training = around(model, fragments=[[model.weight], [model.bias]], slow_device=slow), torch.accelerator.current_stream()
+
+    def loss(model, batch):
+        streams.append(torch.accelerator.current_stream().stream_id)
+        with training:
+            opt.slow[1].fill_(0.0)  # meanwhile
+        return model(batch).square().mean()
+
+    found = LossTrial(loss, (torch.ones(2, 1, device="cuda") for _ in count()), model, opt, print)
+    with ThreadPoolExecutor(1) as network:
+        for number in range(1, 4):
+            opt.slow[1].fill_(number)
+            opt.slow[0].fill_(-1.0)
+            trying = network.submit(found, 0, weights(1, 0)[:1], weights(3, 0)[:1])
+            assert trying.result() == tuple(float(weight + number) ** 2 for weight in (1, 2, 3))
+    assert len(streams) == 18
+    assert training.stream_id not in streams
+    assert torch.accelerator.current_stream() == training
 
 
 def test_frozen_parameters_are_not_copied():
