@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shoal.node.extras import require
-from shoal.node.rl.policy import Choose, Completion, PolicyError, draw, pad
+from shoal.node.rl.policy import Choose, Completion, PolicyError, chances, draw, drawn, looks, pad
 from shoal.node.user_code import calling
 
 ROWS = 16  # sequences at once, forward and backward, which bounds the memory
@@ -93,19 +93,20 @@ class HF:
         logs: list[Tensor] = []
         going = torch.ones(len(prompts), dtype=torch.bool, device=mask.device)
         ends = torch.tensor(sorted(self._ends), device=mask.device)
-        while len(ids) < most and bool(going.any()):
+        for chance in chances(generator, most, len(prompts), mask.device):
+            if looks(len(ids), mask.device) and not bool(going.any()):
+                break
             places = _places(mask)[:, -tokens.shape[1] :]
             made = self.module(
                 input_ids=tokens, attention_mask=mask.long(), position_ids=places, past_key_values=past, use_cache=True, **keep
             )
             past = made.past_key_values
-            chosen, log_prob = draw(made.logits[:, -1], temperature, generator, choose)
+            chosen, log_prob = draw(made.logits[:, -1], temperature, chance, choose)
             ids.append(chosen)
             logs.append(log_prob)
             going = going & ~torch.isin(chosen, ends)
             tokens, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        rows = zip(torch.stack(ids, 1).tolist(), torch.stack(logs, 1).tolist(), strict=True)
-        return [self._completion(row, of_row) for row, of_row in rows]
+        return [self._completion(row, of_row) for row, of_row in drawn(ids, logs)]
 
     def _completion(self, ids: list[int], logs: list[float]) -> Completion:
         length = next((place + 1 for place, token in enumerate(ids) if token in self._ends), len(ids))

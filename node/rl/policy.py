@@ -6,16 +6,20 @@ same tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shoal.optim.device import to_device
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.topics.rollout import Finish
 
+LOOK = 8
+BELOW = 1 - 2**-20
+"""Keeps what is searched below the sum of all probabilities, whatever is rounded, so a token that cannot come is never drawn."""
 Choose = Callable[[Tensor], Tensor]
 """Maps the logits (B, V) of one step to the token of each row, int64 (B,)."""
 
@@ -103,10 +107,16 @@ def pad(rows: Sequence[Sequence[int]], filler: int, *, left: bool, device: torch
     return tokens.to(device), mask.to(device)
 
 
-def draw(logits: Tensor, temperature: float, generator: torch.Generator, choose: Choose | None = None) -> tuple[Tensor, Tensor]:
+def chances(generator: torch.Generator, tokens: int, rows: int, device: torch.device) -> Tensor:
+    """Return uniform numbers (``tokens``, ``rows``) by which `draw` draws: the same for a seed, whatever the device is."""
+    return to_device([torch.rand(tokens, rows, generator=generator, device="cpu")], device)[0]
+
+
+def draw(logits: Tensor, temperature: float, chance: Tensor, choose: Choose | None = None) -> tuple[Tensor, Tensor]:
     """Draw a token of each row of logits (B, V); return it and its log-probability, both (B,). ``temperature`` 0: the likeliest.
 
-    Drawn on the CPU, where the same seed gives the same numbers whatever the device is; or by ``choose``.
+    Drawn where the logits are, which nobody waits for: the first token whose cumulative probability is above ``chance``, (B,)
+    in [0, 1). Or by ``choose``.
     """
     logs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     if choose is not None:
@@ -114,5 +124,20 @@ def draw(logits: Tensor, temperature: float, generator: torch.Generator, choose:
     elif temperature == 0:
         chosen = logs.argmax(-1)
     else:
-        chosen = torch.multinomial(logs.exp().cpu(), 1, generator=generator)[:, 0].to(logits.device)
+        sums = logs.exp().cumsum(-1)
+        below = chance * sums[:, -1] * BELOW
+        chosen = torch.searchsorted(sums, below[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)  # of NaN it is too large
     return chosen, logs.gather(-1, chosen[:, None])[:, 0]
+
+
+def looks(token: int, device: torch.device) -> bool:
+    """Return whether to look, after ``token`` tokens, if all rows have ended: rarely where that waits for an accelerator."""
+    return device.type == "cpu" or token % LOOK == 0
+
+
+def drawn(ids: list[Tensor], logs: list[Tensor]) -> Iterator[tuple[list[int], list[float]]]:
+    """Yield each row's tokens and their log-probabilities, as `draw` returned them. PolicyError if these are not finite."""
+    found = torch.stack(logs, 1).cpu()
+    if not bool(found.isfinite().all()):
+        raise PolicyError("The policy's probabilities are not finite any more: lower its learning rate, or clip its gradients.")
+    yield from zip(torch.stack(ids, 1).tolist(), found.tolist(), strict=True)

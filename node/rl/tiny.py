@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.node.rl.environment import Environment
-from shoal.node.rl.policy import Choose, Completion, PolicyError, draw, pad
+from shoal.node.rl.policy import Choose, Completion, PolicyError, chances, draw, drawn, looks, pad
 
 ALPHABET = "".join(map(chr, range(32, 127)))
 END, OTHER = 0, 1  # token ids; those of the alphabet follow
@@ -146,18 +146,17 @@ class Tiny:
         mask = mask.repeat_interleave(count, 0)
         ids, logs = [], []
         going = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
-        for _ in range(most):
-            chosen, log = draw(logits, temperature, generator, choose)
+        for chance in chances(generator, most, len(mask), mask.device):
+            chosen, log = draw(logits, temperature, chance, choose)
             ids.append(chosen)
             logs.append(log)
             going = going & (chosen != END)
-            if not bool(going.any()) or len(ids) == most:
+            if len(ids) == most or (looks(len(ids), mask.device) and not bool(going.any())):
                 break
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             step, cache = self.module(chosen[:, None], mask, cache)
             logits = step[:, -1]
-        rows = zip(torch.stack(ids, 1).tolist(), torch.stack(logs, 1).tolist(), strict=True)
-        written = [_completion(row, log) for row, log in rows]
+        written = [_completion(row, log) for row, log in drawn(ids, logs)]
         return [written[start : start + count] for start in range(0, len(written), count)]
 
     def log_probs(self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,13 @@
 """The small policy: what it says of its own completions is what it computes for them afterwards."""
 
 import copy
+import math
 
+import pytest
 import torch
 
 from shoal.node.rl.environment import Strings
+from shoal.node.rl.policy import PolicyError, chances, draw
 from shoal.node.rl.tiny import ALPHABET, END, HABITS, LONGEST_PROMPT, Tiny, Warm
 
 PROMPTS = ["last: abc", "reverse: fedc", "x", ""]
@@ -83,3 +86,21 @@ def test_making_one_leaves_the_global_random_numbers_alone():
     for left, right in zip(first.module.parameters(), second.module.parameters(), strict=True):
         assert torch.equal(left, right)
     assert all(parameter.grad is None for parameter in copy.deepcopy(first).module.parameters())
+
+
+def test_tokens_are_drawn_with_their_probabilities_and_none_that_cannot_come():
+    logits = torch.tensor([-torch.inf, 0.0, math.log(3.0), -torch.inf, math.log(4.0), -torch.inf])  # 1/8, 3/8, 4/8
+    for chance, token in [(0.0, 1), (0.1249, 1), (0.1251, 2), (0.4999, 2), (0.5001, 4), (1 - 2**-24, 4)]:
+        drawn, log = draw(logits[None], 1.0, torch.tensor([chance]))
+        assert drawn.tolist() == [token]
+        assert log.exp().tolist() == pytest.approx([{1: 1 / 8, 2: 3 / 8, 4: 4 / 8}[token]])
+    drawn, _ = draw(logits.expand(4096, -1), 0.5, chances(torch.Generator().manual_seed(0), 1, 4096, torch.device("cpu"))[0])
+    of_26 = torch.bincount(drawn, minlength=6) / 4096 * 26  # 1, 9 and 16 at half the temperature
+    torch.testing.assert_close(of_26, torch.tensor([0.0, 1, 9, 0, 16, 0]), rtol=0.0, atol=26 * 3 * 0.5 / 64)
+
+
+def test_a_policy_whose_weights_are_no_numbers_says_so(tiny):
+    with torch.no_grad():
+        tiny.module.head.weight.fill_(torch.nan)
+    with pytest.raises(PolicyError, match="not finite any more"):
+        tiny.generate(["x"], 1, temperature=1.0, max_tokens=3, seed=0)
