@@ -85,6 +85,17 @@ def allocated(device: torch.device) -> int:
     return int(torch.get_device_module(device).memory_allocated(device))
 
 
+def peak(device: torch.device) -> int | None:
+    """Return the most bytes that tensors of this process had there since `forget_peak`; None where the kind does not tell."""
+    return int(torch.get_device_module(device).max_memory_allocated(device)) if copies_beside(device) else None
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak` begin anew."""
+    if copies_beside(device):
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
 def current_device() -> Callable[[], None]:
     """Return what makes the current accelerator of this thread that of another thread, where it is the first one until then."""
     if not torch.accelerator.is_available():

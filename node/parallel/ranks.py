@@ -132,10 +132,17 @@ class ShardedModel(RanksLayout):
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Shard the repeated blocks, then the rest, in place: while it computes, a rank holds one whole block at a time."""
         mesh = init_device_mesh(device.type, (self.ranks,))
-        for block in unshared(model, repeated_blocks(model)):
+        self._blocks = unshared(model, repeated_blocks(model))
+        for block in self._blocks:
             fully_shard(block, mesh=mesh)
         self._sharded = fully_shard(model, mesh=mesh)
         return model
+
+    def gathered_bytes(self, model: nn.Module) -> int:
+        """Return those of the weights and gradients outside the blocks, of two blocks' weights and of one's gradients."""
+        blocks = [sum(parameter.nbytes for parameter in block.parameters()) for block in self._blocks]
+        outside = sum(parameter.nbytes for parameter in model.parameters()) - sum(blocks)
+        return 2 * outside + 3 * max(blocks, default=0)
 
     @contextmanager
     def unsynchronised(self) -> Iterator[None]:

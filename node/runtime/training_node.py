@@ -459,8 +459,7 @@ class TrainingNode:
         opt, every = p.trainer.whole, p.settings.train.eval_every
         self._activity.stepped()
         if p.trainer.plan is not None:
-            if said := p.trainer.plan.compared():
-                self.display.message(said)
+            self.display.message(p.trainer.plan.compared())
             p.trainer.plan = None
         if p.member.after_step():
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round // opt.fragments}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GB = 10**9
 POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
 _INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
-EXCESS = 1.2  # times the planned memory of a device from which on a node says that it holds more
+EXCESS = 1.2  # between the planned memory of a device and what is held: beyond it the plan was wrong
 _EXCHANGE = {"noloco": 1, "local": 1, "diloco": 1, "diloco-hb": 1, "none": 0, "sparta": 0.1}
 """Of the slow weights' size, what an exchange takes: the partner's contribution, in which the mean is computed."""
 _OTHER_EXCHANGE = 2.0
@@ -100,57 +100,90 @@ def check(
 
 
 class DevicePlan:
-    """What training will take of a device's memory, beside the activations, which nobody knows before the first step.
+    """What training will take of a device's memory: computed before the first step, and compared with what that took.
+
+    Nobody knows the activations before the first step, so they are measured in it.
 
     Args:
-        model: on the device already.
-        method: of the outer optimizer, whose slow weights are there if ``slow_there``.
+        model: on the device already, of several ranks this rank's part.
+        inner: the optimizer of the inner steps, which has no state yet.
+        method: of the outer optimizer, whose slow weights are there if ``slow_there``, dealt to ``ranks``.
         tries: another copy of the model tries partners' weights.
+        gathered: bytes of what a rank gathers of others' parts while it computes.
 
     Raises MemoryBudgetError: it does not fit, with what would.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, method: str, slow_there: bool, tries: bool) -> None:
-        from shoal.optim.device import allocated, free_and_total  # here, because it imports torch
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        inner: torch.optim.Optimizer,
+        *,
+        method: str,
+        slow_there: bool,
+        tries: bool,
+        ranks: int = 1,
+        gathered: int = 0,
+    ) -> None:
+        from shoal.optim import device as of_device  # here, because it imports torch
+        from shoal.optim.outer.fsdp import local
 
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        own, whole = _bytes(trained), _bytes([*model.parameters(), *model.buffers()])
-        slow = 4 * sum(parameter.numel() for parameter in trained)
-        coarse = any(parameter.itemsize < 4 for parameter in trained)
-        self._device = device
-        self.lasting = {"model": whole, "inner optimizer": _INNER * own}
+        parts = [local(parameter) for parameter in trained]
+        own, whole = _bytes(parts), _bytes(map(local, (*model.parameters(), *model.buffers())))
+        slow = 4 * sum(parameter.numel() for parameter in trained) // ranks
+        staged = any(part.itemsize < 4 or part is not parameter for part, parameter in zip(parts, trained, strict=True))
+        self._of_device, self._device = of_device, device
+        self.lasting = {"model": whole, "inner optimizer": _kept(inner, local)}
         """Bytes, by what they are for, that are taken after a step too."""
         self.passing = {"gradients": own}
+        self._computing, self._averaging = {"others' parts": gathered}, dict[str, int]()
+        """What is taken beside the gradients, with the activations, and when these are gone."""
         if slow_there:
-            self.lasting["slow weights"] = slow * (1 + _STATE.get(method, 0) + coarse)
-            self.passing["exchange"] = int(_EXCHANGE.get(method, _OTHER_EXCHANGE) * slow)
-        elif coarse:
-            self.passing["staging"] = 4 * max(parameter.numel() for parameter in trained)
+            self.lasting["slow weights"] = slow * (1 + _STATE.get(method, 0) + staged)
+            self._averaging["exchange"] = int(_EXCHANGE.get(method, _OTHER_EXCHANGE) * slow)
+        elif staged:
+            self._averaging["staging"] = 4 * max(parameter.numel() for parameter in trained)
         if tries:
             self.lasting["trial of partners' weights"] = whole
-        self._before = allocated(device) - whole
-        memory, total = free_and_total(device), sum({**self.lasting, **self.passing}.values())
-        if memory is not None and total > memory[0] + whole:
+        self._before = of_device.allocated(device) - whole
+        memory, total = of_device.free_and_total(device), sum(self._parts().values())
+        self._room = None if memory is None else memory[0] + whole
+        if self._room is not None and total > self._room:
+            fits = int(sum(parameter.numel() for parameter in trained) * self._room / total)
             remedies = ["leave node.slow_on_device out"] if slow_there else []
-            remedies += ["share the model among GPUs (--gpus all --parallel fsdp)", "train a smaller model, or end other programs"]
-            raise MemoryBudgetError(f"{self} and {(memory[0] + whole) / GB:.2f} are free there: {', '.join(remedies)}.")
+            remedies += [] if gathered else ["share the model among GPUs (--gpus all --parallel fsdp)"]
+            remedies += [f"train a model of fewer than {fits:,} parameters, or end other programs"]
+            raise MemoryBudgetError(f"{self} and {self._room / GB:.2f} are free there: {', '.join(remedies)}.")
+        of_device.forget_peak(device)
+
+    def _parts(self) -> dict[str, int]:
+        computing, averaging = self._computing, self._averaging
+        return self.lasting | self.passing | (computing if sum(computing.values()) >= sum(averaging.values()) else averaging)
 
     def __str__(self) -> str:
-        parts = {**self.lasting, **self.passing}
+        parts = self._parts()
         listed = ", ".join(f"{name} {nbytes / GB:.2f}" for name, nbytes in parts.items() if nbytes)
         return f"Training will take about {sum(parts.values()) / GB:.2f} GB of {self._device} without activations ({listed})"
 
-    def compared(self) -> str | None:
-        """Return a sentence if after the first step a fifth more is taken than was planned."""
-        from shoal.optim.device import allocated
-
-        taken, planned = allocated(self._device) - self._before, sum(self.lasting.values())
-        if taken <= EXCESS * planned:
-            return None
-        return (
-            f"after its first step this node holds {taken / GB:.2f} GB of {self._device}, where {planned / GB:.2f} were planned: "
-            "other parts of the task, or another optimizer than Adam, keep the rest, so less is left for activations"
-        )
+    def compared(self) -> str:
+        """Return a sentence after the first step: how far off the plan was, and what is taken with the activations."""
+        taken, planned = self._of_device.allocated(self._device) - self._before, sum(self.lasting.values())
+        most = self._of_device.peak(self._device)
+        said = f"after its first step this node holds {taken / GB:.2f} GB of {self._device}, where {planned / GB:.2f} were planned"
+        if most is not None:
+            # The inner optimizer's state came after the backward pass, which has the most from now on too.
+            averaging = taken + sum({**self.passing, **self._averaging}.values())
+            later = max(most - self._before + self.lasting["inner optimizer"], averaging)
+            said += f"; with activations, gradients and exchange the next ones will take up to {later / GB:.2f}"
+            if self._room is not None and later > self._room:
+                said += f", more than the {self._room / GB:.2f} that are there, so raise train.accumulate, or set train.recompute"
+        if taken > EXCESS * planned:
+            said += ": other parts of the task, or another optimizer than it seems, keep the rest, so less is left for activations"
+        elif EXCESS * taken < planned:
+            said += ": that is less, so a larger model or batch than the plan allows may fit"
+        return said
 
 
 def room(gigabytes: float) -> float:
@@ -177,3 +210,14 @@ def shares(gigabytes: float) -> tuple[int, int]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _kept(inner: torch.optim.Optimizer, local: Callable[[Tensor], Tensor]) -> int:
+    """Return the bytes of an optimizer's state after its first step, which its settings tell; else those of Adam."""
+    total = 0
+    for group in inner.param_groups:
+        times = 3 if group.get("amsgrad") else _INNER
+        if "betas" not in group and "momentum" in group:
+            times = int(bool(group["momentum"]))
+        total += times * _bytes(local(parameter) for parameter in group["params"] if parameter.requires_grad)
+    return total

@@ -116,6 +116,10 @@ class Layout:
         """Move ``model`` to the device, and cut it in place if need be; return what the loss is computed with."""
         return model.to(device)
 
+    def gathered_bytes(self, model: nn.Module) -> int:
+        """Return the bytes of others' parts of ``model`` that are on this rank's device at most, while it computes."""
+        return 0
+
     def unsynchronised(self) -> AbstractContextManager[Any]:
         """Return the context of a backward pass whose gradients need not be the same on all ranks yet."""
         return nullcontext()
@@ -246,18 +250,20 @@ class Trainer:
         wrapped = self.layout.wrap(self.model, self.device)
         self.params = [p for p in self.model.parameters() if p.requires_grad]
         on_model(self.params)
-        alone = self.device.type != "cpu" and self.layout.ranks == 1
-        tries = outer.check_loss and not task.draws_with_model
-        self.plan = (
-            DevicePlan(self.model, self.device, method=outer.method, slow_there=slow_on_device, tries=tries) if alone else None
-        )
-        """What this process alone takes of its device, until it has been compared."""
+        inner = make_inner(task, train, self.model)
+        self.plan: DevicePlan | None = None
+        """What this process takes of its device, until it has been compared."""
+        if self.device.type != "cpu":
+            self.plan = DevicePlan(
+                self.model, self.device, inner, method=outer.method, slow_there=slow_on_device,
+                tries=outer.check_loss and not task.draws_with_model and self.layout.ranks == 1,
+                ranks=self.layout.ranks, gathered=self.layout.gathered_bytes(self.model),
+            )  # fmt: skip
         self.inner_step = InnerStep(
             task, wrapped, self.params, self.device, clip=train.clip, own=own,
             rank=self.layout.rank, ranks=self.layout.ranks, unsynchronised=self.layout.unsynchronised,
             outer_in_memory=self.device.type == "cpu" and offload is None and self.layout.ranks == 1,
         )  # fmt: skip
-        inner = make_inner(task, train, self.model)
         self.opt = make_outer(
             outer,
             inner,

@@ -68,6 +68,9 @@ def test_two_gpus_are_one_peer_that_survives_the_death_of_a_rank_and_resumes_in_
     steps = shoal.result("one")["steps"]
     sharded = shoal.node("up", table, "one", *both, "--parallel", "fsdp", "--resume", "--steps", str(steps + 3))
     assert sharded.wait(200) == 0, sharded.said()
+    for ranks in (node, sharded):  # rank 0's own part
+        assert "Training will take about" in ranks.said()
+        assert "after its first step this node holds" in ranks.said()
     single = shoal.node("up", table, "one", "--device", "cuda:1", "--resume", "--steps", str(steps + 6))
     assert single.wait(200) == 0, single.said()
     assert shoal.result("one")["steps"] == steps + 6
