@@ -8,14 +8,19 @@ AS_PROGRAM = ("-m", "shoal")  # which loads the stand-in anew, with its environm
 
 TASK = """
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import torch
 from shoal.node.task import Task
+from shoal.optim.outer import rounds
 
 class Fit(Task):
     def __init__(self):
         self.fails, at = Path(__file__).with_name("fails").read_text().split(",")
         self.at, self.calls = int(at), {"loss": 0, "evaluate": 0}
+        if self.fails == "exchange":  # in none of this file's lines
+            made = [DEFAULT] * (self.at - 1) + [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]
+            rounds.param_groups.contribution = Mock(wraps=rounds.param_groups.contribution, side_effect=made)
 
     def model(self):
         return torch.nn.Linear(4, 1)
@@ -67,6 +72,19 @@ def test_where_memory_runs_out_between_two_steps_the_last_one_is_saved_and_gone_
     assert steps(shoal) == [whole]
     again = up(shoal, "--steps", "20", "--resume").json()
     assert again["steps"] == 20
+
+
+def test_where_memory_runs_out_in_an_exchange_the_last_checkpoint_is_gone_on_from(shoal):
+    every_round = ("--set", "node.checkpoint_every_rounds=1", "--set", "outer.method=diloco")
+    node = up(shoal, "--steps", "40", *every_round, fails="exchange", at=4)
+    assert node.wait() == ExitCode.BAD_INPUT, node.said()
+    *_, last = node.said().splitlines()
+    assert last.startswith("Error: There is not enough memory on 'cpu' for a step: keep the outer optimizer in files"), node.said()
+    assert "was whole and is saved" not in node.said()  # of that step the inner part alone was taken
+    before = steps(shoal)[-1]
+    assert before in (10, 15)
+    again = up(shoal, "--steps", str(before + 10), *every_round, "--resume").json()
+    assert again["steps"] == before + 10
 
 
 @pytest.mark.gpu(standin=True)
