@@ -18,10 +18,13 @@ so what one gains the other loses, to the last bit, and the own rounding never e
 The range is the larger of 1.1 times the distance measured last and rho rms(w - slow), where rho is the measured distance over
 rms(w - slow) in the fragment's last exchange, 1.5 at first. D is at least 2^-20 of the largest value: z is exact in float32.
 
-* A refused block counts as 1.5 sigma; one in which the partner expected more as 0.7 of that, up to 1.5 sigma. Where one peer is far
-  from all others the word spreads; else nobody would send it what it can read, and it would stay away for good.
-* n rounds without a partner count as sqrt(1 + n), at most 4: a random walk.
-* In a short block of n values the range is sqrt(1 + 16/n) times as large: its rms says less.
+* A refused block counts as 1.5 sigma, or as 3 times what the partner expected if that is less: then the partner's range was too
+  small, not the own one, which stays. A block in which the partner expected more counts as 0.7 of that, up to 1.5 sigma: where one
+  peer is far from all others the word spreads; else nobody would send it what it can read, and it would stay away for good.
+* n rounds without a partner make rms(w - slow) count sqrt(1 + n) times, at most 4: a random walk.
+
+What is heard of others fades by 1.1 times 0.7, and nothing else makes a range wider: beyond 4 times the true distance an exchange
+rounds more than it averages, so ranges that grow by themselves drive the peers apart.
 
 A payload is the seed (8 bytes), e of all blocks (1 byte each), the digests (1 byte each), and the codes: 32 bytes a block, of which
 byte j has value j in its lower half and value j + 32 in its higher one. Short blocks are filled up with zeros.
@@ -48,7 +51,7 @@ from shoal.optim.device import to_host
 BLOCK, HALF, BITS, LEVELS = 64, 32, 4, 16
 REACH = 4.5
 """c: half of a range, in sigmas."""
-GROWTH, FIRST, REFUSED, APART, WORD = 1.1, 1.5, 1.5, 4.0, 0.7
+GROWTH, FIRST, REFUSED, APART, WORD, NARROW = 1.1, 1.5, 1.5, 4.0, 0.7, 3.0
 FAR = 2.0
 """Own sigmas beyond which the partner's block is refused."""
 LARGEST, NONE = 127, -128
@@ -127,8 +130,10 @@ class Mod4Codec:
 
     def learn(self, sent: PairMessage, read: Reading) -> None:
         """Note the distances that the partner's contribution showed."""
-        widest = REFUSED * SIGMAS[sent.exponents.int() + 128]
-        seen = torch.where(read.kept, read.distance, widest)
+        used = SIGMAS[sent.exponents.int() + 128]
+        widest = REFUSED * used
+        refused = torch.minimum(torch.maximum(NARROW * read.expected, used / GROWTH), widest)
+        seen = torch.where(read.kept, read.distance, refused)
         self._measured = _exponents(torch.maximum(seen, torch.minimum(WORD * read.expected, widest)), up=False)
         weights = sent.sizes * read.kept
         moved = SIGMAS[sent.moved.int() + 128].masked_fill(sent.moved == NONE, 0.0)
@@ -143,11 +148,9 @@ class Mod4Codec:
         moved = _exponents(_rms(own, sizes)) if self._moved is None else self._moved
         if len(moved) != len(own):  # several tensors a parameter
             moved = moved.repeat(len(own) // max(len(moved), 1))
-        expected = _known(moved) * self._rho
+        expected = _known(moved) * (self._rho * min(math.sqrt(1 + self._apart), APART))
         if self._measured is not None:
             torch.maximum(expected, GROWTH * _known(self._measured), out=expected)
-        expected *= min(math.sqrt(1 + self._apart), APART)
-        expected *= torch.where(sizes < BLOCK, (1 + 16 / sizes).sqrt(), 1.0)
         least = _largest(own).mul_(2.0**-20 * LEVELS / (2 * REACH))
         if not bool((least <= SIGMAS[-1]).all()):
             raise ValueError(
@@ -297,6 +300,9 @@ class PairMessage:
             found.add_(k, alpha=LEVELS).mul_(step[span])
             kept[span] = _digest(k, odd) == digests[span]
             torch.linalg.vector_norm(torch.sub(found, self.own[span], out=k), dim=1, out=norms[span])
+        short = (self.sizes < BLOCK).nonzero().flatten()  # what fills them up is read with its rounding
+        apart = (values[short] - self.own[short]).masked_fill_(torch.arange(BLOCK, device="cpu") >= self.sizes[short, None], 0)
+        norms[short] = torch.linalg.vector_norm(apart, dim=1)
         return values, kept, norms
 
     def _cut(self, rows: Tensor) -> list[Tensor]:

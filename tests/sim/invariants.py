@@ -2,7 +2,8 @@
 
 1. Whole or nothing. A peer takes the weighted mean of whole contributions, its own among them. Each contribution carries
    the name of its peer and its number, so the mean itself says whose it is.
-2. A contribution counts in one mean. All peers that take a mean with it take the same bits; the others keep their own step whole.
+2. A contribution counts in one mean. All peers that take a mean with it take the same bits (in mod4: move by opposite amounts); the
+   others keep their own step whole.
    The two may come apart only where a fault touched one of them while it was at it (two generals).
 3. A decision is made once, and never for a peer that has gone on.
 4. Rounds grow, but for a peer that returns to the others. Whatever a hostile one says, no peer is more than `AHEAD` rounds of every
@@ -73,6 +74,8 @@ class Checks:
         self._decided: dict[int, Any] = {}
         self._means: dict[tuple[int, int], tuple[bytes, Contribution]] = {}
         """By contribution: the bits of the mean that it is in, and whose outcome that was."""
+        self._moved: dict[tuple[int, int], torch.Tensor] = {}
+        """By contribution, in mod4: what its peer moved by, over its partner's share."""
         self._apart_at_calm: float | None = None
         swarm.outcome = self.outcome  # type: ignore[method-assign]
 
@@ -148,15 +151,35 @@ class Checks:
         if mine not in parts or {part.peer for part in parts} != set(mean.members):
             self._fail(f"the mean of {peer.name} is not of its members")
         expected = weighted_mean([(part.peer, part.weight, [t.clone() for t in part.tensors]) for part in parts])
+        if self._swarm.setting.mod4:
+            self._opposite(peer, mine, next(part for part in parts if part is not mine), mean)
+            expected.tensors[0] = mean.tensors[0]
         if not all(torch.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(mean.tensors, expected.tensors, strict=True)):
             self._fail(f"the mean of {peer.name} is not that of {[(self._swarm.named[p.peer], p.serial) for p in parts]}")
         bits = b"".join(tensor.numpy().tobytes() for tensor in mean.tensors)
+        if self._swarm.setting.mod4:
+            bits = repr(sorted((part.peer, part.serial) for part in parts)).encode()
         for part in parts:
             key = (self._number(part.peer), part.serial)
             if self._means.setdefault(key, (bits, mine))[0] != bits:
                 self._fail(f"contribution {part.serial} of {self._swarm.named[part.peer]} is in two means")
             if part.ended is not None and part.mean is None:
                 self._apart(part, mine)
+
+    def _opposite(self, peer: SimPeer, mine: Contribution, other: Contribution, mean: Mean) -> None:
+        """Check that a peer moves its share of the way to its partner, but for two roundings, or not at all; and its partner as far
+        the other way.
+        """
+        moved = (mean.tensors[0] - mine.tensors[0]) * (mean.weight / other.weight)
+        attempt = next(handle._attempt for one, handle in peer.in_flight.values() if one is mine)
+        steps = 9 / 16 * (2.0 ** (attempt.contribution.message.exponents / 4) + attempt.commit.received.values.expected)
+        wrong = moved - (other.tensors[0] - mine.tensors[0])
+        if moved.count_nonzero() and wrong.abs().max() > float(steps) / 2 + 1e-5:
+            self._fail(f"{peer.name} moved by {moved.tolist()}, which is wrong by {wrong.tolist()}")
+        self._moved[peer.number, mine.serial] = moved
+        back = self._moved.get((self._number(other.peer), other.serial))
+        if back is not None and not torch.allclose(moved, -back, rtol=0, atol=1e-5):
+            self._fail(f"{peer.name} moved by {moved.tolist()}, and its partner by {back.tolist()}")
 
     def _number(self, peer: str) -> int:
         return next(p.number for p in self._swarm.peers if p.id == peer)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from shoal.optim.codecs.mod4 import Mod4Codec
+from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -57,6 +59,8 @@ class Setting:
     """The chances that a membership record is lost, and that it comes twice."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the exchange."""
+    mod4: bool = False
+    """Partners read each other's weights by their own; what names a contribution travels as float32."""
 
     @property
     def fragments(self) -> int:
@@ -101,11 +105,18 @@ class SimPeer:
         """Times that it returned to an earlier round, where the others were."""
         self.slept = 0.0
         """Seconds that it has slept."""
+        self.slow = self.weights
+        """Its weights as the newest round of each fragment left them."""
+        self.codecs = [Mod4Codec() for _ in range(swarm.setting.fragments)] if swarm.setting.mod4 else []
+        """Those of the fragments, which a process that was killed has from its checkpoint."""
         self.gone = False
         self.begin()
 
     def begin(self) -> None:
         """Start a process: the first, or one after the last was killed."""
+        for codec in self.codecs:
+            if codec.pending:
+                codec.rejected()
         self.host: SimHost = self.swarm.network.host(self.name, self.identity)
         self.seen: dict[str, Member] = {}
         self.in_flight: dict[int, tuple[Contribution, ExchangeHandle[Any]]] = {}
@@ -202,7 +213,12 @@ class SimPeer:
         mine = Contribution(self.id, self.serial, self.weight, [self.weights[part].clone(), named], loop.time(), self.slept)
         swarm.contributions[self.number, self.serial] = mine
         key = RoundKey(SWARM, self.round, fragment)
-        handle = self.exchange.start(key, mine.tensors, self.weight)
+        codec = self.codecs[fragment] if self.codecs else None
+        if codec is None:
+            handle = self.exchange.start(key, mine.tensors, self.weight)
+        else:
+            codec.expect(f"{SWARM}:{key.round}:{fragment}", [self.weights[part] - self.slow[part]])
+            handle = self.exchange.start(key, mine.tensors, self.weight, BufferTailCodec(codec, 1))
         self.in_flight[fragment] = mine, handle
         self.round, self.turn = self.round + 1, (self.turn + 1) % swarm.setting.fragments
         swarm.network.note(self.name, f"round {key.round} begins")
@@ -220,6 +236,10 @@ class SimPeer:
             since = self.weights[part] - mine.tensors[0]
             self.weights = self.weights.clone()
             self.weights[part] = mean.tensors[0] + since
+        if codec is not None:
+            self.slow = self.slow.clone()
+            self.slow[part] = mine.tensors[0] if mean is None else mean.tensors[0]
+            codec.rejected() if mean is None else codec.accepted()
         with_whom = "alone" if mean is None else " ".join(sorted(swarm.named[peer] for peer in mean.members))
         last = f"round {self.round - 1}" if swarm.setting.fragments == 1 else f"round {key.round} of fragment {fragment}"
         swarm.network.note(self.name, f"{last} ends: {with_whom}")

@@ -56,6 +56,7 @@ def setting_of(seed: int, hostile: bool = False) -> Setting:
         lose=chance.choice((0.0, 0.0, 0.2)),
         again=chance.choice((0.0, 0.3)),
         options=options,
+        mod4=kind == "pair" and seed % 4 == 1,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import struct
 
 import numpy as np
@@ -136,6 +137,14 @@ def test_any_shapes_and_distances(shapes, scale, distance, seed):
         assert all(torch.equal(a, -b) for a, b in zip(gains, losses, strict=True))
 
 
+def test_the_distance_of_a_short_block_is_that_of_its_values():
+    """What fills it up is rounded as well: counted with them it made a block of 2 values seem six times as far away."""
+    _, (mine, theirs) = pair([(64, 64), (2,), (30,)], 0.05)
+    read = mine.read(theirs.payload)
+    for found, size, row, own in zip(read.distance[-2:], (2, 30), read.values[-2:], mine.own[-2:], strict=True):
+        assert float(found) == pytest.approx(float((row - own)[:size].double().square().mean().sqrt()), rel=1e-5)
+
+
 def test_blocks_that_are_too_far_are_refused_by_both():
     """Those whose digest agrees by chance are 1 in 256, and they too move nobody further than its own range."""
     _, (mine, theirs) = pair((256, 256), 0.01)
@@ -202,17 +211,53 @@ def test_the_word_of_a_wide_range_spreads_and_grows_by_half_at_most():
 
 
 def test_alone_the_range_widens_as_a_random_walk_and_no_further_than_fourfold():
+    """As far as the weights move: what was measured is as wide as before."""
     (codec, _), (mine, _) = pair((64, 64), 0.05)
-    widest = []
-    for rounds in (0, 3, 12, 100):
-        codec._apart = rounds
-        codec.expect("run:1:0", [torch.full((64, 64), 0.05)])
-        widest.append(float((2.0 ** (codec.post(mine.tensors()).exponents.double() / 4)).mean()))
-    assert [width / widest[0] for width in widest] == pytest.approx([1, 2, math.sqrt(13), 4], rel=0.1)
+    widest = {}
+    for moved in (0.05, 0.0):
+        for rounds in (0, 3, 12, 100):
+            codec._apart = rounds
+            codec.expect("run:1:0", [torch.full((64, 64), moved)])
+            widest.setdefault(moved, []).append(float((2.0 ** (codec.post(mine.tensors()).exponents.double() / 4)).mean()))
+    assert [width / widest[0.05][0] for width in widest[0.05]] == pytest.approx([1, 2, math.sqrt(13), 4], rel=0.15)
+    assert len(set(widest[0.0])) == 1
     codec.rejected()
     assert codec._apart == 101
     codec.accepted()
     assert codec._apart == 0
+
+
+@pytest.mark.parametrize("size", [640, 30, 2])
+@pytest.mark.parametrize(("count", "failing"), [(4, 0.0), (3, 0.5), (6, 0.8)])
+def test_no_range_grows_by_itself_however_many_exchanges_fail(size, count, failing):
+    """Where each failed round made them wider, and with them what is rounded, the peers went apart without end."""
+    dice, generator = random.Random(1), torch.Generator().manual_seed(1)
+    weights = [0.1 * torch.randn(size, generator=generator) for _ in range(count)]
+    slow, codecs, apart = [w.clone() for w in weights], [Mod4Codec() for _ in weights], []
+    for round in range(90):
+        if round < 10:
+            weights = [w + 0.1 * torch.randn(size, generator=generator) for w in weights]
+        order, messages = dice.sample(range(count), count), {}
+        for one, other in zip(order[::2], order[1::2], strict=False):
+            for peer in (one, other):
+                codecs[peer].expect(f"run:{round}:0", [weights[peer] - slow[peer]])
+                messages[peer] = codecs[peer].post([weights[peer]])
+            if dice.random() < failing:
+                continue
+            read = {peer: messages[peer].read(messages[one + other - peer].payload) for peer in (one, other)}
+            bits = {peer: read[peer].bits for peer in read}
+            for peer in read:
+                codecs[peer].learn(messages[peer], read[peer])
+                weights[peer] = weights[peer] + messages[peer].move(read[peer], bits[one + other - peer])[0] / 2
+                codecs[peer].accepted()
+                messages.pop(peer)
+        for peer in {*range(count)} - {*order[: count // 2 * 2]} | messages.keys():
+            codecs[peer].rejected()
+        slow = [w.clone() for w in weights]
+        held = torch.stack(weights)
+        apart.append(float((held - held.mean(0)).square().mean().sqrt()))
+    assert max(apart) < 1.5 * max(apart[:20])
+    assert apart[-1] < 0.8 * max(apart)
 
 
 def test_peers_that_stand_still_lose_nothing_but_the_last_bits():
