@@ -68,7 +68,6 @@ class Chapters(click.Group):
             self.add_command(command)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of the chapters."""
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

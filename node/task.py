@@ -67,7 +67,6 @@ class LoadedBatches(Batches):
 
     @property
     def own_workers(self) -> Any:
-        """The loader, if it has processes of its own."""
         return self._loader if self._loader.num_workers else None
 
     def skip(self, count: int) -> None:

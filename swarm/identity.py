@@ -97,7 +97,6 @@ class Identity:
 
     @classmethod
     def ephemeral(cls) -> Identity:
-        """Make a new key in memory only."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod

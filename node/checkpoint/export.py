@@ -195,6 +195,5 @@ def _written(write: Callable[[], object], about: Mapping[str, Any], how: Sequenc
 
 @torch.no_grad()
 def fill(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy weights into their parameters."""
     for parameter, tensor in zip(parameters, tensors, strict=True):
         parameter.copy_(tensor)

@@ -133,7 +133,6 @@ class Snapshots:
             give_pinned_back()
 
     def clear(self) -> None:
-        """Give the memory back."""
         self._buffers.clear()
         self._unpin()
 

@@ -153,5 +153,4 @@ def doctor(
 
 
 def line(finding: CheckOutcome) -> str:
-    """Format a finding for people."""
     return f"{click.style(f'{finding.outcome:8}', fg=_COLOURS[finding.outcome])} {finding.check}: {finding.said}"

@@ -154,7 +154,6 @@ class ResumableDownload:
 
     @property
     def have(self) -> set[int]:
-        """Chunks that are here and verified."""
         return self._have
 
     def write(self, chunk: int, data: memoryview) -> None:
@@ -169,7 +168,6 @@ class ResumableDownload:
         return torch.from_file(str(self.path), shared=False, size=self._size, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close the file, and keep it."""
         os.close(self._file)
 
 
@@ -183,7 +181,6 @@ def begun_download(folder: Path) -> StateHeader | None:
 
 
 def clear_download(folder: Path) -> None:
-    """Delete the folder of an unfinished download."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

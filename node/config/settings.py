@@ -87,7 +87,6 @@ class TrainTable(TrainSettings, OwnTraining):
 
     @property
     def shared(self) -> TrainSettings:
-        """The settings that a manifest holds."""
         return TrainSettings(**{name: getattr(self, name) for name in TrainSettings.model_fields})
 
     def of_swarm(self, fixed: TrainSettings) -> TrainTable:
@@ -289,7 +288,6 @@ class ScheduleSettings(create_model("ScheduleFields", __base__=_Table, **_SCHEDU
 
     @property
     def follows_swarm(self) -> bool:
-        """True if the schedule begins where the swarm is."""
         return bool(getattr(self, "from") == "swarm")
 
 
@@ -438,12 +436,10 @@ class NodeSettings(_Table, RankSettings):
 
     @property
     def run_folder(self) -> Path:
-        """Folder of checkpoints and metrics."""
         return self.folder or self._runs / self.name
 
     @property
     def identity_path(self) -> Path:
-        """Path of the key file."""
         return self.identity or default_identity_path()
 
 

@@ -173,7 +173,6 @@ def _all_began(nodes: Sequence[Sequence[Mapping[str, Any]]]) -> float:
 
 
 def _sent(exchange: Mapping[str, Any]) -> int:
-    """Return the inner step at which the contribution to an exchange was sent."""
     return int(exchange["step"] - exchange["lag"])
 
 

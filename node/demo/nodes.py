@@ -149,11 +149,9 @@ class ForkedProcess:
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask for the end."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the process at once."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -290,7 +288,6 @@ class Nodes:
         return error
 
     def last_log_line(self, index: int) -> str:
-        """Return the last line that a node logged."""
         lines = (self.folder / f"peer-{index}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else "it logged nothing; run again with --verbose."
 

@@ -82,13 +82,11 @@ class Visit:
         return host.call(asked(), seconds)
 
     def running(self) -> Host:
-        """Host of the visit. NetworkError before its start."""
         if self.host is None:
             raise NetworkError("the network daemon does not run.")
         return self.host
 
     def agreed(self) -> Manifest:
-        """Manifest of the swarm. MessageError if there is none."""
         if self.manifest is None:
             raise MessageError("the swarm's manifest is not there.")
         return self.manifest

@@ -38,7 +38,6 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
             trainer.callbacks = sorted(trainer.callbacks, key=lambda one: 2 if isinstance(one, Checkpoint) else int(one is self))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the outer state."""
         return {} if self.opt is None else self.opt.whole_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -80,7 +79,6 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
             self._stopped(trainer, trainer.is_last_batch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finish if the epoch was the last."""
         self._stopped(trainer, True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

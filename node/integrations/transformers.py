@@ -63,7 +63,6 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
         self._asked(args.eval_on_start, model)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Train the fast weights."""
         self._asked(False)
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -73,7 +72,6 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
         opt.step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Finish with the last step."""
         self._stopped(state, control)
         self._asked(control.should_evaluate, kwargs.get("model"))
 
@@ -109,7 +107,6 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
         self._asked(control.should_evaluate, kwargs.get("model"))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report the loss that the trainer logs to the other peers."""
         logs = kwargs.get("logs") or {}
         if "loss" in logs:
             self.session.report(float(logs["loss"]))

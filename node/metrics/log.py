@@ -107,7 +107,6 @@ class Sinks:
 
 
 def one_line(error: Exception) -> str:
-    """Return the text of an error in one line, or its type if it has none."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split()).rstrip(".")
     return text[:200] or type(error).__name__
 
@@ -232,12 +231,10 @@ class Metrics:
             data = data[done:]
 
     def live(self, event: str, **fields: Value) -> None:
-        """Pass an event to the sinks alone."""
         if self._sinks is not None:
             self._sinks.event(event, time.time(), {name: finite(value) for name, value in fields.items()})
 
     def round(self, info: RoundRecord) -> None:
-        """Append one round."""
         self.write("round", **asdict(info))
 
     def close(self) -> None:

@@ -257,12 +257,10 @@ class Endpoint:
         self._thread.start()
 
     def begin(self, about: About) -> str:
-        """Return a sentence with the address."""
         self._board.begin(about)
         return f"metrics for Prometheus: http://{self.address}/metrics"
 
     def event(self, name: str, time: float, fields: Fields) -> None:
-        """Store the values of an event."""
         self._board.event(name, fields)
 
     def close(self) -> None:

@@ -102,7 +102,6 @@ class TensorBoardFile:
         self._records.flush()
 
     def close(self) -> None:
-        """Close the file."""
         if self._records is not None:
             self._records.close()
 
@@ -151,7 +150,6 @@ class WandbRun:
             self._run.summary.update({f"end/{key}": value for key, value in fields.items() if not isinstance(value, dict)})
 
     def close(self) -> None:
-        """Upload the rest."""
         run, self._run = self._run, None
         if run is not None:
             run.finish()

@@ -83,11 +83,9 @@ class RanksLayout(Layout):
         load_whole(opt, state if self.rank == 0 else None)
 
     def agreed(self, value: Any) -> Any:
-        """Return rank 0's value."""
         return self.group.agreed(value)
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, on all of them."""
         values: list[Any] = [None] * self.ranks
         dist.all_gather_object(values, value)
         return values

@@ -150,7 +150,6 @@ def _places(mask: Tensor) -> Tensor:
 
 
 def _inner(model: Any) -> Any:
-    """Return the model below an adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

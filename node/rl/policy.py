@@ -71,9 +71,7 @@ class Policy(Protocol):
         """
         ...
 
-    def ends(self, token: int) -> bool:
-        """Return whether a completion ends with this token."""
-        ...
+    def ends(self, token: int) -> bool: ...
 
     def encode(self, completion: str, ended: bool) -> list[int]:
         """Return the token ids of any completion, with the end token if it ``ended`` by itself."""

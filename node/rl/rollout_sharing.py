@@ -50,7 +50,6 @@ class Metered:
         self._pool.publish(rollout)
 
     def drain(self) -> list[Rollout]:
-        """Return the rollouts that came."""
         came = self._pool.drain()
         self.received += sum(len(pack(rollout)) for rollout in came)
         return came
@@ -109,5 +108,4 @@ class RolloutSharing:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Stop sharing."""
         self._pool.close()

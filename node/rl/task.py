@@ -34,9 +34,7 @@ TOGETHER = 256  # prompts answered at once in an evaluation
 class Sharing(Protocol):
     """Part of `shoal.swarm.topics.rollout_pool.RolloutPool` that a round needs."""
 
-    def advance(self, round: int) -> None:
-        """Set this node's round."""
-        ...
+    def advance(self, round: int) -> None: ...
 
     @property
     def make(self) -> Callable[..., Rollout]:
@@ -47,9 +45,7 @@ class Sharing(Protocol):
         """Share ``rollout`` soon."""
         ...
 
-    def drain(self) -> list[Rollout]:
-        """Return the rollouts that came."""
-        ...
+    def drain(self) -> list[Rollout]: ...
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,6 @@ class RLTask(Task):
         return 1 if batch is None else max(batch.length, 1)
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Return AdamW without weight decay."""
         lr = self.policy.lr if self.settings.lr is None else self.settings.lr
         return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
 
@@ -163,17 +158,14 @@ class RLTask(Task):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a completion."""
         return self.settings.max_tokens or self.policy.max_tokens
 
     @cached_property
     def held_out(self) -> list[Question]:
-        """Questions of an evaluation."""
         return [self.env.made.question(HELD_OUT, index) for index in range(self.settings.held_out)]
 
     @cached_property
     def held_out_prompts(self) -> frozenset[str]:
-        """Prompts of the held-out questions, by which they are recognised elsewhere."""
         return frozenset(question.prompt for question in self.held_out)
 
     def greedy_reward(self) -> float:

@@ -203,7 +203,6 @@ def _token(character: str) -> int:
 
 
 def _completion(ids: list[int], logs: list[float]) -> Completion:
-    """Make the completion of the tokens up to and with the first end token."""
     length = ids.index(END) + 1 if END in ids else len(ids)
     text = "".join("?" if token < 2 else ALPHABET[token - 2] for token in ids[:length] if token != END)
     return Completion(text, tuple(ids[:length]), tuple(logs[:length]), "stop" if END in ids else "length")

@@ -77,7 +77,6 @@ class LineDisplay:
         self._next = clock() + LINE_EVERY_S
 
     def start(self, total_steps: int) -> None:
-        """Remember the total."""
         self._total = total_steps
         self._next = self._clock() + LINE_EVERY_S
 
@@ -90,7 +89,6 @@ class LineDisplay:
             self.message(f"step {step}{of}: loss {_number(loss, '.4f')}, {_number(steps_per_s, '.1f')} steps/s{tokens}")
 
     def round(self, info: RoundRecord) -> None:
-        """Print the round."""
         self.message(describe(info))
 
     def activity(self, text: str) -> None:
@@ -132,7 +130,6 @@ class LiveDisplay:
         self._task: TaskID | None = None
 
     def start(self, total_steps: int) -> None:
-        """Show the bar."""
         of = f" of {total_steps}" if total_steps else ""
         self._task = self._progress.add_task("", total=total_steps or None, loss="-", speed="-", of=of)
         self._progress.start()
@@ -157,7 +154,6 @@ class LiveDisplay:
         self._progress.console.print(Text(printable(text)), soft_wrap=True)  # Text: a stranger's name is no rich markup
 
     def close(self) -> None:
-        """Stop the bar."""
         self._progress.stop()
 
 

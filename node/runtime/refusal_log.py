@@ -54,12 +54,10 @@ class RefusalLog:
             self._log(f"refused of others since the last such line: {listed(since)}")
 
     def now(self) -> dict[str, int]:
-        """Return the number of refusals so far for each reason."""
         return {reason: count for reason, count in self._count().items() if count}
 
 
 def grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Return by how much each count has grown; those that have not are left out."""
     return {reason: count - before.get(reason, 0) for reason, count in now.items() if count > before.get(reason, 0)}
 
 

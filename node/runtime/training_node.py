@@ -172,7 +172,6 @@ class TrainingNode:
 
     @property
     def parts(self) -> NodeParts:
-        """The parts of the node, once they are built."""
         assert self._parts is not None
         return self._parts
 
@@ -356,7 +355,6 @@ class TrainingNode:
                 self.display.message(said)
 
     def _state(self) -> dict[str, Any]:
-        """Return the content of a checkpoint."""
         membership = self.parts.membership
         return {"swarm": membership.swarm, "manifest": membership.sealed.hex(), "trainer": self.parts.trainer.state()}
 
@@ -518,6 +516,5 @@ class TrainingNode:
             self.display.message(line)
 
     def _note(self, event: str, **fields: Any) -> None:
-        """Write an event into the metrics, and send it to those who watch."""
         self.parts.metrics.write(event, **fields)
         self.parts.status.event(event, **fields)

@@ -106,7 +106,6 @@ class Guarded(Task):
         return found
 
     def evaluate(self, model: nn.Module) -> float:
-        """Return the user's held-out loss."""
         with calling(self, "evaluate()"):
             found = self._task.evaluate(model)
         return self._number("evaluate()", found, "the held-out loss as a number")

@@ -257,7 +257,6 @@ class TextTask(Task):
         return 8 * self.batch * (self.context + 1) + 2 * logits + 4 * self.shuffle + held
 
     def agreed_options(self) -> dict[str, int | float | str | bool]:
-        """Return the tokenizer's digest, if it is not bytes."""
         return {} if self.tokenizer_name == BYTES else {DIGEST: self.tokenizer.digest}
 
     def batches(self, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:

@@ -287,6 +287,5 @@ class _Watched:
         self._optimizer, self.param_groups, self.stepped = optimizer, optimizer.param_groups, False
 
     def step(self) -> None:
-        """Take the step."""
         self.stepped = True
         self._optimizer.step()

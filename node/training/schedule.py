@@ -164,7 +164,6 @@ class Schedule:
                 self._set |= _changed(before, self._groups())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the schedule has come, and what it was made as."""
         return {"length": self.length, "made": self._made, "done": self.done}
 
     def resume(self, saved: Mapping[str, Any] | None, about: Mapping[str, Any]) -> bool:

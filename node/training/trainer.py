@@ -125,7 +125,6 @@ class Layout:
         return nullcontext()
 
     def mean(self, loss: Tensor) -> Tensor:
-        """Return the mean of the ranks' losses."""
         return loss
 
     def outer_options(self) -> dict[str, Any]:

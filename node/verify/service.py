@@ -60,7 +60,6 @@ class Feed:
             write("verify", **self._events.popleft())
 
     def notify(self, sentence: str) -> None:
-        """Queue a sentence for people."""
         self._sentences.append(sentence)
 
     def audited(self, audit: Audit) -> None:
@@ -69,7 +68,6 @@ class Feed:
             self.notify(f"claim {audit.claim.id.hex()[:12]} of {self._name(audit.claim.peer)} is invalid: {audit.reason}")
 
     def alarmed(self, peer: str) -> None:
-        """Report a peer whose claims, taken together, are not honest ones."""
         self.notify(
             f"the claims of {self._name(peer)}, taken together, are not honest ones: `shoal verify explain {peer}` says why"
         )
@@ -157,7 +155,6 @@ class Verification:
         return self.table.is_banned(peer, self._now())
 
     def _now(self) -> int:
-        """Return the current round of verification."""
         return int(self._clock() // self._round_s)
 
     def tell(self, notify: Callable[[str], None], write: Callable[..., None]) -> None:

@@ -169,7 +169,6 @@ class _Thread:
             self._thread.join(END_S)
 
     def check(self) -> None:
-        """Raise the error with which it ended, if it ended with one."""
         if self._error is not None:
             raise self._error
 

@@ -37,7 +37,6 @@ def fault_sentence(name: str, kind: str, count: int) -> str:
 
 
 def times(count: int) -> str:
-    """Return how often, in words."""
     return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
 
 

@@ -34,7 +34,6 @@ Points = Sequence[tuple[float, float]]
 
 
 def colour(number: int) -> str:
-    """Return the colour of the curve of this number."""
     return COLOURS[number % len(COLOURS)]
 
 
@@ -196,7 +195,6 @@ def peer_rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
 
 
 def losses(view: SwarmView, width: int, height: int) -> Text:
-    """Plot the smoothed loss of each peer over the rounds, and on top the mean."""
     curves = [peer.loss.smooth() for _, peer in view.rows()]
     return plot(curves, width, height, mean_curve(curves) if len(curves) > 1 else (), axis="round")
 
@@ -239,7 +237,6 @@ class Picture(Static):  # type: ignore[misc]
         self._draw = draw
 
     def render(self) -> Text:
-        """Return the chart for the current size."""
         return self._draw(*self.content_size)
 
 
@@ -307,7 +304,6 @@ class WatchApp(App[None]):  # type: ignore[misc]
         self.frame()
 
     def action_toggle_dark(self) -> None:
-        """Switch to the other of the two themes."""
         self._is_dark = not self._is_dark
         self.theme = "textual-dark" if self._is_dark else "textual-light"
 

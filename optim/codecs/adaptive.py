@@ -132,11 +132,9 @@ class AutoCodec:
         return AutoCodec(self.bits, self.candidates, self.every)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the present choice and its age."""
         return {"codec": self.name, "shapes": list(self._shapes), "choice": list(self._choice), "age": self._age}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. ValueError for another codec's state; nothing is changed then."""
         choice = [int(index) for index in state_dict.get("choice", [])]
         if state_dict.get("codec") != self.name or not all(0 <= index < len(self.candidates) for index in choice):
             raise ValueError(f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}")

@@ -113,11 +113,9 @@ class Stateless:
     """Implementation of the state methods of ``Codec`` for codecs without state."""
 
     def fresh(self: S) -> S:
-        """Return the codec itself."""
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty dict."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -244,7 +242,6 @@ class FloatCodec(Stateless):
         return False
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        """Return the size of the payload in bytes."""
         return sum(math.prod(shape) for shape in shapes) * self.dtype.itemsize
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -38,7 +38,6 @@ def allocate(errors: Table, sizes: Table, budget: float) -> list[int]:
 
 
 def total(table: Table, picks: Sequence[int]) -> float:
-    """Return the sum of the chosen entries."""
     return sum(row[pick] for row, pick in zip(table, picks, strict=True))
 
 

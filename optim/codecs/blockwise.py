@@ -37,7 +37,6 @@ class SectionCodec(Stateless, ABC):
         return (self.section(shape) + 3) // 4 * 4
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        """Return the size of the payload in bytes."""
         return sum(self._room(shape) for shape in shapes)
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -59,7 +58,6 @@ class SectionCodec(Stateless, ABC):
         return payload
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Decode into fresh tensors."""
         return self.unpacked(payload, shapes, Checks(later=False))
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
@@ -90,16 +88,13 @@ def slabs(flat: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def check_sent(scales: Tensor, checks: Checks) -> None:
-    """Require scales that do not show that their tensor cannot be sent."""
     text = "a tensor to be sent holds NaN, infinity or values too large: lower the learning rate or clip gradients"
     checks.require(scales.isfinite().all(), text)
 
 
 def check_received(scales: Tensor, checks: Checks) -> None:
-    """Require of a payload's scales that they are finite and not negative."""
     checks.require(((scales >= 0) & scales.isfinite()).all(), "the payload has a scale that is negative, infinite or no number")
 
 
 def numel(shape: Shape) -> int:
-    """Return the number of values."""
     return math.prod(shape)

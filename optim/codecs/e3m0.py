@@ -32,7 +32,6 @@ class E3M0Codec(SectionCodec):
     name = "e3m0"
 
     def section(self, shape: Shape) -> int:
-        """Return the bytes of the whole blocks and of the rest."""
         whole, rest = divmod(numel(shape), BLOCK)
         return whole * BLOCK // 2 + (2 + packed_bytes(rest, 4) if rest else 0)
 

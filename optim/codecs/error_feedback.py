@@ -52,7 +52,6 @@ class ErrorFeedback:
 
     @property
     def name(self) -> str:
-        """The name that ``codec_named`` parses."""
         return f"{self.codec.name}+ef" + ("" if self.beta == 1 else f":{self.beta:g}")
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
@@ -111,7 +110,6 @@ class ErrorFeedback:
         return self.codec.unpacked(payload, shapes, checks)
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Decode as the wrapped codec does."""
         return self.codec.decode(payload, shapes)
 
     def fresh(self) -> ErrorFeedback:
@@ -126,7 +124,6 @@ class ErrorFeedback:
 
     @property
     def pending(self) -> bool:
-        """True between ``encode`` and ``accepted`` or ``rejected``."""
         return self._payload is not None
 
     @property

@@ -89,7 +89,6 @@ class Mod4Codec:
         self._pending = False
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        """Return the size of the payload in bytes."""
         return SEED + (2 + HALF) * _count(shapes)
 
     @torch.no_grad()
@@ -171,7 +170,6 @@ class Mod4Codec:
         return None
 
     def accepted(self) -> None:
-        """Note that the contribution is in a mean."""
         self._pending, self._apart = False, 0
 
     def rejected(self, applied: Sequence[Tensor] = ()) -> None:
@@ -185,7 +183,6 @@ class Mod4Codec:
         return {"codec": self.name, **texts, "rho": self._rho, "apart": self._apart, "seed": self._seed.hex()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. ValueError for another codec's state; nothing is changed then."""
         if state_dict.get("codec") != self.name:
             raise ValueError(f"the saved state is of the codec {state_dict.get('codec')}, not of {self.name}")
         measured, moved = (None if (text := state_dict[name]) is None else _read_text(text) for name in ("measured", "moved"))
@@ -214,7 +211,6 @@ class PairMessage:
     rest: Sequence[Tensor]
 
     def tensors(self) -> list[Tensor]:
-        """Return the own tensors, unrounded."""
         return [*self._cut(self.own), *self.rest]
 
     @torch.no_grad()
@@ -330,7 +326,6 @@ class Reading:
 
     @property
     def refused_part(self) -> float:
-        """The part of the blocks that is refused."""
         return 1 - float(self.kept.float().mean()) if len(self.kept) else 0.0
 
     @property

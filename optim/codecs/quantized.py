@@ -32,7 +32,6 @@ class DenseCodec(SectionCodec):
         """Fill ``values`` with the values of the packed codes at a scale of 1."""
 
     def section(self, shape: Shape) -> int:
-        """Return the bytes of scales and codes."""
         return 4 * blocks(numel(shape), self.block) + packed_bytes(numel(shape), self.width)
 
     def _parts(self, section: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -40,7 +39,6 @@ class DenseCodec(SectionCodec):
         return section[:at].view(torch.float32), section[at:]
 
     def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
-        """Encode one tensor."""
         scales, codes = self._parts(section, tensor.numel())
         for first, values in slabs(tensor.reshape(-1), self.block):
             packed = self.quantise(values, scales[first : first + len(values)])
@@ -49,7 +47,6 @@ class DenseCodec(SectionCodec):
         check_sent(scales, checks)
 
     def read(self, section: Tensor, shape: Shape, checks: Checks) -> Tensor:
-        """Decode one tensor."""
         flat = torch.empty(numel(shape), dtype=torch.float32, device=section.device)
         scales, codes = self._parts(section, flat.numel())
         check_received(scales, checks)
@@ -78,7 +75,6 @@ class Int8Codec(DenseCodec):
     name, displacement, width, block = "int8", False, 8, 256
 
     def quantise(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Round to the nearest step."""
         magnitudes, divisor = _largest(values, scales)
         steps = torch.div(values, divisor, out=magnitudes).mul_(127).round_()
         return steps.to(torch.int8).view(torch.uint8).view(-1)
@@ -104,7 +100,6 @@ class SignCodec(DenseCodec):
         return pack((values < 0).view(torch.uint8).view(-1), self.width)
 
     def restore(self, codes: Tensor, values: Tensor) -> None:
-        """Look the values up in a table of bytes."""
         values.view(-1).copy_(look_up(codes, _signs(codes.device), values.numel()))
 
 

@@ -31,7 +31,6 @@ class BufferTailCodec:
         return self.codec.displacement
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        """Return the size of the payload in bytes."""
         head, tail = self._cut(shapes)
         return self._room(head) + FLOAT32.nbytes(tail)
 
@@ -71,11 +70,9 @@ class BufferTailCodec:
         return parts + FLOAT32.decode(payload[self._room(head) :].clone(), tail)
 
     def fresh(self) -> BufferTailCodec:
-        """Return the same with a fresh codec for the head."""
         return BufferTailCodec(self.codec.fresh(), self.count)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the head's codec."""
         return self.codec.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

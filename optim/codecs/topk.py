@@ -50,12 +50,10 @@ class TopK2Codec(SectionCodec):
         self.name = self.base if self.part == PART else f"{self.base}:{self.part:g}"
 
     def section(self, shape: Shape) -> int:
-        """Return the bytes of the whole chunks and of the short one."""
         whole, rest = divmod(numel(shape), CHUNK)
         return whole * _chunk_bytes(self._kept(CHUNK)) + (_chunk_bytes(self._kept(rest)) if rest else 0)
 
     def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
-        """Encode one tensor."""
         whole, rest = divmod(tensor.numel(), CHUNK)
         at = whole * _chunk_bytes(self._kept(CHUNK))
         if whole:
@@ -90,7 +88,6 @@ class TopK2Codec(SectionCodec):
         return flat.view(shape)
 
     def _kept(self, size: int) -> int:
-        """Return how many values of a chunk are sent."""
         count = math.ceil(size * self.part)
         return blocks(count, EVEN) * EVEN if size == CHUNK else count
 

@@ -127,9 +127,7 @@ class ComparesStates(Protocol):
     """Exchange over everyone that can equalise what its peers should hold alike, and do not after one has missed a round."""
 
     @property
-    def peer(self) -> str:
-        """The own peer id."""
-        ...
+    def peer(self) -> str: ...
 
     def start(
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, *, state: Sequence[float] = ()

@@ -78,7 +78,6 @@ class _Round:
     error: BaseException | None = None
 
     def done(self) -> bool:
-        """Return True once ``result`` would return without waiting."""
         return self.finished.is_set()
 
     def result(self, deadline: float | None = None) -> Mean | None:
@@ -162,12 +161,10 @@ class Distributed:
 
     @property
     def peer(self) -> str:
-        """The own peer id."""
         return str(self._process.peer)
 
     @property
     def shards(self) -> int:
-        """Processes of a peer."""
         return self._process.shards
 
     def start(

@@ -109,7 +109,6 @@ class GlooGroups:
         return mean
 
     def drop(self, members: tuple[int, ...]) -> None:
-        """Forget the group of these members."""
         self._groups.pop(members, None)
 
     def _group(self, ticket: RoundTicket, members: tuple[int, ...]) -> Gloo:

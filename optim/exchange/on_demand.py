@@ -71,7 +71,6 @@ class OnDemand(Sequence[Tensor]):
 
 
 def differences(first: Sequence[Tensor], second: Sequence[Tensor]) -> OnDemand:
-    """Return first - second, tensor by tensor."""
     return OnDemand(list(zip(first, second, strict=True)))
 
 

@@ -18,7 +18,6 @@ def rank(seed: int, round: int, peer: str) -> bytes:
 
 
 def order(seed: int, round: int, peers: Iterable[str]) -> list[str]:
-    """Return all peers in the order of the round."""
     return sorted(set(peers), key=functools.partial(rank, seed, round))
 
 

@@ -191,7 +191,6 @@ class Simulation(Generic[T]):
         return self._groups[key][1][name]
 
     def _complete(self, group: tuple[str, ...], key: RoundKey) -> bool:
-        """Return True if all contributions of the group have arrived."""
         return all((key, peer) in self._posted and self._posted[key, peer][0] <= self.now for peer in group)
 
     def _decide(self, group: tuple[str, ...], key: RoundKey) -> None:
@@ -251,7 +250,6 @@ class SimulatedExchange:
         self.simulation._yield(self.peer, self.simulation.now + seconds)
 
     def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> _SimulatedHandle:
-        """Begin a second exchange between members of the round ``key``, as ``ComparesStates`` wants."""
         key = replace(key, run=f"{key.run}, states")
         self.simulation._among[key] = tuple(members)
         return self.start(key, tensors, weight)

@@ -112,7 +112,6 @@ class StoreConsensus:
         return tuple(int(peer) for peer in text.split(",") if peer)
 
     def offers(self, ticket: RoundTicket, members: Sequence[int]) -> list[StoreOffer]:
-        """Return the offers of the members' processes of the own shard."""
         return [self._offered(ticket, peer, self.process.shard) for peer in members]
 
     def states(self, ticket: RoundTicket, members: Sequence[int]) -> dict[str, tuple[float, ...]]:

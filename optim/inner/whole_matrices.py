@@ -55,6 +55,5 @@ class WholeMuon(torch.optim.Muon):
 
 
 def _whole(tensor: Any) -> Tensor:
-    """Return a copy of the whole tensor."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found.detach().clone()

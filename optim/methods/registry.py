@@ -112,5 +112,4 @@ def method_named(name: str) -> Method:
 
 
 def methods_with(knob: str) -> list[str]:
-    """Return the names of the methods that have that knob."""
     return [method.name for method in METHODS.values() if knob in method.knobs]

@@ -41,7 +41,6 @@ def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
 
 
 def _sending(schedule: Schedule) -> Schedule:
-    """Return when a schedule sends."""
     known = isinstance(schedule, (Every, Streaming))
     return Streaming(schedule.every, getattr(schedule, "fragments", 1)) if known else schedule
 

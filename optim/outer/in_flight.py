@@ -63,11 +63,9 @@ class PendingExchange:
 
     @property
     def fragment(self) -> int:
-        """The fragment that was sent."""
         return self.context.key.fragment
 
     def result(self) -> Mean | None:
-        """Wait for the mean."""
         assert self.handle is not None  # all are begun before anything else
         return self.handle.result()
 
@@ -147,15 +145,12 @@ class InFlight:
         return iter([pending for some in self._of for pending in some])
 
     def of(self, fragment: int) -> list[PendingExchange]:
-        """Return a fragment's; none of a fragment that there is not."""
         return list(self._of[fragment]) if fragment < len(self._of) else []
 
     def add(self, pending: PendingExchange) -> None:
-        """Add the fragment's latest."""
         self._of[pending.fragment].append(pending)
 
     def remove(self, pending: PendingExchange) -> None:
-        """Remove one whose mean was applied."""
         self._of[pending.fragment].remove(pending)
 
     def due(self, fragment: int, position: int | None) -> PendingExchange | None:
@@ -169,7 +164,6 @@ class InFlight:
             self._of[fragment].remove(pending)
 
     def poll(self, position: int) -> None:
-        """Note which are over now."""
         for pending in self:
             if pending.arrived is None and pending.handle is not None and pending.handle.done():
                 pending.arrived = max(position - pending.position, 1)

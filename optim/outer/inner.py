@@ -165,7 +165,6 @@ class Combined(Wrapper):
 
     @property
     def parts(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers, in their order."""
         return self._optimizers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

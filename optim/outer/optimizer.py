@@ -239,7 +239,6 @@ class OuterOptimizer(OuterRounds):
         self._note_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
         self.inner.zero_grad(set_to_none)
 
     def count(self, tokens: int) -> None:

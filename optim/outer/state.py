@@ -216,7 +216,6 @@ class OuterState(FlightsState):
             after(self)
 
     def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state in lists, whichever form it has."""
         return dict(state) if "param_groups" not in state else self._form.unpack(state, self.rule_state)
 
     def _checked_rule(self, state: Mapping[str, Any], slow: Sequence[Tensor]) -> State:
@@ -252,7 +251,6 @@ class OuterState(FlightsState):
 
     @property
     def fragments(self) -> int:
-        """Number of fragments."""
         return len(self._parts)
 
     def positions(self, fragment: int) -> list[int]:
@@ -260,7 +258,6 @@ class OuterState(FlightsState):
         return self._parts[fragment]
 
     def slow_of(self, fragment: int) -> list[Tensor]:
-        """Return the slow weights of a fragment, not copied."""
         return [self.slow[index] for index in self._parts[fragment]]
 
     def sketch_of(self, fragment: int) -> tuple[float, ...]:

@@ -76,7 +76,6 @@ class ModelWeights:
 
     @property
     def pinned(self) -> int:
-        """Bytes of pinned memory for staging."""
         return pinned_bytes(self._staging.values())
 
     def stage(self, part: Sequence[int]) -> list[Tensor]:
@@ -102,7 +101,6 @@ class ModelWeights:
 
     @property
     def everything(self) -> range:
-        """The positions of all parameters."""
         return range(len(self.params))
 
     # What follows is for peers of several processes, in which each has a part of the weights: here one process has all.
@@ -254,6 +252,4 @@ class Processes(Protocol):
         """Return an exchange by which one process, which has the ``real`` one, averages for all."""
         ...
 
-    def length(self, real: RoundLength) -> RoundLength:
-        """Return a length of rounds that is the same in all processes."""
-        ...
+    def length(self, real: RoundLength) -> RoundLength: ...

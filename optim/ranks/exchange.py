@@ -49,7 +49,6 @@ class RankExchange:
         return self._begin(key, tensors, tail, lambda whole: self._real.start(key, whole, weight, codec, *even, **options))
 
     def absent(self, key: RoundKey) -> None:
-        """Announce that this peer stays out of the round."""
         if self._group.first and isinstance(self._real, AnnouncesAbsence):
             self._real.absent(key)
 
@@ -69,7 +68,6 @@ class ComparingRankExchange(RankExchange):
         """The id of this peer."""
 
     def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> Handle:
-        """Begin a second exchange between members of the round ``key``, as ``ComparesStates`` wants."""
         real: Any = self._real
         return self._begin(key, tensors, 0, lambda whole: real.among(key, members, whole, weight))
 

@@ -160,7 +160,6 @@ class RankGroup:
         return plain
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks, on all of them, in a fresh tensor on the CPU."""
         total = tensor.detach().to("cpu", copy=True).contiguous()
         self._all(lambda: dist.all_reduce(total, group=self._group))
         return total

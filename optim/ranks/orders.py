@@ -121,7 +121,6 @@ class LeadOptimizer:
         return whole.whole_slow_of(self._opt, fragment)
 
     def sketch_of(self, fragment: int) -> tuple[float, ...]:
-        """Return the sketch of the slow weights of a fragment."""
         self._channel.send("sketch_of", fragment=fragment)
         return self._opt.sketch_of(fragment)
 

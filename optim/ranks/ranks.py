@@ -62,9 +62,7 @@ class RankLength:
         return self._real.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
-        """Restore the state of the real length."""
         self._real.load_state_dict(state_dict, tokens)
 
     def __copy__(self) -> RankLength:
-        """Return a copy whose real length is another, too."""
         return RankLength(self._group, copy(self._real))

@@ -176,7 +176,6 @@ def _given_in_flight(opt: OuterState, weights: RankWeights, records: Sequence[Re
 
 
 def _outlines(opt: OuterState, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Return tensors of these shapes without memory."""
     return [torch.empty(shape, dtype=opt.slow[0].dtype, device="meta") for shape in shapes]
 
 
@@ -234,5 +233,4 @@ def _given_inner(group: RankGroup, inner: torch.optim.Optimizer, state: Mapping[
 
 
 def _like(whole: Tensor, param: Any) -> Tensor:
-    """Return a copy of a tensor, cut as the parameter is if it has its shape."""
     return cut_like(whole, param) if whole.shape == param.shape else whole.clone()  # rank 0's may be the caller's

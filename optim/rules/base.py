@@ -139,12 +139,10 @@ def same_memory(was: str, now: str) -> bool:
 
 
 def zeros(slow: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of zeros of the same shapes."""
     return [torch.zeros_like(tensor) for tensor in slow]
 
 
 def pseudo_gradient(slow: Sequence[Tensor], fast: Sequence[Tensor]) -> list[Tensor]:
-    """Return slow - fast."""
     return [s - f for s, f in zip(slow, fast, strict=True)]
 
 
@@ -158,7 +156,6 @@ def move_on(fast: Sequence[Tensor], slow: Sequence[Tensor], sent: Iterable[Tenso
 
 
 def assign(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
 

@@ -65,7 +65,6 @@ class CO2Rule:
         return state
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """Return the displacement since the last contribution."""
         displacement = pseudo_gradient(state[START], fast)
         assign(state[START], fast)
         return displacement

@@ -46,7 +46,6 @@ class DiLoCoRule:
         return {"momentum": zeros(slow)} if self.momentum else {}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> OnDemand:
-        """Return the pseudo-gradients."""
         return differences(slow, fast)
 
     def apply(
@@ -118,7 +117,6 @@ class DecoupledRule:
         check_rate_and_momentum(self.lr, self.momentum)
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Return momentum 0; no buffer without momentum."""
         return {"momentum": zeros(slow)} if self.momentum else {}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
@@ -133,7 +131,6 @@ class DecoupledRule:
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """Take one outer step."""
         count = len(slow)
         merged = rda(mean[:count], mean[count:])
         for position in range(count):

@@ -81,7 +81,6 @@ class NoLoCoRule:
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """Take one outer step."""
         velocity = state["momentum"]
         if self.sends_weights_only:
             for v, s, mean_fast in zip(velocity, slow, mean, strict=True):
@@ -111,7 +110,6 @@ class LocalSGDRule:
         return {}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """Return the fast weights."""
         return list(fast)
 
     def apply(
@@ -164,7 +162,6 @@ class GASLoCRule:
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """Take one outer step."""
         own = context.sent if context.lag > 0 else self.contribution(slow, fast, state, context)
         for offset, s, u, mean_u in zip(state["offset"], slow, own, mean, strict=True):
             offset.add_(u - s).mul_(self.momentum)  # u - (u of the round before), times the momentum

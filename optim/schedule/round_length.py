@@ -40,11 +40,9 @@ class Steps:
     """Rounds of the schedule's ``every`` inner steps: one position each."""
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
-        """Yield the next position."""
         yield position + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return no state: the position is enough."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
@@ -83,7 +81,6 @@ class Tokens:
             self._began += rounds * self.tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of tokens at which the round began."""
         return {"began": self._began}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:

@@ -54,7 +54,6 @@ class PeerContext:
 
     @property
     def me(self) -> str:
-        """This node's peer id."""
         return self.identity.peer_id
 
 

@@ -37,7 +37,6 @@ class Contribution:
     """Of the slow weights after the round that this node finished last."""
 
     def tensors(self) -> Sequence[Tensor]:
-        """Return what the others decode (`Payload.tensors`)."""
         return self.payload.tensors()
 
     @property

@@ -77,7 +77,6 @@ class Work:
 
     @property
     def computing_s(self) -> float:
-        """Seconds of computing in a round."""
         return self.every * self.step_s
 
 

@@ -21,9 +21,7 @@ class Payload(Protocol):
     """Payload that is read from its beginning to its end, as often as wanted, also by several readers at once."""
 
     @property
-    def nbytes(self) -> int:
-        """Its size."""
-        ...
+    def nbytes(self) -> int: ...
 
     def blocks(self) -> Iterator[memoryview]:
         """Return its chunks of 1 MiB, the last shorter."""
@@ -46,14 +44,12 @@ class EncodedPayload:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self._payload.numel()
 
     def blocks(self) -> Iterator[memoryview]:
         return chunks(self._payload.numpy().data)
 
     def whole(self) -> Tensor:
-        """Return the payload itself."""
         return self._payload
 
     def tensors(self) -> Sequence[Tensor]:
@@ -68,7 +64,6 @@ class PairPayload(EncodedPayload):
         self.message = message
 
     def tensors(self) -> Sequence[Tensor]:
-        """Return the own tensors, unrounded."""
         return self.message.tensors()
 
 
@@ -90,11 +85,9 @@ class BorrowedPayload:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self._ends[-1] * self._dtype.itemsize if self._ends else 0
 
     def blocks(self) -> Iterator[memoryview]:
-        """Make its chunks, one after another."""
         step = CHUNK // self._dtype.itemsize
         for start in range(0, self.nbytes // self._dtype.itemsize, step):
             yield self._made(start, min(start + step, self._ends[-1])).view(torch.uint8).numpy().data
@@ -109,7 +102,6 @@ class BorrowedPayload:
         return flat
 
     def tensors(self) -> OnDemand:
-        """Return the tensors, rounded as the codec does."""
         return self._tensors
 
     def _made(self, start: int, stop: int) -> Tensor:

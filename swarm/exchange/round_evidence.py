@@ -122,7 +122,6 @@ class RoundEvidence:
             del self._behind[next(iter(self._behind))]
 
     def _others(self) -> dict[str, int]:
-        """Return the rounds in the records of the other members with the same model."""
         me, model = self._context.me, self._context.model
         return {peer: one.round for peer, one in self._context.members().items() if peer != me and one.model == model}
 

@@ -192,7 +192,6 @@ class BodyFetcher:
             self._failed("overflow")
 
     async def run(self) -> None:
-        """Fetch until cancelled."""
         await asyncio.gather(*(self._fetch() for _ in range(FETCHERS)))
 
     async def _fetch(self) -> None:

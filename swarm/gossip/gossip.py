@@ -160,7 +160,6 @@ class Topic(Generic[M]):
         return self._host.call(self._host.pubsub.listeners(self.name), timeout)
 
     def close(self) -> None:
-        """Leave the topic."""
         self._running.cancel()
 
     # -- on the loop -----------------------------------------------------------------------------------------------------

@@ -107,7 +107,6 @@ class ClockCheck:
         return found
 
     def close(self) -> None:
-        """Stop comparing."""
         self._running.cancel()
 
     async def _run(self) -> None:

@@ -128,11 +128,9 @@ class MemberValidator:
         self._swarm = swarm
 
     def sign_value(self, record: DHTRecord) -> bytes:
-        """Return the value to store: members sign their records themselves."""
         return bytes(record.value)
 
     def strip_value(self, record: DHTRecord) -> bytes:
-        """Return the value that was stored."""
         return bytes(record.value)
 
     def validate(self, record: DHTRecord) -> bool:

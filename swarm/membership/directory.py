@@ -249,7 +249,6 @@ class Directory:
         return {p: member for p, member in gone.items() if self._index.shows(p)}
 
     def belongs(self, peer: str) -> bool:
-        """Return whether this node would see ``peer`` if that were a member: always, but in a swarm of buckets."""
         return self._index.shows(peer)
 
     def size(self) -> int:

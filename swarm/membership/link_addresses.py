@@ -99,11 +99,9 @@ def _preferred(addresses: Sequence[str]) -> list[str]:
 
 
 def _leads_far(address: str) -> bool:
-    """Return whether an address, or that of the relay in it, is a public IP address or a name of one."""
     host = host_of(address)
     return is_public_host(host) if re.match("/ip[46]/", address) else not is_loopback(address)
 
 
 def _by_rank(lists: Sequence[Sequence[str]]) -> list[str]:
-    """Return the first item of each list, then the second of each, and so on."""
     return [items[rank] for rank in range(max(map(len, lists), default=0)) for items in lists if rank < len(items)]

@@ -157,7 +157,6 @@ class PeerViews:
                 self.met(self.active.pop(next(iter(self.active))))
 
     def partner(self) -> Contact | None:
-        """Return the peer of the next shuffle: any of the passive view, if there is one there."""
         contacts = list((self.passive or self.active).values())
         return self._chance.choice(contacts) if contacts else None
 
@@ -224,7 +223,6 @@ class PeerExchange:
         self._running = host.submit(self._run())
 
     def close(self) -> None:
-        """Stop asking others."""
         self._running.cancel()
 
     # -- on the host's loop ------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ _REMEDY = "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on
 
 
 def daemon_path() -> Path:
-    """Return the path of the daemon's binary."""
     return hivemind_folder() / "hivemind_cli" / "p2pd"
 
 
@@ -224,7 +223,6 @@ class GuardedProcess:
         self._popen.terminate()
 
     def kill(self) -> None:
-        """End it at once."""
         self._popen.kill()
 
 

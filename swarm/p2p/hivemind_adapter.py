@@ -94,17 +94,14 @@ class SwarmNode(DHTNode):  # type: ignore[misc]
     """hivemind's DHT node; what the daemon refuses it is a `daemon.DaemonError`, as elsewhere."""
 
     async def store(self, *arguments: Any, **options: Any) -> Any:
-        """Put a record into the DHT."""
         with _as_daemon_errors():
             return await super().store(*arguments, **options)
 
     async def get(self, *arguments: Any, **options: Any) -> Any:
-        """Return what is under a key."""
         with _as_daemon_errors():
             return await super().get(*arguments, **{"beam_size": ASKED, **options})
 
     async def shutdown(self) -> None:
-        """Leave the DHT."""
         with _as_daemon_errors():
             await super().shutdown()
 
@@ -164,12 +161,10 @@ async def _node(calls: _Calls, me: str, peers: Sequence[str], validator: Any, li
 
 
 def count_peers(node: DHTNode) -> int:
-    """Return the number of other DHT nodes that this one knows."""
     return len(node.protocol.routing_table.uid_to_peer_id)
 
 
 def knows(node: DHTNode, peer_id: str) -> bool:
-    """Return whether the peer is in the routing table of the DHT node."""
     return PeerID.from_base58(peer_id) in node.protocol.routing_table.peer_id_to_uid
 
 

@@ -52,7 +52,6 @@ class Subscription:
         return Published(b58encode(getattr(message, "from")[:MAX_ID]), message.data)
 
     def close(self) -> None:
-        """Stop listening."""
         self._writer.close()
 
 

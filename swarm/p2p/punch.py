@@ -298,7 +298,6 @@ class Puncher:
         return ""
 
     async def end(self) -> None:
-        """End the second daemon, if it runs."""
         daemon, self.daemon = self.daemon, None
         if daemon is not None:
             await daemon.shutdown()

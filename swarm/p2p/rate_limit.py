@@ -98,12 +98,10 @@ class Counters:
             self._events[event] += count
 
     def reject(self, reason: str, count: int = 1) -> None:
-        """Count a rejection."""
         with self._lock:
             self._rejected[reason] += count
 
     def events(self) -> dict[str, int]:
-        """Return event -> count."""
         with self._lock:
             return dict(self._events)
 

@@ -26,9 +26,7 @@ class Blocks(Protocol):
     """Bytes to be sent that are made block by block."""
 
     @property
-    def nbytes(self) -> int:
-        """How many there are in all."""
-        ...
+    def nbytes(self) -> int: ...
 
     def blocks(self) -> Iterator[memoryview]:
         """Return the blocks, in order; each is done with before the next is made, or soon after."""
@@ -275,7 +273,6 @@ class _Bulk(asyncio.BufferedProtocol):
 
     @property
     def received(self) -> int:
-        """The bytes received."""
         return self._received
 
     def moved(self) -> int:

@@ -118,7 +118,6 @@ class ChunkSource:
         await stream.swap(NOTHING, room, chunk_timeout=SMALL_S, deadline=now + CHUNK_S, longest=now + slow_s(len(room)))
 
     def close(self) -> None:
-        """End the stream at once."""
         if self._stream is not None:
             self._stream.abort()
             self._stream = None
@@ -157,7 +156,6 @@ class ChunkPlan:
 
     @property
     def left(self) -> int:
-        """Number of missing chunks."""
         return len(self._free) + len(self._asked)
 
     def ask(self, lane: object, source: object) -> int | None:
@@ -194,9 +192,7 @@ class ChunkSink(Protocol):
     """Store of verified chunks."""
 
     @property
-    def have(self) -> set[int]:
-        """Chunks that are here and verified."""
-        ...
+    def have(self) -> set[int]: ...
 
     def write(self, chunk: int, data: memoryview) -> None:
         """Keep one verified chunk; called once for each."""
@@ -217,7 +213,6 @@ class MemorySink:
 
     @property
     def have(self) -> set[int]:
-        """Chunks that are here."""
         return self._have
 
     def write(self, chunk: int, data: memoryview) -> None:

@@ -86,7 +86,6 @@ class SnapshotOffer:
 
     @property
     def source(self) -> Peer:
-        """Peer to ask for it, with its addresses."""
         return self.peer, self.addresses
 
 
@@ -117,7 +116,6 @@ def _spread(some: Sequence[SnapshotOffer], offers: Sequence[SnapshotOffer]) -> b
 
 
 def plausible(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
-    """Return the offers of rounds that are believed."""
     limit = _limit(offers)
     return [offer for offer in offers if offer.header.round <= limit]
 
@@ -312,7 +310,6 @@ class SampleSink:
         return set(self.chunks)
 
     def write(self, chunk: int, data: memoryview) -> None:
-        """Keep one chunk."""
         self.chunks[chunk] = bytes(data)
 
 

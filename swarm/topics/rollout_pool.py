@@ -163,7 +163,6 @@ class RolloutPool:
         return self.topic.flush(seconds)
 
     def close(self) -> None:
-        """Stop publishing and receiving."""
         self.topic.close()
 
     # -- on the loop -----------------------------------------------------------------------------------------------------

@@ -51,7 +51,6 @@ class StatusPublisher:
                 self._loop.call_soon_threadsafe(self._changed.set)
 
     def close(self) -> None:
-        """Stop sending."""
         self._running.cancel()
         self.topic.close()
 
@@ -221,5 +220,4 @@ class StatusReporter:
         )
 
     def close(self) -> None:
-        """Stop sending."""
         self._publisher.close()

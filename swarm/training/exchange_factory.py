@@ -18,7 +18,6 @@ TRIAL_S = 20.0  # that a partner may take to try a contribution on data
 
 
 def make_screen(outer: OuterSettings) -> DistanceScreen:
-    """Return the update screen for the settings."""
     method = method_named(outer.method)
     return DistanceScreen(robust=outer.robust, suspect=outer.suspect, times=outer.radius, sends=method.sends)
 

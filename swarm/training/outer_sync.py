@@ -108,7 +108,6 @@ class OuterSync:
         self._resynchronizer.on_round(info, behind=behind, split=split)
 
     def after_step(self) -> bool:
-        """Do what is due between two steps. True if the swarm's weights were taken over just now, after a missed round."""
         self._follow_restart()
         back = self._resynchronizer.adopt_fetched()
         if back:

@@ -451,12 +451,10 @@ class FollowingSession(Session):
 
     @property
     def link(self) -> str:
-        """Not here: SessionError."""
         raise self._no_network()
 
     @property
     def membership(self) -> Membership:
-        """Not here: SessionError."""
         raise self._no_network()
 
     def status(self) -> dict[str, Any]:

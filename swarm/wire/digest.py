@@ -46,5 +46,4 @@ def digest(blocks: Iterable[memoryview]) -> bytes:
 
 
 def chunks(payload: memoryview) -> Iterator[memoryview]:
-    """Return the chunks of a payload that is held in one piece."""
     return (payload[start : start + CHUNK] for start in range(0, len(payload), CHUNK))

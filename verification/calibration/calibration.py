@@ -94,7 +94,6 @@ class Honest:
         return replace(honest, statistics=tuple(sorted(honest.statistic(claim)[0] for claim in claims)))
 
     def scores(self, evidence: Evidence) -> tuple[float, ...]:
-        """Return z of each feature."""
         rows = zip(evidence.means(), self.mean, self.spreads(evidence.size), strict=True)
         return tuple((found - mean) / spread for found, mean, spread in rows)
 

@@ -144,17 +144,14 @@ class ViewQuorum:
 
     @property
     def root(self) -> bytes | None:
-        """Root that counts by the views so far."""
         return self._counted("root")
 
     @property
     def table(self) -> bytes | None:
-        """Digest of the table that counts by the views so far."""
         return self._counted("table")
 
     @property
     def electorate(self) -> Electorate | None:
-        """Electorate that counts, if it is known here."""
         return self._known.get(self.root or b"")
 
     def sources(self) -> tuple[str, ...]:
@@ -335,7 +332,6 @@ class Participant:
         return self._latest
 
     def _oldest(self) -> int:
-        """Return the oldest round whose claims are still needed."""
         return max(self.base.round + 1, self.round - self._keep())
 
     def _keep(self) -> int:

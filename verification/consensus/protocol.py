@@ -62,7 +62,6 @@ class Times:
 
     @property
     def total_s(self) -> float:
-        """Duration of one draw."""
         return self.commit_s + self.skew_s + self.reveal_s
 
     @classmethod
@@ -85,7 +84,6 @@ class Draw:
     """False if this peer joined after the draw began: then it cannot say who was absent."""
 
     def takes_commitments(self, now: float) -> bool:
-        """Return whether a commitment that comes now is in time."""
         return now < self.starts + self.times.commit_s
 
     def takes_reveals(self, now: float) -> bool:
@@ -93,7 +91,6 @@ class Draw:
         return now < self.starts + self.times.total_s
 
     def is_revealing(self, now: float) -> bool:
-        """Return whether those who committed should reveal."""
         all_in = len(self.commitments) == len(self.verifiers)
         return self.takes_reveals(now) and (all_in or now >= self.starts + self.times.commit_s + self.times.skew_s)
 
@@ -151,7 +148,6 @@ class Case:
         return number
 
     def is_over(self, now: float) -> bool:
-        """Return whether voting has ended."""
         self.current(now)
         return self._last is not None
 

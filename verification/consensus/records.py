@@ -53,7 +53,6 @@ class VoteRecord(BaseModel):
 
     @functools.cached_property
     def encoded(self) -> bytes:
-        """The only encoding, which is signed."""
         return bytes(msgpack.packb([f"shoal/verification/1/{self.KIND}", *self.__class__._values(self)]))
 
     @functools.cached_property
@@ -291,11 +290,9 @@ class Ledger:
         return [record for record in self._ballots.get((kind.KIND, case, attempt, peer), ()) if isinstance(record, kind)]
 
     def appeals(self, claim: bytes) -> list[Dispute | Opening]:
-        """Return the disputes and openings of a claim, by round and id."""
         return sorted(self._appeals.get(claim, ()), key=lambda appeal: (appeal.round, appeal.id))
 
     def claims(self) -> list[Claim]:
-        """Return all claims, by round and id."""
         return sorted((claim for group in self._claims.values() for claim in group), key=lambda claim: (claim.round, claim.id))
 
     def claims_of(self, peer: str, round: int) -> list[Claim]:
@@ -314,11 +311,9 @@ class Ledger:
         return self._entries.get(peer, [])
 
     def peers(self) -> int:
-        """Return how many peers have entered."""
         return len(self._entries)
 
     def entries(self) -> list[Entry]:
-        """Return all entries, by round and id."""
         return sorted((entry for group in self._entries.values() for entry in group), key=lambda entry: (entry.round, entry.id))
 
     def published(self, round: int) -> list[Claim | Dispute | Opening]:

@@ -78,9 +78,7 @@ class Fingerprint(Protocol[Output]):
     """
 
     @property
-    def name(self) -> str:
-        """One word by which a claim names it."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def features(self) -> tuple[Feature, ...]:

@@ -77,7 +77,6 @@ class Reference:
         self.digest = hashlib.sha256(struct.pack(f">{len(flat)}d", *flat)).hexdigest()
 
     def scores(self, evidence: Evidence) -> tuple[float, ...]:
-        """Return the score of each feature. ValueError for a fault, or the evidence of another fingerprint."""
         if evidence.features != self.honest.features:
             raise ValueError("the evidence is of another fingerprint than the calibration")
         return self.honest.scores(evidence)

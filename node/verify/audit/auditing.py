@@ -37,7 +37,6 @@ class Budget:
         return self._left > 0
 
     def spend(self, seconds: float) -> None:
-        """Charge the seconds of a check."""
         self.spent += seconds
         self._left -= seconds
 

@@ -115,9 +115,7 @@ class AuditNetwork(Bodies, Protocol):
     """This node's peer id."""
     swarm: str
 
-    def sign(self, record: bytes) -> bytes:
-        """Sign an encoded record as this node."""
-        ...
+    def sign(self, record: bytes) -> bytes: ...
 
     def verify(self, peer: str, record: bytes, signature: bytes) -> bool:
         """Return whether ``peer`` signed the encoded record. Never raises."""
@@ -205,7 +203,6 @@ class SwarmNetwork:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Counts as of `AuditNetwork.counts`."""
         return {} if self._records is None else self._records.counts
 
     def close(self) -> None:

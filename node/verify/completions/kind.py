@@ -276,7 +276,6 @@ class CompletionClaims:
         return found
 
     def offer(self, slots: Sequence[Slot]) -> None:
-        """Replace the slots for which claims are to be made."""
         self.claimer.offer(slots)
 
     def take(self) -> list[Made]:

@@ -52,7 +52,6 @@ class Agreed:
 
     @property
     def hash(self) -> bytes:
-        """Hash for `Claim.sampling`."""
         return _hash("sampling", struct.pack(">dII", self.temperature, self.max_tokens, self.group))
 
 
@@ -73,7 +72,6 @@ class Coordinates:
 
     @property
     def hash(self) -> bytes:
-        """Hash for `Claim.prompt`."""
         return _hash("question", bytes(msgpack.packb([self.env, self.version, self.config, self.seed, self.index])))
 
 
@@ -106,7 +104,6 @@ class Material(Message):
 
     @property
     def coordinates(self) -> Coordinates:
-        """Coordinates of the question."""
         return Coordinates(self.env, self.env_version, self.env_config, self.seed, self.index)
 
     def rows(self) -> list[tuple[int, ...]]:
@@ -182,7 +179,6 @@ class Stored:
 
     @property
     def signed(self) -> bool:
-        """True if its author signed it."""
         return verify(self.claim.peer, CONTEXT, self.claim.encoded, self.signature)
 
 

@@ -81,7 +81,6 @@ class EvidenceFile:
         self.path = path.absolute()
 
     def peers(self) -> list[str]:
-        """Return all peers that it knows."""
         with self._open() as database:
             return [peer for (peer,) in database.execute("SELECT DISTINCT peer FROM series ORDER BY peer")]
 
@@ -100,7 +99,6 @@ class EvidenceFile:
             return [ClaimRow(*row[:3], *map(tuple, row[3:6]), *row[6:]) for row in rows]
 
     def knows(self, peer: str, claim: str) -> bool:
-        """Return whether the claim was counted."""
         with self._open() as database:
             return database.execute("SELECT 1 FROM claims WHERE peer = ? AND claim = ?", (peer, claim)).fetchone() is not None
 

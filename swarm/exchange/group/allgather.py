@@ -80,7 +80,6 @@ class AllGather:
                 await asyncio.wait(self._moving.values())  # afterwards nothing refers to the own payload any more
 
     def places(self) -> int:
-        """Return the members whose contributions are held whole, as bits."""
         return self.group.places(self._parts)
 
     def result(self, mean: int) -> Gathered:
@@ -90,7 +89,6 @@ class AllGather:
         return Gathered(self._me, attempt.contribution, attempt.screen, {peer: self._parts[peer] for peer in self.group.at(mean)})
 
     def lose(self, places: int) -> None:
-        """Stop waiting for members that have died."""
         for peer in self.group.at(places):
             if peer in self._called:
                 self._called[peer].set()
@@ -98,7 +96,6 @@ class AllGather:
                 self._moving[peer].cancel()
 
     def give_up(self) -> set[str]:
-        """Stop waiting for all that is not here; return the members that are still to send."""
         late = {peer for peer, called in self._called.items() if not called.is_set() or peer in self._moving}
         late = {peer for peer in late if peer not in self._moving or not self._moving[peer].done()}
         for peer in late:

@@ -66,7 +66,6 @@ class Reduced:
     limit: float
 
     def mean(self) -> Mean:
-        """Return the mean in the shapes that were handed in."""
         sizes = [torch.Size(shape).numel() for shape in self.mine.shapes]
         parts = [part.view(shape) for part, shape in zip(torch.split(self.flat, sizes), self.mine.shapes, strict=True)]
         return Mean(parts, self.weight, self.members, self.counted, limit=self.limit)
@@ -98,7 +97,6 @@ class AllReduce:
             log.info("round %d: the all-reduce failed: %s", self._mine.key.round, error or "its time was up")
 
     def places(self) -> int:
-        """Return all members, as bits, or none."""
         return 0 if self._mean is None else self.group.everybody
 
     def result(self, mean: int) -> Reduced:
@@ -119,7 +117,6 @@ class AllReduce:
         return set(self.group.members) - {self._me} - self.arrived.keys()
 
     def lose(self, places: int) -> None:
-        """Fail if a member has died."""
         if self._runner is not None and places:
             self._runner.failed.set()
 

@@ -82,5 +82,4 @@ class HeartbeatChannel:
                 await stop(reading)  # only one may read from a stream
 
     def close(self) -> None:
-        """Send what is buffered, then close the channel."""
         self.stream.close()

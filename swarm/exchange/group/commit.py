@@ -47,7 +47,6 @@ class DecisionLog:
         self._pending[nonce] = asyncio.Event()
 
     def settle(self, nonce: bytes, mean: int) -> bytes:
-        """Decide, once. Returns the sealed decision."""
         if nonce not in self._sealed:
             self.remember(nonce, seal(GroupDecision(swarm=self._swarm, nonce=nonce, mean=mean), self._identity))
         return self._sealed[nonce]

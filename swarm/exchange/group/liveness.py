@@ -33,7 +33,6 @@ class RoundTracker:
         self._elsewhere: dict[tuple[int, int], str] = {}
 
     def go_back(self, round: int) -> None:
-        """Note that the optimizer goes on in ``round``, though this node has been in later ones."""
         self.next_round, self._begun, self._over = round, {}, {}
         self._formed.clear()
 
@@ -107,7 +106,6 @@ class LivenessView:
         time than they gave, and which for a while are in no group here."""
 
     def here(self) -> set[str]:
-        """Return all peers in view, this node included."""
         return {peer for peer, member in self.members().items() if member.model == self._context.model} | {self._context.me}
 
     def expected(self, round: int, slack: int = 0) -> set[str]:
@@ -174,7 +172,6 @@ class LivenessView:
         return {peer: records[peer].issued for peer in peers if peer in records}
 
     def _unrenewed(self, peers: Mapping[str, float]) -> dict[str, float]:
-        """Return the peers that have not renewed their records since."""
         now = self._issued(peers)
         return {peer: issued for peer, issued in peers.items() if now.get(peer) == issued}
 
@@ -183,6 +180,5 @@ class LivenessView:
         return [peer for peer in peers if peer != self._context.me and self._context.is_barred(peer)]
 
     def addresses(self, peer: str) -> Sequence[str]:
-        """Return the addresses in a member's record."""
         member = self.members().get(peer)
         return member.addresses if member is not None else ()

@@ -37,9 +37,7 @@ class Reduction(Protocol):
     """One attempt of one group at one member."""
 
     @property
-    def group(self) -> Roster:
-        """The group to be reduced."""
-        ...
+    def group(self) -> Roster: ...
 
     async def run(self) -> None:
         """Exchange with all members; return when everything available is there. Failures are missing from ``places``."""
@@ -100,7 +98,6 @@ class PeerStreams:
                 event.set()
 
     def end(self, reduction: Reduction) -> None:
-        """Forget a reduction whose group is over."""
         self._running.pop(reduction.group.nonce, None)
 
     async def _serve(self, stream: Stream) -> None:

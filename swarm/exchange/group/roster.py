@@ -37,7 +37,6 @@ class Roster:
 
     @property
     def everybody(self) -> int:
-        """All places, as bits."""
         return (1 << len(self.readies)) - 1
 
     def weight(self, peer: str) -> float:
@@ -46,7 +45,6 @@ class Roster:
 
     @property
     def limit(self) -> float:
-        """What a larger weight counts as."""
         return self._weights[1]
 
     @cached_property
@@ -100,7 +98,6 @@ def difference(mine: GroupReady, theirs: GroupReady) -> str | None:
 
 
 def encode_roster(sealed: Iterable[bytes]) -> bytes:
-    """Return sealed ready messages as one byte string."""
     return b"".join(len(message).to_bytes(_LENGTH, "big") + message for message in sealed)
 
 

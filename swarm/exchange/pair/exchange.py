@@ -66,7 +66,6 @@ class PairExchange(ExchangeBase):
     def borrow(
         self, key: RoundKey, tensors: OnDemand, weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
     ) -> ExchangeHandle[PartnerContribution]:
-        """Begin a round without a copy of the tensors where the codec sends plain floats (`shoal.optim.exchange.base.Borrows`)."""
         return self._begin(key, tensors, weight, codec, even)
 
     def _begin(

@@ -63,11 +63,9 @@ class PairingAttempt:
 
     @property
     def key(self) -> RoundKey:
-        """The round that this node is in."""
         return self.attempt.key
 
     def engage(self) -> None:
-        """Note that a call was accepted."""
         self.engaged = asyncio.get_running_loop().create_future()
         self.called.set()
 

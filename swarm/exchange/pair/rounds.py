@@ -37,7 +37,6 @@ class PairRounds:
             self._shift = max(self._shift, self._known)
 
     def go_back(self, round: int) -> None:
-        """Note that the optimizer goes on in ``round``, though this node has been in later ones."""
         with self._lock:
             self._known = self._shift = round - (self._handed_in + 1)
             self._been = {}

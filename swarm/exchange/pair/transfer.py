@@ -74,7 +74,6 @@ class PartnerContribution:
 
     @property
     def far(self) -> bool:
-        """True if this node refused most of it."""
         return isinstance(self.values, Reading) and self.values.refused_part > MOST_REFUSED
 
 
