@@ -152,6 +152,9 @@ class Daemon:
                 light=light,
                 idle=idle,
             )
+            if relay == "off":  # -relay=0 has no effect, since p2pd's configuration has it on unless a file says otherwise
+                (run_dir / "config").write_text('{"Relay": {"Enabled": false}}')
+                chosen.append(f"-f={run_dir / 'config'}")
             found = await asyncio.wait_for(self._start([str(binary), *chosen], lock), timeout)
             started = found == identity.peer_id
         except asyncio.TimeoutError:

@@ -1,13 +1,14 @@
 """The slots at relays of a node that nobody can dial: kept, lost, asked for again; with daemons that only pretend."""
 
 import asyncio
+import contextlib
 
 import pytest
 
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import dial, relay_slots
-from shoal.swarm.p2p.daemon import DaemonError
+from shoal.swarm.p2p.daemon import Daemon, DaemonError
 from shoal.swarm.p2p.relay_slots import RENEW_S, RESTART_S, STUCK_S, RelaySlots, reserve
 
 ME, SEED, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(4))
@@ -260,3 +261,22 @@ def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_called_off
     else:
         asyncio.run(starting)
     assert found == ended
+
+
+@pytest.mark.parametrize(("relay", "slot"), [("auto", True), ("off", False)])
+def test_a_node_forwards_for_others_unless_relay_is_off(relay, slot):
+    """With its option -relay=0 alone p2pd gave slots all the same, and cut what it forwarded off after 128 KiB."""
+
+    async def asked():
+        there = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/0"], public=True, relay=relay)
+        here = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"])
+        try:
+            local = [address for address in await there.addresses() if "/127.0.0.1/" in address]
+            await here.connect(there.peer_id, local)
+            with contextlib.nullcontext() if slot else pytest.raises(DaemonError, match="protocols not supported"):
+                assert await reserve(here, there.peer_id) > 0
+        finally:
+            await here.shutdown()
+            await there.shutdown()
+
+    asyncio.run(asked())
