@@ -105,6 +105,11 @@ class DaemonSupervisor:
     def addresses(self, found: tuple[str, ...]) -> None:
         self._addresses = found
 
+    @property
+    def moves(self) -> int:
+        """How often this machine was taken to another network."""
+        return self._slots.moves
+
     def running(self) -> Daemon:
         """Return the daemon. Raises NetworkError during a restart."""
         if self.daemon is None:

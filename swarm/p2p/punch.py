@@ -106,6 +106,7 @@ class Puncher:
         self._ids: dict[str, str] = {}  # member -> the id of its second daemon
         self._owners: dict[str, str] = {}  # and back
         self._due: dict[str, tuple[float, int]] = {}  # member -> when it is asked again, and how often it was
+        self._moves = 0  # of this machine to another network, as far as the daemon knows
         self._needed = 0.0  # when a member was relayed, or reached past its relay
         self._starting = asyncio.Lock()
         self._told: set[str] = set()
@@ -160,6 +161,9 @@ class Puncher:
 
     async def _look(self) -> list[str]:
         """Note who is reached. Return whom to ask now, and note that it is; of two members the one with the smaller id asks."""
+        if self.daemon is not None and self._moves != self._supervisor.moves:
+            self.daemon.end_by_force()
+        self._moves = self._supervisor.moves
         there = await self.daemon.peers() if self.daemon is not None else ()
         self.reached = frozenset(self._owners[its] for its in there if its in self._owners)
         now, wanted = asyncio.get_running_loop().time(), []
@@ -239,6 +243,8 @@ class Puncher:
             if idle is None:
                 raise self._refused(peer, "found all places taken")
             self._owners.pop(self._ids.pop(idle), None)
+        if self._ids.get(peer) != other.peer:
+            self._traffic.forget(peer)  # the other was started, or started anew in another network
         self._owners.pop(self._ids.get(peer, ""), None)
         self._ids[peer], self._owners[other.peer] = other.peer, peer
         if self.daemon is not None:
@@ -265,6 +271,8 @@ class Puncher:
         return pack(Punch(peer=daemon.peer_id, addresses=addresses, proof=proof))
 
     async def _start(self) -> Daemon:
+        for peer in self._ids:
+            self._traffic.forget(peer)
         self._identity = Identity.ephemeral()  # with an earlier key it would seem to be connected where that was
         daemon = await Daemon.launch(self._identity, listen=LISTEN, relay="off", light=True, idle="", timeout=20.0)
         self.daemon = daemon

@@ -3,13 +3,15 @@
 The daemon asks each relay once, when libp2p finds that nobody can dial this node, and not again after the connection was lost. So
 from then on this module asks: every `RENEW_S` seconds each of the first `MAX_RELAYS` relays that answer, by libp2p's own protocol
 (circuit v2, RESERVE), which costs a relay nothing when it has the slot. A connection on which two requests in a row got no answer
-is ended, and made anew.
+is ended, and made anew. A machine that was taken to another network has lost all connections: the daemon, which would find that
+out in half a minute, is told to end them as soon as the machine's address is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,8 +36,29 @@ LIMIT, DATA, STATUS, OK = 4, 2, 5, 100  # fields of the answer: limits, the byte
 LEAST, STARTS = 1 << 30, 5  # bytes that a relay has to forward each way, and starts of a daemon until it does
 RENEW_S = 15.0  # seconds between two requests to a relay
 ASK_S, CONNECT_S = 8.0, 5.0  # seconds for the answer, and for a connection to it
+AWAY = ("192.0.2.1", 9)  # an address elsewhere (RFC 5737), to which nothing is sent
 LATER_S = 60.0  # seconds until a peer is asked again that is no relay, or gives no slot
 STUCK_S, RESTART_S = 30.0, 300.0  # seconds without a slot until the daemon is restarted, and between two such restarts
+
+
+def sends_from() -> str:
+    """Return the IPv4 address from which this machine sends to others; empty if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_port:
+        try:
+            any_port.connect(AWAY)
+            return str(any_port.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def is_gone(address: str) -> bool:
+    """Return whether this machine no longer has an ``address`` that it had."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_port:
+        try:
+            any_port.bind((address, 0))
+        except OSError:
+            return True
+        return False
 
 
 class RelaySlots:
@@ -50,7 +73,11 @@ class RelaySlots:
         self.needed = needed
         self._found = False
         """Whether `needed` is libp2p's finding, by the daemon that runs."""
+        self.moves = 0
+        """How often this machine was taken to another network."""
         self._own, self._clock = own, clock
+        self._here = ""
+        """The address from which it sends, if that is known."""
         self._candidates = dial.candidates(bootstrap)
         self._held: dict[str, float] = {}
         """Address of a relay -> when it gave a slot last."""
@@ -77,6 +104,13 @@ class RelaySlots:
         That is so when it has refused for `STUCK_S` seconds to dial a relay that answers: it puts a peer off for up to five
         minutes after dials that failed. Raises one of `daemon.DAEMON_GONE`.
         """
+        if self._here and is_gone(self._here):
+            log.info("this machine is in another network now: it connects anew")
+            self.moves += 1
+            self.ended()
+            for peer in await daemon.peers():
+                await daemon.disconnect(peer)
+        self._here = sends_from()
         if any("/p2p-circuit/" in address for address in known):
             self.needed = self._found = True
         elif self._found and any(is_public_host(host_of(address)) for address in known):  # hidden until somebody dialled it

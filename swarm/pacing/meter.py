@@ -46,6 +46,10 @@ class Ways:
         was = self._known.get(peer, {}).pop(past, (0.0, 0))[0]
         self.note(peer, past, max(FAILED * was, min(rate, was or rate)))
 
+    def forget(self, peer: str) -> None:
+        """Forget what was measured with ``peer``."""
+        self._known.pop(peer, None)
+
     def tries(self, peer: str, past: bool) -> bool:
         """Return whether an exchange that goes so now tries what is not the better way, as far as is known."""
         known = self._known.get(peer, {})
@@ -90,6 +94,12 @@ class TrafficMeter:
         self._clock = clock
         self._bulk = 0  # sends of bulk under way
         self._since: deque[tuple[float, int, float]] = deque(maxlen=BULKS)  # when bulk began, bytes sent before, when it ended
+
+    def forget(self, peer: str) -> None:
+        """Note that ``peer``, or this machine, is in another network: what was measured between them counts no more."""
+        self.ways.forget(peer)
+        if self.pacer is not None:
+            self.pacer.forget(peer)
 
     @contextmanager
     def pace(self, way: str, nbytes: int) -> Iterator[Pace | None]:

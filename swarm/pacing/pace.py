@@ -18,6 +18,8 @@ from typing import NamedTuple
 DELAY_S = (0.05, 0.1)
 SURPLUS = 12 << 10  # over all peers to which bulk goes
 FIRST, LEAST, MOST = 32 << 10, 16 << 10, 256 << 20  # bytes on their way: at first, at least, at most
+LEAST_RATE = 125e3  # bytes a second that a long link carries at least: with fewer bytes on their way each lost packet stops it
+CHANGED = 2  # times the empty link's delay, and the least of `DELAY_S`: it is another link
 GRAIN = 8 << 10  # bytes between two pings, at least
 PING = 32  # bytes of a ping, which the peer's daemon sends back
 PINGS, FEWER = 16, 4  # in a window of bytes, at most; and of which the delay is the mean once they are quicker
@@ -76,6 +78,7 @@ class Pace:
         self._turned, self._before, self._rate = 0.0, 0, 0.0  # the time of that change, bytes answered then, bytes a second before
         self._pings: deque[_Ping] = deque()
         self._delay = float("inf")  # the shortest since the last change: the others may have waited for a processor
+        self._quickest = float("inf")  # the shortest of the transfers that are under way
         self._bases: deque[float] = deque(maxlen=BASES)  # seconds that the quickest ping took, of each of the last minutes of bulk
         self._measured = float("-inf")  # the time at which the last of these began
         self._lines: deque[float] = deque(maxlen=LINES)  # bytes a second that arrived
@@ -146,7 +149,7 @@ class Pace:
     def begin(self) -> None:
         """Start a transfer while there is none: bulk waits until the empty link was measured, if it never was."""
         self._ending, self._starting, self._full = False, True, False
-        self._turned, self._before, self._rate = self._clock(), self._answered, 0.0
+        self._turned, self._before, self._rate, self._quickest = self._clock(), self._answered, 0.0, float("inf")
         self._hold(self.window <= MOST and not self._bases)
 
     def end(self) -> None:
@@ -159,6 +162,12 @@ class Pace:
         self._echo, self._answered = None, self._sent
         self._hold(False)
 
+    def forget(self) -> None:
+        """Learn the link anew: the peer, or this machine, may be in another network now."""
+        self._bases.clear()
+        self._lines.clear()
+        self._starting = self._young = True
+
     def free(self) -> None:
         """Pace no more: the peer cannot be pinged, or is on this machine."""
         self.window = UNPACED
@@ -168,7 +177,7 @@ class Pace:
         return self._clock() - self._measured <= EMPTY_S
 
     def _least(self) -> float:
-        return LEAST / self._shared()
+        return max(LEAST, LEAST_RATE * (min(self._bases, default=0.0) + DELAY_S[1])) / self._shared()
 
     def _hold(self, holding: bool) -> None:
         self._holding = holding
@@ -190,6 +199,9 @@ class Pace:
             if now - began < 3 * LINE_S and self._answered > before:
                 self._lines.append((self._answered - before) / (now - began))
             self._mark = now, self._answered
+        self._quickest = min(self._quickest, delay)
+        if self._ending and not self._pings and self._quickest > CHANGED * min(self._bases, default=delay) + DELAY_S[0]:
+            self._bases.clear()  # so slow from the first ping to the last: the peer, or this machine, is in another network now
         # Not in the midst of a transfer, where the peer's own bulk delays the answers.
         if self._holding or not self._bases or (self._ending and not self._pings and not self._fresh()):
             self._bases.append(delay)
@@ -266,6 +278,11 @@ class Pacer:
                 idle = [name for name, known in self._paces.items() if not known.users]
                 for name in idle[: max(len(self._paces) - PACED, 0)]:
                     del self._paces[name]
+
+    def forget(self, peer: str) -> None:
+        """Learn the link to ``peer`` anew."""
+        if (pace := self._paces.get(peer)) is not None:
+            pace.forget()
 
     async def _measure(self, peer: str, pace: Pace) -> None:
         try:

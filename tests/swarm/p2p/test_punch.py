@@ -77,6 +77,9 @@ class FakeDaemon:
         await self.gone.wait()
         return 1
 
+    def end_by_force(self):
+        self.gone.set()
+
     async def shutdown(self):
         self.gone.set()
 
@@ -110,6 +113,7 @@ class World:
             bootstrapper=SimpleNamespace(seeds={SEED: (f"/ip4/203.0.113.9/tcp/4001/p2p/{SEED}",)}),
             known=SimpleNamespace(addresses=list),
             handlers={},
+            moves=0,
         )
         self.puncher = Puncher(self.supervisor, me, self.resources, TrafficMeter())
 
@@ -389,6 +393,36 @@ def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_its_me
         assert world.started[1].gone.is_set()
 
     asyncio.run(main())
+
+
+def test_a_second_daemon_of_another_network_is_ended_and_its_members_are_asked_anew(world):
+    """Its connections are dead, but each stream over one would wait for seconds before it goes by the relay. What was measured
+    before counts no more, here or at the members.
+    """
+    ways = world.puncher._traffic.ways
+
+    async def moved():
+        await world.puncher._ask(world.other)
+        (before,) = world.started
+        ways.note(world.other, False, 9e5)
+        await world.puncher._look()
+        assert not before.gone.is_set()
+        world.supervisor.moves += 1
+        await world.puncher._look()
+        assert before.gone.is_set()
+        await world.puncher._watching
+        assert world.puncher.daemon is None
+        await world.puncher._ask(world.other)
+        assert ways.rate() == 0
+        for side, left in ((world.side.peer_id, 9e5), (Identity.ephemeral().peer_id, 0)):  # the second: it has moved
+            ways.note(world.other, False, 9e5)
+            await world.puncher._dial(world.other, SimpleNamespace(peer=side, addresses=[THERE]))
+            assert ways.rate() == left
+        await world.puncher._look()
+        assert not world.started[1].gone.is_set()
+        await world.puncher.end()
+
+    asyncio.run(moved())
 
 
 def test_a_second_daemon_that_nobody_needs_any_more_is_ended(world, monkeypatch):

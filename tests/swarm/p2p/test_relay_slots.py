@@ -118,6 +118,32 @@ def test_a_slot_is_asked_for_again_before_anybody_misses_it_and_not_at_each_look
     assert RENEW_S == 15
 
 
+def test_a_machine_in_another_network_ends_its_connections_and_asks_for_a_slot_at_once(monkeypatch):
+    """From its old address nothing is sent any more, and its daemon would wait half a minute for each answer."""
+    world, there = World(monkeypatch, needed=True), ["192.168.7.2"]
+    monkeypatch.setattr(relay_slots, "sends_from", lambda: there[-1])
+    monkeypatch.setattr(relay_slots, "is_gone", lambda address: address not in there)
+    world.look()
+    there.append("10.0.0.4")  # a second network: what goes by the first still arrives
+    world.look()
+    assert (world.daemon.ended, world.slots.moves) == ([], 0)
+    asked = len(world.daemon.asked)
+    there[:] = ["10.1.0.9"]
+    world.look()
+    assert (sorted(world.daemon.ended), world.slots.moves) == (sorted([SEED, OTHER, THIRD]), 1)
+    assert (len(world.daemon.asked), world.slots.addresses()) == (asked + 1, CIRCUIT)
+    there[:] = [""]  # none: the last one is gone too, once
+    for _ in range(3):
+        world.look()
+    assert world.slots.moves == 2
+
+
+def test_the_address_of_this_machine_is_there_and_another_is_not():
+    here = relay_slots.sends_from()
+    assert not here or not relay_slots.is_gone(here)
+    assert relay_slots.is_gone("203.0.113.77")
+
+
 def test_a_slot_that_ended_with_its_connection_is_announced_no_more_and_asked_for_as_soon_as_the_relay_is_back(monkeypatch):
     world = World(monkeypatch, needed=True)
     world.look()
