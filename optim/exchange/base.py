@@ -72,6 +72,16 @@ class Closable(Protocol):
         ...
 
 
+@runtime_checkable
+class Lasting(Protocol):
+    """Handle of an exchange whose fragment may be left out of rounds until its bytes have moved, rather than given up."""
+
+    @property
+    def moving(self) -> bool:
+        """Whether a partner was found, and bytes are on their way."""
+        ...
+
+
 class Exchange(Protocol):
     """Averaging of tensors with other peers."""
 

@@ -13,7 +13,17 @@ from torch import Tensor
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.device import accelerator_of, to_device, to_host
-from shoal.optim.exchange.base import AnnouncesAbsence, Borrows, ComparesStates, Exchange, Handle, Mean, NoPartner, RoundKey
+from shoal.optim.exchange.base import (
+    AnnouncesAbsence,
+    Borrows,
+    ComparesStates,
+    Exchange,
+    Handle,
+    Lasting,
+    Mean,
+    NoPartner,
+    RoundKey,
+)
 from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.outer import param_groups
 from shoal.optim.outer.equalise import equalise, sources
@@ -22,6 +32,8 @@ from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weighting import Weight
 from shoal.optim.rules.base import AveragesEvenly, KeepsFast, RoundContext, State, assign
 from shoal.optim.schedule.schedule import Apply, Send
+
+LASTS = 2  # rounds that an exchange may take while its bytes move (lag "auto")
 
 
 class OuterRounds(OuterState):
@@ -50,6 +62,9 @@ class OuterRounds(OuterState):
             self._in_flight.poll(self.position)
         for action in actions:
             if isinstance(action, Send):
+                if any(self._lasts(pending) for pending in self._in_flight.of(action.fragment)):
+                    self.round += 1  # left out, but the next number is the next fragment's
+                    continue
                 for pending in self._in_flight.of(action.fragment):
                     if not pending.finished and pending.handle is not None:
                         yield pending.handle
@@ -78,6 +93,12 @@ class OuterRounds(OuterState):
         """Return True if the exchange is over, in all ranks: rank 0 decides."""
         pending.arrived = self._weights.agreed(pending.arrived)
         return pending.arrived is not None
+
+    def _lasts(self, pending: PendingExchange) -> bool:
+        """Return True if training goes on although the fragment is due: over a slow link the mean comes later. Rank 0 decides."""
+        if self._auto is None or self.position - pending.position >= LASTS * self._auto.every or self._there(pending):
+            return False
+        return self._weights.agreed(isinstance(pending.handle, Lasting) and pending.handle.moving)
 
     def _deferred(self, pending: PendingExchange) -> bool:
         """Return True if the members' slow weights differ, so that all begin a second exchange when this one is applied.

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape
 from shoal.optim.codecs.tail import BufferTailCodec
-from shoal.optim.exchange.base import AnnouncesAbsence, Closable, ComparesStates, Exchange, Handle, KnowsOptimizer, Mean, RoundKey
+from shoal.optim.exchange.base import (
+    AnnouncesAbsence,
+    Closable,
+    ComparesStates,
+    Exchange,
+    Handle,
+    KnowsOptimizer,
+    Lasting,
+    Mean,
+    RoundKey,
+)
 from shoal.optim.outer.state import OuterState
 from shoal.optim.ranks.group import RankGroup, in_thread
 from shoal.optim.ranks.weights import RankWeights
@@ -83,6 +93,11 @@ class RankHandle:
     def done(self) -> bool:
         """Return True if this rank need not wait for the real exchange."""
         return self._over or (self._real is not None and self._real.done())
+
+    @property
+    def moving(self) -> bool:
+        """Whether bytes of the real exchange move; False but on rank 0."""
+        return isinstance(self._real, Lasting) and self._real.moving
 
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait for rank 0's outcome and return this rank's part of it. RuntimeError, on all ranks, if the real exchange raises."""

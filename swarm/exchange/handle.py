@@ -113,6 +113,11 @@ class ExchangeHandle(Generic[R]):
         """Return whether ``result`` would return at once."""
         return self._future.done()
 
+    @property
+    def moving(self) -> bool:
+        """Whether the transfer with a partner is under way (`shoal.optim.exchange.base.Lasting`)."""
+        return self._attempt.commit.moving and not self._future.done()
+
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round up and return None."""
         began = time.monotonic()

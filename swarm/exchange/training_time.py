@@ -60,11 +60,14 @@ class TrainingTime:
         self.holds.move_to_end(peer)
         usual = max(OFTEN * median_low(before.values()), FREE_S) if before else math.inf  # over a satellite the first ones are dear
         others = [seconds for other, seconds in self.took.items() if other != peer]
-        free = max(usual, median_low(others) if others else 0.0)
+        often = median_low(others) if others else 0.0
+        free = max(usual, often)
         if whole:
             self.took[peer] = max(took, held)
             self.took.move_to_end(peer)
         costs = {peer: max(held - free, 0.0) if whole or not before else held}
+        if others:  # rounds in which this fragment was not sent, so that nobody else was met with it
+            costs[peer] += max(took - max(self._patience.period(fragment), often), 0.0) / self._fragments
         if len(before) == 1 and peer not in before:
             costs |= {first: max(seconds - max(OFTEN * held, FREE_S), 0.0) for first, seconds in before.items()}
         for table in (self.holds, self.took):

@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.optim.outer.rounds import LASTS
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.handle import ExchangeHandle
@@ -101,6 +102,8 @@ class SimPeer:
         self.weights = torch.rand(VALUES, generator=torch.Generator().manual_seed(number))
         self.serial = self.round = self.turn = 0
         """The number of the newest contribution, the next round, and the fragment that is sent in it."""
+        self.left_out: list[tuple[int, float]] = []
+        """Fragments, and when, that were due while their exchange still moved bytes: as the optimizer does with lag "auto"."""
         self.went_back = 0
         """Times that it returned to an earlier round, where the others were."""
         self.slept = 0.0
@@ -191,6 +194,10 @@ class SimPeer:
                 self.weights = self.weights + 0.1 * torch.randn(VALUES, generator=swarm.noise)
             fragment = self.turn
             if fragment in self.rounds:  # it is in one exchange at a time
+                if self._lasts(fragment):
+                    self.left_out.append((fragment, swarm.network.loop.time()))
+                    self.round, self.turn = self.round + 1, (self.turn + 1) % swarm.setting.fragments
+                    continue
                 self.due[fragment].set()
                 await self.rounds[fragment]
             self.due[fragment] = asyncio.Event()
@@ -204,6 +211,14 @@ class SimPeer:
         self.state = "leaving"
         self._send_record()
         swarm.network.note(self.name, "left")
+
+    def _lasts(self, fragment: int) -> bool:
+        """Return whether the exchange of a fragment that is due still moves bytes, and has been left its time fewer than twice."""
+        if fragment not in self.in_flight or self.swarm.setting.fragments == 1:
+            return False
+        mine, handle = self.in_flight[fragment]
+        since = sum(which == fragment and when >= mine.begun for which, when in self.left_out)
+        return handle.moving and since < LASTS - 1
 
     async def _round(self, fragment: int) -> None:
         swarm, loop, part = self.swarm, self.swarm.network.loop, slice(fragment, None, self.swarm.setting.fragments)

@@ -40,7 +40,7 @@ class InPieces(Stream):
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of the honest peers."""
+    """The rounds of the honest peers, with those in which they trained on and sent nothing."""
 
     all: int
     met: int
@@ -68,7 +68,8 @@ def rounds_of(kind: Kind, seed: int, way: Way | None, honest: int = 4, trained: 
     faults = [Fault(1, "slow", last, trained, dice) if way else Fault(1, "kill", last, 0.0, 0.0)]
     report = simulate(seed, setting=setting, faults=faults, keep=keep, prepare=prepare)
     mine = [one for (number, _), one in found[0].contributions.items() if number < honest and one.begun < trained]
-    return Rounds(len(mine), sum(one.mean is not None for one in mine), report)
+    left_out = sum(when < trained for peer in found[0].peers[:honest] for _, when in peer.left_out)
+    return Rounds(len(mine) + left_out, sum(one.mean is not None for one in mine), report)
 
 
 def main(argv: list[str]) -> int:

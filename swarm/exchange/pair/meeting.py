@@ -123,7 +123,7 @@ class PairState:
         work = asyncio.ensure_future(self.transfers.run(stream, attempt, theirs, caller=caller))
         needed = asyncio.ensure_future(pairing.needed.wait())
         held = called if pairing.needed.is_set() else 0.0
-        given_up = False
+        given_up, attempt.commit.moving = False, True
         try:
             await asyncio.wait({work, needed}, return_when=asyncio.FIRST_COMPLETED)
             since, longest = loop.time(), self.time.budget(theirs.nbytes, key.fragment, loop.time() - began)
@@ -134,6 +134,7 @@ class PairState:
                 log.info("round %d: %s was too slow: given up after %.1f s", key.round, short(stream.peer_id), longest)
             received = work.result() if work.done() else attempt.commit.received
         finally:
+            attempt.commit.moving = False
             for task in (work, needed):
                 task.cancel()
             await asyncio.wait({work, needed})

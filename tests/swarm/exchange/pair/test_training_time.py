@@ -189,6 +189,27 @@ def test_what_was_given_up_is_a_cost_from_its_first_second():
     assert time.budget(0, 0) == 5.0  # and it is the measure of a node that meets nobody else
 
 
+def test_who_keeps_a_fragment_from_being_sent_costs_that_share_of_the_exchanges():
+    time = timed({0: 10.0}, fragments=4)
+    for one in ("one", "two", "three"):
+        assert time.spent(one, 0, 0, 0.0, whole=True, took=9.0) == {}  # within a round
+    assert time.spent("peer", 1, 0, 0.0, whole=True, took=30.0) == {"peer": math.ceil(20.0 / 4 / (GIVES * 2.5))}
+    time.took.update(dict.fromkeys(("one", "two", "three", "peer"), 30.0))
+    assert time.spent("another", 2, 0, 0.0, whole=True, took=30.0) == {}  # where all links are slow nobody is
+
+
+def test_a_transfer_says_that_it_moves_for_as_long_as_it_does():
+    seen = []
+
+    async def looks(pairing):
+        seen.append(pairing)
+        assert pairing.attempt.commit.moving
+        return await quick(pairing)
+
+    assert run(looks)[0] == THEIRS
+    assert not seen[0].attempt.commit.moving
+
+
 def test_a_link_that_has_become_slower_is_usual_from_then_on():
     time = timed({0: 10.0})
     time.holds.update(peer=1.0)
