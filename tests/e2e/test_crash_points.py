@@ -24,11 +24,15 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 def outcomes(worker_module):
     """For each peer: digest of its slow weights -> which outcome that is. (The bits of the mean of two depend on no order.)"""
 
-    def slow(number, exchange):
-        return worker_module.sha256(worker_module.train(number, FLOATS, exchange))
+    def slow(number, exchange, codec):
+        return worker_module.sha256(worker_module.train(number, FLOATS, exchange, codec=codec))
 
-    together = Simulation(["0", "1"]).run(lambda exchange: slow(int(exchange.peer), exchange))
-    return [{slow(number, Alone()): "alone", together[str(number)]: "pair"} for number in range(2)]
+    found = [{}, {}]
+    for codec in ("float32", "mod4"):
+        together = Simulation(["0", "1"]).run(lambda exchange, codec=codec: slow(int(exchange.peer), exchange, codec))
+        for number in range(2):
+            found[number] |= {slow(number, Alone(), codec): "alone", together[str(number)]: f"pair {codec}"}
+    return found
 
 
 # Where a message is on its way when its sender dies it may arrive or not; both outcomes are whole then.
@@ -42,6 +46,8 @@ OFTEN = [
     (KILL, "callee", "heard", PAIR),
     (STOP, "caller", "commit", PAIR),
 ]
+NAMED = [(KILL, "callee", "ready", ALONE | PAIR), (KILL, "callee", "heard", PAIR), (STOP, "caller", "commit", PAIR)]
+"""Those at messages that name refused blocks."""
 SELDOM = [
     (KILL, "caller", "chunk", ALONE),
     (KILL, "caller", "ready", ALONE),
@@ -55,12 +61,13 @@ SELDOM = [
 
 
 @pytest.mark.parametrize(
-    ("number", "role", "point", "expected", "lag"),
+    ("number", "role", "point", "expected", "lag", "codec"),
     [
         # Lag 1: the mean is applied a step after the contribution was sent; 0: it is waited for.
-        *(pytest.param(*case, 1) for case in OFTEN),
+        *(pytest.param(*case, 1, "float32") for case in OFTEN),
+        *(pytest.param(*case, 1, "mod4") for case in NAMED),
         *(
-            pytest.param(*case, lag, marks=pytest.mark.slow(reason="seldom; the frequent ones are in the default suite"))
+            pytest.param(*case, lag, "float32", marks=pytest.mark.slow(reason="seldom; the frequent ones are in the default suite"))
             for cases, lag in ((OFTEN, 0), (SELDOM, 0), (SELDOM, 1))
             for case in cases
         ),
@@ -69,21 +76,21 @@ SELDOM = [
         value.name if isinstance(value, signal.Signals) else "-or-".join(sorted(value)) if isinstance(value, set) else str(value)
     ),
 )
-def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, outcomes, number, role, point, expected, lag):
+def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, outcomes, number, role, point, expected, lag, codec):
     pair = nursery.pair(wait=WAIT, chunk=CHUNK_TIMEOUT, overlap=lag > 0)
     victim, survivor = (0, 1) if role == "caller" else (1, 0)
     caller, callee = pair
     pair[victim].ask("arm", "armed", point=point, number=int(number))
-    caller.tell("train", number=0, floats=FLOATS, lag=lag)
+    caller.tell("train", number=0, floats=FLOATS, lag=lag, codec=codec)
     if (role, point) == ("caller", "offer"):
         caller.wait("point")
     else:
         callee.wait("held")  # only then it is sure who calls
-    callee.tell("train", number=1, floats=FLOATS, lag=lag)
+    callee.tell("train", number=1, floats=FLOATS, lag=lag, codec=codec)
 
     pair[victim].wait("point")
     next_step = pair[survivor].wait("step", LONG, step=3)
-    assert outcomes[survivor][next_step["slow"]] in expected
+    assert outcomes[survivor][next_step["slow"]] in {f"{one} {codec}" if one == "pair" else one for one in expected}
     if number == KILL:
         eventually(lambda: not nursery.left(pair[victim].pid), LONG, "the end of the victim's daemon and sockets")
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench._attacks import ATTACKS, Scene
 from shoal.node.checkpoint.writer import CheckpointWriter
-from shoal.optim import NoLoCo, RoundKey
+from shoal.optim import NoLoCo, RoundKey, codec_named
 from shoal.optim.exchange.robust import TRUSTING
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group.allreduce import _Runner
@@ -54,10 +54,10 @@ def values(number, floats):
     return torch.empty(floats).uniform_(-1, 1, generator=torch.Generator().manual_seed(number))
 
 
-def train(number, floats, exchange, on_step=lambda step, opt: None, steps=EVERY + 1, lag=0):
+def train(number, floats, exchange, on_step=lambda step, opt: None, steps=EVERY + 1, lag=0, codec="float32"):
     """A plain loop with ``NoLoCo``: one exchange after step 2, then the next inner step. Returns the slow weights."""
     weight = torch.nn.Parameter(torch.zeros(floats))
-    opt = NoLoCo(torch.optim.SGD([weight], lr=0.1), exchange, every=EVERY, run=SWARM, lag=lag)
+    opt = NoLoCo(torch.optim.SGD([weight], lr=0.1), exchange, every=EVERY, run=SWARM, lag=lag, codec=codec_named(codec))
     target = values(number, floats)
     for step in range(1, steps + 1):
         weight.grad = weight.detach() - target
@@ -154,8 +154,8 @@ class Worker:
         got = {} if mean is None else {"members": mean.members, "sha256": sha256(mean.tensors[0])}
         self.say("mean", round=round, **got)
 
-    def do_train(self, number, floats, lag=0):
-        train(number, floats, self.exchange, lambda step, opt: self.say("step", step=step, slow=sha256(opt.slow[0])), lag=lag)
+    def do_train(self, number, floats, **options):
+        train(number, floats, self.exchange, lambda step, opt: self.say("step", step=step, slow=sha256(opt.slow[0])), **options)
         self.say("trained")
 
     def do_measure(self, number, floats, round):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.optim import Alone, Distributed, Seconds, method_named, muon
+from shoal.optim import Alone, Distributed, Seconds, codec_named, method_named, muon
 from shoal.optim.ranks.group import RankLost
 from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.ranks.weights import cut_like
@@ -38,6 +38,8 @@ KNOBS = {
     "decoupled": {"every": 4, "fragments": 2, "lag": 1},
     "sparta": {"every": 2, "part": 0.2},
     "diloco, muon": {"every": 3},
+    "noloco, mod4": {"every": 3, "lag": 0},
+    "gasloc, overlapped, mod4": {"every": 4, "fragments": 2, "lag": 3},
 }
 
 
@@ -88,7 +90,7 @@ def groups():
 
 def make(method, model, exchange, **options):
     inner = muon(model, lr=0.05, weight_decay=0.1) if "muon" in method else torch.optim.AdamW(model.parameters(), lr=0.05)
-    knobs = KNOBS.get(method, {"every": 3})
+    knobs = KNOBS.get(method, {"every": 3}) | ({"codec": codec_named("mod4")} if "mod4" in method else {})
     return method_named(method.partition(",")[0]).make(inner, exchange, model=model, **knobs, **options)
 
 

@@ -26,11 +26,12 @@ def compare(found, wanted):
 
 PLAIN = [
     *(name for name in METHODS if name != "none"),
-    *(name for name in jobs.KNOBS if "," in name and "auto" not in name and "muon" not in name),
+    *(name for name in jobs.KNOBS if "," in name and not {"auto", "muon", "mod4"} & {*name.split(", ")}),
 ]
+MOD4 = [name for name in jobs.KNOBS if "mod4" in name]
 
 
-@pytest.mark.parametrize("methods", [PLAIN, ["diloco, muon"]], ids=["adamw", "muon"])
+@pytest.mark.parametrize("methods", [PLAIN, ["diloco, muon"], MOD4], ids=["adamw", "muon", "mod4"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_have_the_bits_of_one_process_with_every_method(trio, kind, methods):
     first, second, other = trio.call(JOBS, "matrix", kind=kind, methods=methods)
