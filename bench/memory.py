@@ -137,7 +137,7 @@ def measure(method: str, options: argparse.Namespace, home: Path, plain: tuple[i
     table.write_text(
         f'[swarm]\nname = "memory"\nstart_when = 2\n[outer]\nmethod = "{method}"\nevery = {options.every}\n{lag}'
         f"[train]\nsteps = 0\n[task]\nhooks = '{TASK}'\n"
-        f"[task.options]\nlayers = {layers}\nwidth = {width}\n[node]\ncheckpoint_every_rounds = 2\nkeep_checkpoints = 1\n"
+        f"[task.options]\nlayers = {layers}\nwidth = {width}\n[node]\ncheckpoint_every_rounds = 2\n"
     )
 
     def node(name: str, *arguments: str) -> Process:

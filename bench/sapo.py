@@ -8,7 +8,7 @@ a right answer, mean over all questions and nodes, summed over the rounds; "fina
 the seeds; "sd" is the standard deviation of "cumulative" over the seeds (0 for one seed).
 
 With --late N the groups of each other node come 0 to N rounds late, drawn anew each round; with --behind M those are left out that
-their author's policy wrote more than M versions before its newest (`rl.behind`).
+their author's policy wrote more than M versions before its newest (8 in a node).
 
 "poison" is 4/4 in which one node lies: it has a wrong answer to every question, puts that in place of one completion of each of its
 groups, so that its lie never lacks a reward, learns by it, and publishes it; counted are the others. "trusting" is the same when

@@ -117,9 +117,9 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
     settings = load(file, overrides(flags))
     parsed = _parsed(link, settings)
     if (world := ranks_wanted(settings)) > 1:
-        from shoal.node.parallel.launcher import Launcher
+        from shoal.node.parallel.launcher import MAX_RESTARTS, Launcher
 
-        launcher = Launcher(world, sys.argv[1:], settings.node.max_restarts)
+        launcher = Launcher(world, sys.argv[1:], MAX_RESTARTS)
         handle_all(launcher.forward)
         return launcher.run()
     return _train(settings, parsed, shutdown, flags, None)

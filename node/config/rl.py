@@ -52,14 +52,6 @@ class RLSettings(BaseModel):
         description="Loss: sapo, tis, decoupled, positive or prime (shoal.optim.rl.losses); not given, what suits the policy.",
     )
     lr: float | None = Field(default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy.")
-    age: int = Field(default=2, ge=0, le=1_000_000, description="Rounds for which another peer's group is of use once it came.")
-    behind: int = Field(
-        default=8, ge=0, le=1_000_000,
-        description="Versions of its sender's policy that another peer's group may be older than the newest that was seen of it.",
-    )  # fmt: skip
-    per_sender: int = Field(
-        default=8, ge=0, le=1024, description="Groups of one peer to choose from in a round, at most; 0: no limit."
-    )
     warm: int = Field(
         default=400, ge=0, le=1_000_000, description="Steps of the warm start, for the policy tiny, which begins from nothing."
     )

@@ -121,9 +121,6 @@ class RankSettings(BaseModel):
         default=None,
         description="How several GPUs share a model: ddp (each holds all of it; the default) or fsdp (each holds a part).",
     )
-    max_restarts: int = Field(
-        default=3, ge=0, le=1000, description="How often a node of several GPUs starts again after one of its processes died."
-    )
 
 
 # Settings of the peers that this node meets, and of what they may download (table ``[peers]``).
@@ -147,11 +144,6 @@ class PeersSettings(BaseModel):
     deny: list[str] = Field(
         default_factory=list, max_length=1024, description="Peer ids, or files of them: nothing is sent to them or taken from them."
     )
-    models_per_hour: float = Field(
-        default=60.0, gt=0, le=1e6,
-        description="Most that one peer may download from this node in an hour to catch up with the swarm, in multiples of the "
-        "model's size.",
-    )  # fmt: skip
 
 
 def peer_lists(settings: PeersSettings) -> PeerLists:
@@ -343,7 +335,6 @@ class NodeSettings(_Table, RankSettings):
     checkpoint_every_rounds: int = Field(
         default=10, ge=0, le=1_000_000, description="Rounds between two checkpoints; 0 saves at the end only."
     )
-    keep_checkpoints: int = Field(default=3, ge=1, le=10_000, description="Number of checkpoints that are kept, the newest ones.")
     operator: Name | None = Field(
         default=None,
         description="Operator of this node, if one runs several: they are never drawn for the same vote. "

@@ -274,6 +274,7 @@ def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
     os._exit(code)
 
 
+MAX_RESTARTS = 3
 STOP_S = 30  # seconds that the other ranks may take to end when one has died
 FINAL = (
     ExitCode.BAD_INPUT,

@@ -27,6 +27,9 @@ from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
 
 log = logging.getLogger(__name__)
 
+AGE, BEHIND, PER_SENDER = 2, 8, 8
+"""Of other peers' groups: rounds for which one is of use once it came, versions of its sender's policy that it may be older than
+the newest seen, and how many of one peer there are to choose from in a round."""
 DRAWS = 1000  # attempts at a question that is not held out
 TOGETHER = 256  # prompts answered at once in an evaluation
 
@@ -122,9 +125,9 @@ class RLTask(Task):
         """Yield the rounds from number ``step`` on; None for a round without anything to learn from."""
         del shard  # questions are made, not assigned: all nodes may ask whatever they like
         self.foreign = RemoteRollouts(
-            self.env, self.policy, self.held_out_prompts, seed=self._number("choice", 0), age=self.settings.age,
-            per_sender=self.settings.per_sender, group=self.settings.group, max_tokens=self.max_tokens,
-            behind=self.settings.behind,
+            self.env, self.policy, self.held_out_prompts, seed=self._number("choice", 0), age=AGE,
+            per_sender=PER_SENDER, group=self.settings.group, max_tokens=self.max_tokens,
+            behind=BEHIND,
         )  # fmt: skip
         return map(self._round, itertools.count(step))
 

@@ -53,7 +53,6 @@ def network(settings: Settings) -> NetworkOptions:
         allow=tuple(sorted(access.allow)),
         deny=tuple(sorted(access.deny)),
         upload=node.upload,
-        models_per_hour=settings.peers.models_per_hour,
         body_store=shares(node.ram)[1],
     )
 

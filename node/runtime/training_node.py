@@ -145,6 +145,7 @@ def compute_last() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), LAST))
 
 
+KEEP = 3  # checkpoints, the newest ones
 SETTLE_S = 3.0  # seconds to read who else came, before the first step
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
 
@@ -160,8 +161,8 @@ class TrainingNode:
             options.on_link, options.baseline, options.keep_rounds, options.ranks,
         )  # fmt: skip
         self.folder, node, copies = options.folder, self.settings.node, resources.room_for_copy(self.settings.node.ram)
-        keep, room, notify = node.keep_checkpoints, room_maker(self.folder, node.disk), self.display.message
-        self.saver = CheckpointWriter(self.folder, keep=keep, state=self._state, notify=notify, room=room, copies=copies)
+        room, notify = room_maker(self.folder, node.disk), self.display.message
+        self.saver = CheckpointWriter(self.folder, keep=KEEP, state=self._state, notify=notify, room=room, copies=copies)
         self._identity, self._saved, self._sinks, self._metrics, self._activity = identity, saved, sinks, metrics, activity
         self._membership: Membership | None = None
         self._parts: NodeParts | None = None

@@ -152,15 +152,8 @@ class OuterSettings(BaseModel):
         description="Seconds that a node waits for a partner in one round before it goes on without one; in long rounds a fifth of "
         "their time, if that is more (at most 300).",
     )
-    chunk_timeout_s: Seconds = Field(default=5.0, description="Seconds without any byte after which an exchange is given up.")
-    exchange_timeout_s: Seconds = Field(
-        default=120.0, description="Seconds that one whole exchange may take; more if its bytes need more at 8 Mbit/s."
-    )
     quorum: int = Field(
         default=0, ge=0, le=65_536, description="Averages over everyone: peers that are enough to begin with; 0: all in view."
-    )
-    grace_s: Seconds = Field(
-        default=2.0, description="Averages over everyone: seconds that a group waits for the others once it has its quorum."
     )
     max_group: int = Field(
         default=32, ge=2, le=LARGEST_GROUP, description="Averages over everyone: largest group; more peers form several."
@@ -180,9 +173,6 @@ class OuterSettings(BaseModel):
         default=False,
         description="Methods with one partner: try its weights on two batches; those that make the loss higher than usual do not "
         "count. A public swarm has it unless it is false. Nodes of several GPUs and rl try nothing.",
-    )
-    radius: float = Field(
-        default=1.0, gt=0, le=1e6, description="robust: a contribution counts no further than this many usual distances away."
     )
 
     @field_validator("suspect")

@@ -14,12 +14,13 @@ from shoal.swarm.membership.membership import MemberView
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
 
+GRACE_S = 2.0  # that a group waits for the others once it has its quorum
 TRIAL_S = 20.0  # that a partner may take to try a contribution on data
 
 
 def make_screen(outer: OuterSettings) -> DistanceScreen:
     method = method_named(outer.method)
-    return DistanceScreen(robust=outer.robust, suspect=outer.suspect, times=outer.radius, sends=method.sends)
+    return DistanceScreen(robust=outer.robust, suspect=outer.suspect, sends=method.sends)
 
 
 def make_exchange(
@@ -41,7 +42,7 @@ def make_exchange(
         host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred, directory.everyone
     )  # fmt: skip
     trial = TRIAL_S if outer.check_loss else 0.0
-    timeouts = ExchangeTimeouts(outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s, trial)
+    timeouts = ExchangeTimeouts(outer.wait_s, trial=trial)
     if method_named(outer.method).group == "everyone":
         from shoal.swarm.exchange.group.exchange import GroupExchange  # with hivemind's all-reduce, and scipy
 
@@ -50,7 +51,7 @@ def make_exchange(
             timeouts,
             fragments=fragments,
             quorum=outer.quorum,
-            grace=outer.grace_s,
+            grace=GRACE_S,
             max_group=outer.max_group,
             # A mask belongs to its round: in another one the others would send other values.
             follow=outer.method != "sparta",

@@ -51,7 +51,7 @@ def halves():
 def test_two_halves_go_on_and_come_together_again(halves, shoal, eventually, outer):
     method = outer["method"]
     settings = shoal.toml(
-        swarm={"name": "halves", "start_when": 4}, outer={**outer, "every": 20, "wait_s": 4.0, "chunk_timeout_s": 2.0},
+        swarm={"name": "halves", "start_when": 4}, outer={**outer, "every": 20, "wait_s": 4.0},
         options={"layers": 1, "width": 16, "context": 16},
     )  # fmt: skip
     link = None

@@ -182,8 +182,7 @@ def test_settings_of_training_that_do_not_go_together(settings, words):
 def test_defaults_and_descriptions():
     outer = OuterSettings()
     assert (outer.method, outer.every, outer.lr, outer.momentum, outer.pull, outer.codec) == ("noloco", *[None] * 5)
-    assert (outer.wait_s, outer.chunk_timeout_s, outer.exchange_timeout_s, outer.grace_s) == (10, 5, 120, 2)
-    assert (outer.buffers, outer.finish, outer.quorum, outer.max_group) == ("ignore", "none", 0, 32)
+    assert (outer.wait_s, outer.buffers, outer.finish, outer.quorum, outer.max_group) == (10, "ignore", "none", 0, 32)
     train = TrainSettings()
     assert (train.steps, train.seed, train.eval_every) == (0, 0, 0)
     model: type[BaseModel]
