@@ -10,7 +10,7 @@ from typing import Any
 from shoal.swarm.exchange.cost import GOOD, Forecast, Line, Work, forecast, least_every
 from shoal.swarm.manifest.outer import OuterSettings
 
-CODECS = ("float32", "bfloat16", "int8", "e3m0+ef", "sign+ef")
+CODECS = ("float32", "bfloat16", "int8", "mod4", "e3m0+ef", "sign+ef")
 DELAYED = ("eager", "co2")
 """Methods that apply a mean a whole round after it was sent."""
 FIXED_BYTES = 40e6
@@ -35,8 +35,8 @@ class Row:
 
     @property
     def memory(self) -> float | None:
-        """Bytes beyond training alone, if they were measured with this method."""
-        return memory_of(self.outer.method, self.params, overlapped=bool(self.work.lag))
+        """Bytes beyond training alone, if they were measured with this method; mod4, which keeps what it sent, was not."""
+        return None if self.outer.codec == "mod4" else memory_of(self.outer.method, self.params, overlapped=bool(self.work.lag))
 
     @property
     def blocks(self) -> bool:
@@ -112,7 +112,9 @@ def choices(every: int | None = None) -> Iterator[OuterSettings]:
         if method.group == "nobody":
             continue
         for name in (method.codec.name,) if method.codec.name not in CODECS else CODECS:
-            if method.sends == "weights" and codec_named(name).displacement:
+            try:
+                method.check_codec(codec_named(name))
+            except ValueError:
                 continue
             lags = [None] if "lag" not in method.knobs else ["auto", 0] if method.group == "pair" else ["auto"]
             for lag in lags:
@@ -137,8 +139,9 @@ def rows(line: Line, *, params: int, peers: int, step_s: float, every: int | Non
 # The one line of advice under the table of `shoal plan`, and the row that it advises.
 
 PREFERRED = (
-    ("noloco", "float32"), ("noloco", "bfloat16"), ("noloco", "int8"), ("streaming", "float32"), ("streaming", "bfloat16"),
-    ("streaming", "int8"), ("streaming", "e3m0+ef"), ("streaming", "sign+ef"), ("sparseloco", "topk2+ef:0.95"),
+    ("noloco", "float32"), ("noloco", "bfloat16"), ("noloco", "int8"), ("noloco", "mod4"), ("streaming", "float32"),
+    ("streaming", "bfloat16"), ("streaming", "int8"), ("streaming", "e3m0+ef"), ("streaming", "sign+ef"),
+    ("sparseloco", "topk2+ef:0.95"),
 )  # fmt: skip
 """What is chosen where the link carries it, the first first: overlapped pairs, then what a thinner link still carries."""
 LONGEST = 10_000
