@@ -227,17 +227,14 @@ def test_alone_the_range_widens_as_a_random_walk_and_no_further_than_fourfold():
     assert codec._apart == 0
 
 
-@pytest.mark.parametrize("size", [640, 30, 2])
-@pytest.mark.parametrize(("count", "failing"), [(4, 0.0), (3, 0.5), (6, 0.8)])
-def test_no_range_grows_by_itself_however_many_exchanges_fail(size, count, failing):
-    """Where each failed round made them wider, and with them what is rounded, the peers went apart without end."""
+def gossip(weights, codecs, rounds, learnt, failing=0.0):
+    """Let peers meet in random pairs; before round r each learns ``learnt(r)``, rms. The rms distance to the mean, by rounds."""
     dice, generator = random.Random(1), torch.Generator().manual_seed(1)
-    weights = [0.1 * torch.randn(size, generator=generator) for _ in range(count)]
-    slow, codecs, apart = [w.clone() for w in weights], [Mod4Codec() for _ in weights], []
-    for round in range(90):
-        if round < 10:
-            weights = [w + 0.1 * torch.randn(size, generator=generator) for w in weights]
-        order, messages = dice.sample(range(count), count), {}
+    slow, apart = [w.clone() for w in weights], []
+    for round in range(rounds):
+        for w in weights if learnt(round) else []:
+            w += learnt(round) * torch.randn(w.shape, generator=generator)
+        order, messages = dice.sample(range(len(weights)), len(weights)), {}
         for one, other in zip(order[::2], order[1::2], strict=False):
             for peer in (one, other):
                 codecs[peer].expect(f"run:{round}:0", [weights[peer] - slow[peer]])
@@ -248,16 +245,42 @@ def test_no_range_grows_by_itself_however_many_exchanges_fail(size, count, faili
             bits = {peer: read[peer].bits for peer in read}
             for peer in read:
                 codecs[peer].learn(messages[peer], read[peer])
-                weights[peer] = weights[peer] + messages[peer].move(read[peer], bits[one + other - peer])[0] / 2
+                weights[peer] += messages[peer].move(read[peer], bits[one + other - peer])[0] / 2
                 codecs[peer].accepted()
                 messages.pop(peer)
-        for peer in {*range(count)} - {*order[: count // 2 * 2]} | messages.keys():
+        for peer in {*order[len(order) // 2 * 2 :]} | messages.keys():
             codecs[peer].rejected()
         slow = [w.clone() for w in weights]
         held = torch.stack(weights)
         apart.append(float((held - held.mean(0)).square().mean().sqrt()))
+    return apart
+
+
+@pytest.mark.parametrize("size", [640, 30, 2])
+@pytest.mark.parametrize(("count", "failing"), [(4, 0.0), (3, 0.5), (6, 0.8)])
+def test_no_range_grows_by_itself_however_many_exchanges_fail(size, count, failing):
+    """Where each failed round made them wider, and with them what is rounded, the peers went apart without end."""
+    weights = [0.1 * torch.randn(size, generator=torch.Generator().manual_seed(peer)) for peer in range(count)]
+    apart = gossip(weights, [Mod4Codec() for _ in weights], 90, lambda round: 0.1 * (round < 10), failing)
     assert max(apart) < 1.5 * max(apart[:20])
     assert apart[-1] < 0.8 * max(apart)
+
+
+@pytest.mark.parametrize("others", [2, 4, 8])
+def test_a_newcomer_with_the_weights_of_one_is_read_by_the_others_at_once(others):
+    """It knows nothing of distances: what it has learnt in its first round is what it has to go by."""
+    base = torch.randn(6400, generator=torch.Generator().manual_seed(1))
+    weights, codecs = [base.clone() for _ in range(others)], [Mod4Codec() for _ in range(others)]
+    gossip(weights, codecs, 30, lambda round: 0.02)
+    moved = 0.02 * torch.randn(6400, generator=torch.Generator().manual_seed(2))
+    newcomer = Mod4Codec()
+    newcomer.expect("run:30:0", [moved])
+    mine = newcomer.post([weights[0] + moved])
+    for codec, held in zip(codecs[1:], weights[1:], strict=True):
+        codec.expect("run:30:0", [moved])
+        theirs = codec.post([held])
+        assert mine.read(theirs.payload).refused_part < 0.05
+        assert theirs.read(mine.payload).refused_part < 0.05
 
 
 def test_peers_that_stand_still_lose_nothing_but_the_last_bits():
