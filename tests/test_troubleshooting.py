@@ -34,7 +34,7 @@ def test_every_exit_code_has_a_section_in_order():
 
 def test_every_check_of_the_doctor_is_in_the_table_with_its_code():
     visit = Visit(Link(SWARM, (NOBODY,)))
-    checks = [*machine.checks(0), *network.checks(visit), *agreement.checks(visit)]
+    checks = [*machine.checks(0), *network.checks(visit), *agreement.swarm_checks(visit)]
     rows = re.findall(r"^\| (`[^|]+) \| [^|]+ \| (?:(\d+) )?\|$", PAGE, re.M)
     table = {name: code for names, code in rows for name in re.findall(r"`([^`]+)`", names)}
     assert set(table) == {check.name for check in checks}

@@ -133,7 +133,7 @@ def doctor(
     log_to_stderr(verbose)
     if not verbose:  # the findings repeat the network's warnings
         logging.getLogger("shoal").setLevel(logging.ERROR)
-    from shoal.node.doctor.run import diagnose
+    from shoal.node.doctor.swarm_checks import diagnose
 
     def tell(finding: CheckOutcome) -> None:
         click.echo(finding.trace or "", nl=False, err=True)

@@ -130,7 +130,7 @@ def _run_rank(job: Job, file: Path | None, link: str | None, flags: dict[str, An
     from shoal.node.config.settings import load
     from shoal.node.parallel import launcher
     from shoal.node.parallel.ranks import NodeRanks
-    from shoal.node.runtime.follower import follow
+    from shoal.node.runtime.node_run import follow
     from shoal.node.runtime.signals import ShutdownSignals, again, end_with_parent
 
     if (parent := launcher.launcher()) is not None:

@@ -6,25 +6,32 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, Tell, many
+from shoal.node.config.settings import default_identity_path
+from shoal.node.doctor import machine_checks as machine
+from shoal.node.doctor import network_checks as network
+from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, Tell, examine, many
 from shoal.node.doctor.machine_checks import GB
 from shoal.node.doctor.network_checks import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.node.memory import free_memory
+from shoal.swarm.access.invitation import invited
 from shoal.swarm.access.link import MAX_ADDRESSES, Link
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.state import StateRequest
 
-if TYPE_CHECKING:  # torch may be what is missing
+if TYPE_CHECKING:
     from torch import nn
 
     from shoal.node.task import Task
     from shoal.optim.inner.split import Split
     from shoal.swarm.wire.member import Member
+
 
 ASKED = 3  # members whose buckets are read
 BUCKET_S = 15.0  # seconds to read where one of them can be
@@ -170,7 +177,7 @@ def _split(visit: Visit, task: Task, built: nn.Module, tell: Tell) -> Split:
     return found
 
 
-def checks(visit: Visit) -> list[Check]:
+def swarm_checks(visit: Visit) -> list[Check]:
     """Return all checks against the swarm; none without a link."""
     if visit.link is None:
         return []
@@ -181,3 +188,34 @@ def checks(visit: Visit) -> list[Check]:
         Check("bucket", differs, partial(bucket, visit), ("swarm",), 60.0),
         Check("model", differs, partial(model, visit), ("swarm",), 300.0),
     ]
+
+
+# Run of all checks, from this machine to the swarm.
+
+
+def diagnose(
+    link: str | None,
+    *,
+    port: int = 0,
+    hooks: str | None = None,
+    parameters: bool = False,
+    identity: Path | None = None,
+    tell: Tell = lambda finding: None,
+) -> tuple[list[CheckOutcome], ExitCode]:
+    """Run all checks; return the findings and the exit code of the first failure. ``tell`` gets each finding at once. LinkError.
+
+    ``port``: on which the node is to listen, 0 for any. ``hooks``: this machine's copy of the swarm's task.
+    ``parameters``: name those that Muon and AdamW train, where the swarm has Muon.
+    ``identity``: the key file that the node is to use, by default the user's; it is needed where the invitation is for that peer.
+    """
+    visit = Visit(None if link is None else Link.parse(link), port, hooks, parameters)
+    path = identity or default_identity_path()
+    if visit.link is not None and invited(visit.link.invite) is not None and path.exists():
+        visit.identity = Identity.load(path)
+    reach, agreed = network.checks(visit), swarm_checks(visit)
+    # The manifest comes right after the first contact: it says whether the other checks need an invitation.
+    checks = [*machine.checks(port), *reach[:2], *agreed[:1], *reach[2:], *agreed[1:]]
+    try:
+        return examine(checks, tell)
+    finally:
+        visit.close()

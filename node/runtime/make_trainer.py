@@ -11,20 +11,49 @@ from typing import TYPE_CHECKING, Any
 import torch
 from pydantic import ValidationError
 
+from shoal.node.batch import to_device
 from shoal.node.config.settings import ConfigError, Settings
-from shoal.node.task import Task
+from shoal.node.task import Shard, Task, iterator_of
 from shoal.node.tasks.text import TextTask
 from shoal.node.training import resources
 from shoal.node.training.schedule import parameter_split
 from shoal.node.training.trainer import Trainer
 from shoal.optim import RoundInfo
+from shoal.swarm.exchange.loss_check import LossCheck
+from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.training.loss_trial import LossTrial
 from shoal.swarm.training.outer_factory import steps_of_rounds
 from shoal.swarm.wire.member import Member
 
 if TYPE_CHECKING:
     from shoal.node.parallel.ranks import NodeRanks
+
+
+# A node's trial of its partners' weights (`shoal.swarm.training.loss_trial`), on batches of its task.
+
+OTHER_SEED = 7_919
+"""Added to the shard's seed, so that a trial's batches are others than those that are trained on at that time."""
+
+
+def try_partners(trainer: Trainer, screen: DistanceScreen, log: Callable[[str], None]) -> None:
+    """Let ``screen`` try what partners send, if the swarm's settings ask for it (``outer.check_loss``) and this node can.
+
+    ``trainer`` has its shard.
+    """
+    if not trainer.outer.check_loss:
+        return
+    task, shard = trainer.task, trainer.shard
+    why = "the batches of its task are made with the model" if task.draws_with_model else ""
+    if trainer.layout.ranks > 1:
+        why = "its model is trained by several processes"
+    if why:
+        log(f"this node counts partners' weights untried (outer.check_loss), for {why}")
+        return
+    other = Shard(shard.index, shard.of, shard.seed + OTHER_SEED)
+    batches = (to_device(batch, trainer.device) for batch in iterator_of(task.batches(other), other))
+    screen.loss_check = LossCheck(LossTrial(task.loss, batches, trainer.model, trainer.whole, log, trainer.inner_step.autocast))
 
 
 # torch's optimizers without torch's compiler.

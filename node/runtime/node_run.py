@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from shoal.node.checkpoint import folder as checkpoints
 from shoal.node.config.device import resolve_device, use_threads
+from shoal.node.exit_codes import ExitCode
 from shoal.node.extras import uncollected
 from shoal.node.metrics.log import Metrics
 from shoal.node.metrics.sinks import open_sinks
@@ -18,6 +19,8 @@ from shoal.node.runtime.run_options import METRICS, RunOptions, join
 from shoal.swarm.identity import Identity
 
 if TYPE_CHECKING:
+    from shoal.node.config.settings import Settings
+    from shoal.node.parallel.ranks import NodeRanks
     from shoal.node.runtime.result import Result
 
 
@@ -60,3 +63,15 @@ class NodeRun(RunOptions):
         if self.ranks is None:
             resolve_device(self.settings.node.device)
         use_threads(self.settings.node.threads, 1 if self.ranks is None else self.ranks.job.world)
+
+
+def follow(ranks: NodeRanks, settings: Settings) -> int:
+    """Follow rank 0 until it ends, with no network, display or files of its own; return the exit code.
+
+    Raises RankLostError if rank 0 ends out of order.
+    """
+    from shoal.node.runtime.door import make_task
+
+    use_threads(settings.node.threads, ranks.job.world)
+    ranks.follow(make_task)
+    return int(ExitCode.OK)

@@ -24,14 +24,13 @@ from shoal.node.runtime import resume
 from shoal.node.runtime.display import Activity
 from shoal.node.runtime.door import RL, check_size, continued, enter, make_task
 from shoal.node.runtime.join import LinkFile, await_others, choose_shard, for_new_swarm, new_manifest, wait_for_peers
-from shoal.node.runtime.make_trainer import follow_schedule, make_trainer
+from shoal.node.runtime.make_trainer import follow_schedule, make_trainer, try_partners
 from shoal.node.runtime.refusal_log import RefusalLog, rejections
 from shoal.node.runtime.result import Result, save, summary
 from shoal.node.runtime.resume import SavedRun
 from shoal.node.runtime.run_options import RunOptions, create
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources
-from shoal.node.training.partner_trial import try_partners
 from shoal.node.training.throughput import Rates
 from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.user_code import out_of_memory

@@ -322,7 +322,7 @@ def test_every_command_that_makes_a_task_names_its_fault(task, fault, command, t
     if command == "doctor":
         visit = SimpleNamespace(agreed=lambda: renamed, hooks=spec)
         checks = [Check("model", ExitCode.DIFFERS, lambda tell: swarm_checks.model(visit, tell))]
-        monkeypatch.setattr("shoal.node.doctor.run.diagnose", lambda link, tell, **options: examine(checks, tell))
+        monkeypatch.setattr("shoal.node.doctor.swarm_checks.diagnose", lambda link, tell, **options: examine(checks, tell))
     arguments = {
         "up": [], "demo": ["--peers", 2], "join": [link],
         "pull": [link, "--out", tmp_path / "out"], "doctor": [link],

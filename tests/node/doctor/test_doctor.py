@@ -17,11 +17,11 @@ from shoal.node.cli.main import cli
 from shoal.node.commands.plan import measured_line
 from shoal.node.config.settings import load
 from shoal.node.doctor import machine_checks as machine
-from shoal.node.doctor import network_checks, run
+from shoal.node.doctor import network_checks, swarm_checks
 from shoal.node.doctor import swarm_checks as agreement
 from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, examine
 from shoal.node.doctor.network_checks import Visit
-from shoal.node.doctor.run import diagnose
+from shoal.node.doctor.swarm_checks import diagnose
 from shoal.node.exit_codes import ExitCode
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.loader import load_task
@@ -390,9 +390,9 @@ def test_a_check_that_hangs_is_given_up():
 
 def test_an_invitation_for_one_peer_is_shown_with_the_key_of_that_peer_and_with_no_other(monkeypatch, tmp_path):
     mine, creator, visits = Identity.load_or_create(tmp_path / "mine.key"), Identity.ephemeral(), []
-    monkeypatch.setattr(run.network, "checks", lambda visit: visits.append(visit) or [])
-    monkeypatch.setattr(run.agreement, "checks", lambda visit: [])
-    monkeypatch.setattr(run.machine, "checks", lambda port: [])
+    monkeypatch.setattr(swarm_checks.network, "checks", lambda visit: visits.append(visit) or [])
+    monkeypatch.setattr(swarm_checks, "swarm_checks", lambda visit: [])
+    monkeypatch.setattr(swarm_checks.machine, "checks", lambda port: [])
     for options in ({"peer": mine.peer_id}, {}):
         link = Link("a" * 52, (NOBODY,), issue(creator, "a" * 52, lives=60.0, **options))
         diagnose(str(link), identity=tmp_path / "mine.key")
@@ -402,7 +402,7 @@ def test_an_invitation_for_one_peer_is_shown_with_the_key_of_that_peer_and_with_
 
 def test_checks_that_were_skipped_are_not_said_to_be_well(monkeypatch):
     outcomes = [CheckOutcome("python", "ok", "3.11"), CheckOutcome("swarm", "skipped", "no link")]
-    monkeypatch.setattr(run, "diagnose", lambda *_, **__: (outcomes, ExitCode.OK))
+    monkeypatch.setattr(swarm_checks, "diagnose", lambda *_, **__: (outcomes, ExitCode.OK))
     assert CliRunner().invoke(cli, ["doctor"]).output.endswith("nothing that was checked is in the way; skipped: 1 of 2\n")
     outcomes.pop()
     assert CliRunner().invoke(cli, ["doctor"]).output.endswith("nothing is in the way\n")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.node.runtime.make_trainer import try_partners
 from shoal.node.task import Shard, Task
-from shoal.node.training.partner_trial import try_partners
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.training import loss_trial
