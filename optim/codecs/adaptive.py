@@ -22,7 +22,9 @@ class AutoCodec:
     """Codec that spends ``bits`` a value on average, more on the tensors whose error falls more by it.
 
     Every ``every`` rounds each candidate encodes each tensor to be sent, and ``allocate`` finds the choice with the least sum of
-    squared errors. Wrapped in error feedback ("auto:2+ef") it measures the sum of tensor and residual.
+    squared errors. It is that of the next round, so that the errors come from a device together with the payload; only where
+    there is none yet it is that of the same round, and the device is waited for once more. Wrapped in error feedback
+    ("auto:2+ef") it measures the sum of tensor and residual.
 
     The two ends of an exchange may choose differently, so a payload names the choice: one byte a tensor, the index of the
     candidate; then the candidates' payloads, each beginning at a multiple of 4 bytes; then zeros up to the size that follows
@@ -51,7 +53,7 @@ class AutoCodec:
 
     @property
     def choice(self) -> list[str]:
-        """The name of the codec chosen for each tensor of the last ``encode``."""
+        """The name of the codec chosen for each tensor of the next ``encode``, if the shapes are the same."""
         return [self.candidates[index].name for index in self._choice]
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
@@ -66,8 +68,8 @@ class AutoCodec:
             return checks.read(self.packed(tensors, checks))
         check_finite(tensors, "a tensor to be sent")
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        due = shapes != self._shapes or self._age >= self.every
-        choice = self._measure(tensors, shapes) if due else self._choice
+        first, due = shapes != self._shapes, self._age >= self.every
+        choice = self._measure(tensors, shapes) if first else self._choice
         payload = torch.zeros(self.nbytes(shapes), dtype=torch.uint8, device="cpu")
         payload[: len(shapes)] = torch.tensor(choice, dtype=torch.uint8, device="cpu")
         offset = _padded(len(shapes))
@@ -75,16 +77,18 @@ class AutoCodec:
             part = self.candidates[index].encode([tensor])
             payload[offset : offset + part.numel()] = part
             offset += _padded(part.numel())
-        self._shapes, self._choice, self._age = shapes, choice, 1 if due else self._age + 1
+        self._age = 1 if first or due else self._age + 1
+        self._shapes, self._choice = shapes, self._measure(tensors, shapes) if due and not first else choice
         return payload
 
     @torch.no_grad()
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        """Encode on the device of the tensors, which is waited for where candidates are measured. Only for such candidates."""
+        """Encode on the device of the tensors, which is waited for where there is no choice yet. Only for such candidates."""
         shapes, device = [tuple(tensor.shape) for tensor in tensors], tensors[0].device
         checks.require(finite(tensors), f"a tensor to be sent {NOT_FINITE}")
-        due = shapes != self._shapes or self._age >= self.every
-        choice = self._measured_there(tensors, shapes) if due else self._choice
+        first, due = shapes != self._shapes, self._age >= self.every
+        choice = self._chosen(self._errors_there(tensors, shapes).tolist(), shapes) if first else self._choice
+        found = choice
         payload = Checks.payload(self.nbytes(shapes), device)
         self._last = weakref.ref(payload), choice
         payload[: len(shapes)] = to_device([torch.tensor(choice, dtype=torch.uint8, device="cpu")], device)[0]
@@ -93,11 +97,17 @@ class AutoCodec:
             part = _packs(self.candidates[index]).packed([tensor], checks)
             payload[offset : offset + part.numel()] = part
             offset += _padded(part.numel())
-        age = 1 if due else self._age + 1
+        age = 1 if first or due else self._age + 1
+
+        def measured(errors: list[float]) -> None:
+            nonlocal found
+            found = self._chosen(errors, shapes)
 
         def keep() -> None:
-            self._shapes, self._choice, self._age = shapes, choice, age
+            self._shapes, self._choice, self._age = shapes, found, age
 
+        if due and not first:
+            checks.values(self._errors_there(tensors, shapes), measured)
         checks.then(keep)
         return payload
 
@@ -148,14 +158,17 @@ class AutoCodec:
         requested = math.floor(self.bits * sum(map(math.prod, shapes)) / 32) * 4
         return max(requested, sum(map(min, self._sizes(shapes))))
 
-    def _measured_there(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[int]:
-        """Return the choice that ``_measure`` makes, after one wait for the device. ValueError for NaN or infinity."""
+    def _errors_there(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor:
+        """Return the squared error of each tensor by each candidate, one after the other, on the device."""
         errors: list[Tensor] = []
         for tensor, shape in zip(tensors, shapes, strict=True):
             for codec in map(_packs, self.candidates):
                 (decoded,) = codec.unpacked(codec.packed([tensor], Checks()), [shape], Checks())
                 errors.append((tensor.float() - decoded).to(wide(tensor.device)).square().sum())
-        found = torch.stack(errors).tolist()
+        return torch.stack(errors)
+
+    def _chosen(self, found: list[float], shapes: Sequence[Shape]) -> list[int]:
+        """Return the choice that ``_measure`` makes, of the errors. ValueError for NaN or infinity."""
         width = len(self.candidates)
         rows = [found[first : first + width] for first in range(0, len(found), width)]
         if not all(math.isfinite(row[0]) for row in rows):  # of float32, which loses nothing else

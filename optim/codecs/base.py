@@ -167,6 +167,7 @@ class Checks:
     def __init__(self, later: bool = True) -> None:
         self._later, self._conditions = later, dict[str, Tensor]()
         self._after: list[Callable[[], None]] = []
+        self._values: tuple[Tensor, Callable[[list[float]], None]] | None = None
 
     def require(self, holds: Tensor, text: str) -> None:
         """Raise ValueError with ``text``, here or in ``read``, unless ``holds``, a bool scalar, is true."""
@@ -179,6 +180,10 @@ class Checks:
     def then(self, do: Callable[[], None]) -> None:
         """Call ``do`` once all conditions are known to hold."""
         self._after.append(do)
+
+    def values(self, values: Tensor, take: Callable[[list[float]], None]) -> None:
+        """Call ``take`` with numbers of the device that come with the payload, before what is done `then`."""
+        self._values = values, take
 
     @staticmethod
     def payload(nbytes: int, device: torch.device | str) -> Tensor:
@@ -197,11 +202,16 @@ class Checks:
         whole = payload.as_strided((size + len(answers),), (1,))
         if answers:
             whole[size:] = torch.stack(answers)
+        if self._values is not None:
+            whole = torch.cat([whole, self._values[0].view(torch.uint8)])
         host = buffer(whole.numel())
         host.copy_(whole)  # the one wait
-        for text, holds in zip(self._conditions, host[size:].tolist(), strict=True):
+        for text, holds in zip(self._conditions, host[size : size + len(answers)].tolist(), strict=True):
             if not holds:
                 raise ValueError(text)
+        if self._values is not None:
+            values, take = self._values
+            take(host[size + len(answers) :].clone().view(values.dtype).tolist())
         return host[:size]
 
 

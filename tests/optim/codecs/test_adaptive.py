@@ -127,12 +127,13 @@ def test_partners_may_choose_differently():
 
 def test_measured_again_every_few_rounds():
     codec = AutoCodec(2, MENU, every=3)
-    choices = []
+    choices, sent = [], []
     for step in range(7):
-        codec.encode(layers() if step == 0 else layers()[::-1])
+        sent.append(codec.encode(layers() if step == 0 else layers()[::-1])[:5].tolist())
         choices.append(codec.choice)
     assert choices[0] == choices[1] == choices[2]
     assert choices[3] == choices[0][::-1] == choices[6]
+    assert sent[0] == sent[3] == sent[4][::-1] != sent[4]  # what was measured is the next round's choice
     codec.encode(layers()[:2])
     assert len(codec.choice) == 2
 

@@ -34,6 +34,8 @@ def trained(device, slow, method, codec, dtype, width=32, buffers="average"):
         knobs = {"every": 10 if method == "decoupled" else 4} if "every" in METHODS[method].knobs else {}
         if codec is not None:
             knobs["codec"] = codec_named(codec)
+            if codec == "auto:2+ef":
+                knobs["codec"].codec.every = 1  # measures in each round
         opt = METHODS[method].make(inner, exchange, model=model, slow_device=slow, run="r", buffers=buffers, **knobs)
         generator = torch.Generator().manual_seed(int(exchange.peer))
         for step in range(STEPS):
@@ -63,6 +65,7 @@ def cases():
         for codec in codecs:
             yield method, codec, torch.float32
         yield method, codecs[-1], torch.bfloat16
+    yield "diloco", "auto:2+ef", torch.bfloat16
 
 
 @pytest.mark.parametrize("slow", ["cpu", "cuda"])
