@@ -31,8 +31,8 @@ def payload(mb: int, number: int) -> list[Tensor]:
 class Peer(ABC):
     """One end. ``prepare`` is not timed, ``exchange`` is."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, ip: str) -> None:
+        self.number, self.ip = number, ip
         self.mb = 0
         self.own: list[Tensor] = []
 
@@ -69,13 +69,13 @@ class Peer(ABC):
 class Ours(Peer):
     """A host with its daemon and a PairExchange: encoding, digest, meeting, transfer, verification, confirm, mean."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, number: int, ip: str) -> None:
+        super().__init__(number, ip)
         from shoal.swarm.identity import Identity
         from shoal.swarm.p2p.host import Host
 
         self.identity = Identity.ephemeral()
-        self.host = Host.start(self.identity)
+        self.host = Host.start(self.identity, listen=[f"/ip4/{ip}/tcp/0"])
         self.rounds = 0
         self.got: Any = None
 
@@ -122,8 +122,8 @@ class Tcp(Peer):
 
     STEP = 1 << 20
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, number: int, ip: str) -> None:
+        super().__init__(number, ip)
         # The loop goes on between the exchanges: what is sent may still be on its way when the last of the other's arrives.
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -177,8 +177,8 @@ class HivemindAllReduce(Peer):
     is that from the trigger to the result.
     """
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, number: int, ip: str) -> None:
+        super().__init__(number, ip)
         # hivemind's default keeps a manager process and files, which outlive it if it dies; this leaves nothing behind.
         os.environ["HIVEMIND_MEMORY_SHARING_STRATEGY"] = "file_descriptor"
         import hivemind
@@ -252,4 +252,4 @@ class Hivemind(HivemindAllReduce):
         self.averager.step(timeout=PATIENCE)
 
 
-KINDS: dict[str, Callable[[int], Peer]] = {"ours": Ours, "tcp": Tcp, "hivemind": Hivemind, "allreduce": HivemindAllReduce}
+KINDS: dict[str, Callable[[int, str], Peer]] = {"ours": Ours, "tcp": Tcp, "hivemind": Hivemind, "allreduce": HivemindAllReduce}

@@ -1,4 +1,4 @@
-"""One end of an exchange for bench/exchange.py, a process of its own: `python -m bench._end KIND NUMBER LIMIT`.
+"""One end of an exchange for bench/exchange.py, a process of its own: `python -m bench._end KIND NUMBER LIMIT [IP]`.
 
 It is told what to do by JSON lines on stdin and answers with JSON lines on stdout. It ends, with every process that it or a
 library forked, at the end of stdin or after LIMIT seconds, so that nothing is left behind when the benchmark is killed.
@@ -59,11 +59,11 @@ def answering(limit: float) -> Callable[..., None]:
     return say
 
 
-def main(kind: str, number: int, limit: float) -> None:
+def main(kind: str, number: int, limit: float, ip: str = "127.0.0.1") -> None:
     say = answering(limit)
     torch.set_num_threads(max((os.cpu_count() or 2) // 2, 1))  # as a node does
     try:
-        peer = KINDS[kind](number)
+        peer = KINDS[kind](number, ip)
         say(address=peer.address())
         for line in sys.stdin:
             order = json.loads(line)
@@ -85,4 +85,4 @@ def main(kind: str, number: int, limit: float) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:])

@@ -18,7 +18,9 @@ import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from bench._line import Line
@@ -68,11 +70,15 @@ class Link(Protocol):
 
 
 class Namespaces:
-    """``nodes`` namespaces with ``rate`` bytes/s each way and ``delay`` seconds one way. LinkError if that does not work here."""
+    """``nodes`` namespaces with ``rate`` bytes/s each way and ``delay`` seconds one way. ``knobs``: of net.ipv4, beside those of
+    the buffers. LinkError if that does not work here.
+    """
 
     kind = "namespaces, tc tbf"
 
-    def __init__(self, nodes: int, rate: float, delay: float) -> None:
+    def __init__(
+        self, nodes: int, rate: float, delay: float, *, mtu: int = MTU, knobs: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         if os.geteuid() != 0:
             raise LinkError("network namespaces need root")
         for tool in ("ip", "tc"):
@@ -83,6 +89,7 @@ class Namespaces:
         self._lines = [Line(rate, delay) for _ in range(nodes)]
         self._sent = [0] * nodes
         self.dropped = 0
+        self._mtu, self._knobs = mtu, {**BUFFERS, **knobs}
         self._ended = False
         self._thread = threading.Thread(target=self._carry, name="link", daemon=True)
         _remove_stale()
@@ -102,9 +109,9 @@ class Namespaces:
         _call("ip", "-n", name, "link", "set", device, "name", DEVICE)
         _call("ip", "-n", name, "link", "set", "lo", "up")
         _call("ip", "-n", name, "addr", "add", f"{self.ip(node)}/24", "dev", DEVICE)
-        _call("ip", "-n", name, "link", "set", DEVICE, "mtu", str(MTU), "txqueuelen", "1000", "up")
-        for knob, sizes in BUFFERS.items():
-            _call("ip", "netns", "exec", name, "sysctl", "-qw", f"net.ipv4.{knob}={sizes}")
+        _call("ip", "-n", name, "link", "set", DEVICE, "mtu", str(self._mtu), "txqueuelen", "20000", "up")
+        for knob, value in self._knobs.items():
+            _call("ip", "netns", "exec", name, "sysctl", "-qw", f"net.ipv4.{knob}={value}")
         shape = ("rate", f"{round(rate * 8)}bit", "burst", str(BURST), "latency", f"{round(QUEUE_S * 1000)}ms")
         _call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", "tbf", *shape)
 

@@ -54,6 +54,7 @@ class Run:
             "busy_s": steps * self.setup.step_s,
             "waited_s": None if after is None else after - waited,
             "rounds": self.method.rounds() - rounds,
+            "lag": getattr(self.opt, "lag", None),
         }
 
 

@@ -6,6 +6,11 @@ their defaults (bench/_contenders.py says what is faster). "hivemind" is a whole
 the partner included, "allreduce" the same without that. The contenders take turns, so that a change of the machine's pace meets
 all of them; one turn of each is thrown away, the median of the others counts. Processor seconds are those of both ends with all
 that they forked, daemons too: on a machine that does other work as well they say more than the clock does.
+
+With --rtt the two ends, ours alone, are in network namespaces (as root on Linux) whose link has that round trip and is fast enough
+that the delay counts and not the rate: what an exchange costs in round trips, after some that warm up the connection. Between two
+exchanges is a pause, as between the rounds of a training run, after which Linux begins each connection slowly again: the second
+figure of a row is that of a system told not to (net.ipv4.tcp_slow_start_after_idle).
 """
 
 from __future__ import annotations
@@ -30,8 +35,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # called by its path, Python looks only beside this file
+
+from bench._link import Link, LinkError, Namespaces
+
 ROOT = Path(__file__).resolve().parents[1]
 RIVALS = ("tcp", "hivemind", "allreduce")
+RATE = 125e6  # bytes a second of the link of --rtt
+WARM, PAUSE_S = 25, 2.0  # exchanges over it that do not count, and seconds between two
 LIMIT = 1800.0  # seconds that the whole may take
 PATIENCE = 180.0  # seconds for one answer of a process
 ATTEMPTS = 3  # of a rival to give the right mean; without it its times are left out, and "wrong" names it
@@ -44,9 +55,8 @@ class BenchError(Exception):
 class Process:
     """One end of a contender in a process of its own, by default bench/_end.py; told and answering by JSON lines."""
 
-    def __init__(self, kind: str, number: int, command: list[str] | None = None) -> None:
+    def __init__(self, kind: str, number: int, command: list[str]) -> None:
         self.name = f"{kind} {number}"
-        command = command or [sys.executable, "-m", "bench._end", kind, str(number), str(LIMIT)]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -113,16 +123,20 @@ class Process:
 class Contender:
     """Two processes that exchange with each other."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, link: Link | None = None) -> None:
         self.kind = kind
+        self._link = link
         self.ends: list[Process] = []
         self.peak = 0.0  # most megabytes that one end held during the exchanges of the present size
         self.before = 0.0  # and before them, tensors included
         self.computed: list[float] = []  # processor seconds of each of them, by both ends
 
     def begin(self) -> None:
-        self.ends.append(Process(self.kind, 0))
-        self.ends.append(Process(self.kind, 1))
+        for number in range(2):
+            command = [sys.executable, "-m", "bench._end", self.kind, str(number), str(LIMIT)]
+            if self._link is not None:
+                command = [*self._link.enter(number), *command, self._link.ip(number)]
+            self.ends.append(Process(self.kind, number, command))
         addresses = [end.answer()["address"] for end in self.ends]
         self._all([{"do": "meet", "other": other} for other in reversed(addresses)])
 
@@ -192,6 +206,46 @@ def row(mb: int, seconds: dict[str, list[float]], ours: Contender) -> dict[str, 
     return found
 
 
+def over_distance(sizes: list[int], trips: list[int], repeats: int) -> list[dict[str, Any]]:
+    """One row per round trip, in ms, and size: the median exchange, with a kernel as it is and one that stays quick."""
+    rows = []
+    for trip in trips:
+        kernels: list[dict[int, float]] = []
+        for knobs in ({}, {"tcp_slow_start_after_idle": "0"}):
+            try:
+                link = Namespaces(2, RATE, trip / 2000, mtu=1500, knobs=knobs)
+            except LinkError as error:
+                raise BenchError(f"--rtt: {error}.") from None
+            contender = Contender("ours", link)
+            try:
+                contender.begin()
+                kernels.append({})
+                for mb in sizes:
+                    if not contender.first(mb):
+                        raise BenchError(f"our exchange of {mb} MB gave a wrong result.")
+                    seconds = []
+                    for number in range(WARM + repeats):
+                        time.sleep(PAUSE_S if number >= WARM else 0.0)
+                        seconds.append(contender.turn(mb))
+                    kernels[-1][mb] = statistics.median(seconds[WARM:])
+            finally:
+                contender.close()
+                link.close()
+        for mb in sizes:
+            slow, quick = (found[mb] for found in kernels)
+            rows.append({"rtt_ms": trip, "mb": mb, "seconds": round(slow, 4), "round_trips": round(slow * 1000 / trip, 2)})
+            rows[-1] |= {"quick_seconds": round(quick, 4), "quick_round_trips": round(quick * 1000 / trip, 2)}
+    return rows
+
+
+def show_distance(rows: list[dict[str, Any]]) -> None:
+    table = Table("round trip ms", "MB", "s", "round trips", "quick s", "quick round trips", title="Pair exchange over a distance")
+    for row in rows:
+        names = ("rtt_ms", "mb", "seconds", "round_trips", "quick_seconds", "quick_round_trips")
+        table.add_row(*(f"{row[name]:g}" for name in names))
+    Console(stderr=True).print(table)
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table("MB", "ours s", "TCP s", "hivemind s", "TCP / ours", "hivemind / ours", "peak MB", title="Pair exchange")
     for row in rows:
@@ -213,6 +267,12 @@ def arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"choose among {', '.join(RIVALS)}")
         return list(dict.fromkeys(names))
 
+    def delays(text: str) -> list[int]:
+        values = [int(part) for part in text.split(",")]
+        if not all(1 <= value <= 2000 for value in values):
+            raise argparse.ArgumentTypeError("round trips are whole milliseconds from 1 to 2000")
+        return values
+
     def count(text: str) -> int:
         if int(text) < 1:
             raise argparse.ArgumentTypeError("must be at least 1")
@@ -221,6 +281,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time the exchange of a pair of nodes on this machine.")
     parser.add_argument("--mb", type=sizes, default=[4, 40, 400], help="sizes in million bytes, separated by commas")
     parser.add_argument("--against", type=rivals, default=list(RIVALS), help="of tcp, hivemind and allreduce, or '' for none")
+    parser.add_argument("--rtt", type=delays, help="ours alone over links with these round trips, in ms, separated by commas")
     parser.add_argument("--repeats", type=count, default=5, help="exchanges of each size that count")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     return parser.parse_args()
@@ -231,13 +292,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
     try:
-        rows = measure(options.mb, options.against, options.repeats)
+        if options.rtt is None:
+            rows = measure(options.mb, options.against, options.repeats)
+        else:
+            rows = over_distance(options.mb, options.rtt, options.repeats)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    show(rows)
+    (show if options.rtt is None else show_distance)(rows)
     if options.json:
         machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__}
         took = round(time.monotonic() - began, 1)

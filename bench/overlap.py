@@ -169,6 +169,7 @@ def row(method: str, windows: list[dict[str, Any]], sent: list[int], steps: int)
         "blocked_s": round(mean("waited_s"), 2) if windows[0]["waited_s"] is not None else None,
         "utilisation": round(busy / wall, 4),
         "sent_mb": round(sum(sent) / len(sent) / 1e6, 1),
+        "lag": max((window["lag"] for window in windows if window["lag"] is not None), default=None),
     }
 
 
@@ -223,13 +224,13 @@ def show(found: list[dict[str, Any]], plan: Plan) -> None:
     for at in found:
         probe = at["check"]
         table = Table(
-            "method", "rounds", "steps", "wall s", "wait s", "blocked s", "utilisation", "MB sent per node",
+            "method", "rounds", "steps", "wall s", "wait s", "blocked s", "utilisation", "MB sent per node", "lag",
             title=f"{plan.nodes} nodes, {plan.mbit:g} Mbit/s (found {probe['mbit']:.1f}), {at['delay_ms']} ms one way (found "
             f"{probe['delay_ms']:.1f}), {at['link']}; {plan.model_bytes / 1e6:g} MB model, {plan.every} steps of "
             f"{plan.step_s * 1000:g} ms a round, simulated by timed waits",
         )  # fmt: skip
         for row in at["rows"]:
-            names = ("rounds", "steps", "wall_s", "wait_s", "blocked_s", "utilisation", "sent_mb")
+            names = ("rounds", "steps", "wall_s", "wait_s", "blocked_s", "utilisation", "sent_mb", "lag")
             table.add_row(row["method"], *("-" if row[name] is None else f"{row[name]:g}" for name in names))
         console.print(table)
         for method, why in at["skipped"].items():

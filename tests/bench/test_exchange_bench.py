@@ -59,6 +59,6 @@ def test_json_has_a_row_per_size_and_nothing_is_left_behind() -> None:
     assert psutil.wait_procs(descendants(str(os.getpid())), timeout=5)[1] == []
 
 
-@pytest.mark.parametrize("options", [["--mb", "0"], ["--mb", "x"], ["--against", "smoke"], ["--repeats", "0"]])
+@pytest.mark.parametrize("options", [["--mb", "0"], ["--mb", "x"], ["--rtt", "0"], ["--against", "smoke"], ["--repeats", "0"]])
 def test_a_wrong_option_is_named(options: list[str], refused: Callable[..., str]) -> None:
     assert options[0] in refused(main, *options)

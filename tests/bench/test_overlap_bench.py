@@ -70,12 +70,12 @@ def test_pairs_and_groups_over_relays_and_who_cannot_use_them():
 
 
 def test_rows_are_means_over_the_nodes():
-    first = {"wall_s": 12.0, "busy_s": 9.0, "waited_s": 1.0, "rounds": 3}
-    second = {"wall_s": 8.0, "busy_s": 9.0, "waited_s": 2.0, "rounds": 2}
+    first = {"wall_s": 12.0, "busy_s": 9.0, "waited_s": 1.0, "rounds": 3, "lag": 5}
+    second = {"wall_s": 8.0, "busy_s": 9.0, "waited_s": 2.0, "rounds": 2, "lag": 7}
     found = row("noloco", [first, second], [4_000_000, 6_000_000], 90)
     assert found == {
         "method": "noloco", "steps": 90, "rounds": 2, "wall_s": 10.0, "wait_s": 1.0, "blocked_s": 1.5, "utilisation": 0.9,
-        "sent_mb": 5.0,
+        "sent_mb": 5.0, "lag": 7,
     }  # fmt: skip
 
 
