@@ -327,6 +327,13 @@ class Host:
         except asyncio.TimeoutError:
             raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
 
+    def usable(self, stream: Stream) -> bool:
+        """Return whether an earlier stream of `open` is as good as a new one: open, to a peer not denied, by the way of choice."""
+        peer = stream.peer_id
+        past = peer in self.puncher.reached and self.traffic.ways.choose(peer)
+        denied = self.resource_manager.access_policy.denies(peer)
+        return stream.idle and not denied and past == (stream.way != peer)
+
     @contextlib.asynccontextmanager
     async def _echo(self, way: str) -> AsyncIterator[Echo | None]:
         """Ping a daemon for the pacer, by libp2p's own protocol, which it answers; yield None if it is on this machine."""
@@ -411,7 +418,7 @@ class Host:
             return
         try:
             await handler(stream)
-            await stream.drained(LINGER)
+            await stream.more(LINGER)
         except ShoalError as error:
             log.debug("%s with peer %s ended: %s", protocol, short(peer), error)
         except asyncio.CancelledError:

@@ -89,6 +89,13 @@ class ResourceManager:
             self._counters.reject(reason)
         return reason
 
+    def renew(self, stream: Caller, protocol: str) -> bool:
+        """Return whether a further request on a stream that is served may be answered: it counts as one on a new stream."""
+        reason = self._refusal(stream.peer_id, range_of(stream.origin), protocol, 1)
+        if reason:
+            self._counters.reject(reason)
+        return not reason
+
     def release(self, stream: Caller, protocol: str, sent: int) -> None:
         """Note the end of a stream on which ``sent`` bytes went out."""
         self._places.free(stream)
@@ -114,12 +121,12 @@ class ResourceManager:
             self._counters.reject(reason)
         return reason
 
-    def _refusal(self, peer: str, where: str, protocol: str) -> str:
+    def _refusal(self, peer: str, where: str, protocol: str, own: int = 0) -> str:
         if self.access_policy.denies(peer) or (protocol not in FREE and self.access_policy.blocks(peer)):
             return "denied"
         if protocol not in FREE and not self.access_policy.admits(peer):
             return "uninvited"
-        if self._busy[peer] >= MAX_HANDLERS_PER_PEER:
+        if self._busy[peer] - own >= MAX_HANDLERS_PER_PEER:
             return "crowded"
         if not self._streams.take(peer, 1, 0) or not self._ranges.take(where, 1, 0):
             return "rate"

@@ -7,15 +7,15 @@ there, ends the stream with a clean EOF, so EOF before the last expected byte is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.pacing.meter import LARGE, TrafficMeter
-from shoal.swarm.pacing.pace import Pace
 from shoal.swarm.pacing.progress import Progress
 
 CHUNK = 1 << 20  # bytes offered to the socket, or read from it, at a time
+AHEAD = 1 << 16  # of what is sent ahead of a swap, which begins when the socket has taken such a piece
 _HEAD = 4  # bytes of the length before each small message
 _GONE = (ConnectionError, EOFError, BrokenPipeError)  # IncompleteReadError is an EOFError
 
@@ -67,6 +67,8 @@ class Stream:
         self._traffic = traffic
         self.sent = 0
         """Bytes sent on this stream."""
+        self._sent_ahead: _Outgoing | None = None  # what the next swap sends, of which a part was sent
+        self._ahead: asyncio.Task[None] | None = None
         self._announced: int | None = None  # length of a message whose body has not arrived yet
 
     async def send(self, data: bytes, timeout: float) -> None:
@@ -100,26 +102,58 @@ class Stream:
         """
         return await self._within(self._receive(limit), timeout, "did not send a message")
 
-    async def _receive(self, limit: int) -> bytes:
+    async def _head(self) -> int:
         if self._announced is None:
             self._announced = int.from_bytes(await self._reader.readexactly(_HEAD), "big")
             self._traffic.received += _HEAD
-        if self._announced > limit:
+        return self._announced
+
+    async def _receive(self, limit: int) -> bytes:
+        announced = await self._head()
+        if announced > limit:
             self.abort()
             raise MessageError(
-                f"peer {short(self.peer_id)} announced a message of {self._announced} bytes where at most {limit} are "
+                f"peer {short(self.peer_id)} announced a message of {announced} bytes where at most {limit} are "
                 "allowed: it was refused; update shoal here or there."
             )
-        data = await self._reader.readexactly(self._announced)
+        data = await self._reader.readexactly(announced)
         self._announced = None
         self._traffic.received += len(data)
         return data
+
+    def send_ahead(self, outgoing: memoryview | Blocks) -> None:
+        """Begin to send what the next `swap` sends, while messages come in. A stream that ends without this swap is aborted."""
+        self._sent_ahead = _Outgoing(outgoing)
+        self._ahead = asyncio.ensure_future(self._pump(self._sent_ahead, AHEAD, self._writer.drain))
+        self._ahead.add_done_callback(lambda done: done.cancelled() or done.exception())  # the swap finds the same
+
+    @property
+    def chosen(self) -> bool:
+        """Whether there are two ways to the peer, whose next exchanges are measured to choose between them."""
+        return self._traffic.ways.several(self.peer_id)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a swap was begun by `send_ahead` and not gone on with."""
+        return self._sent_ahead is not None
+
+    async def receive_ahead(self, incoming: memoryview, arrived: Callable[[int], None]) -> None:
+        """Receive what the peer has sent ahead of a `swap`: call ``arrived`` with how much of ``incoming`` is there, until all is
+        or the peer ends. It may be cancelled, and the swap goes on from there.
+        """
+        there = 0
+        while there < len(incoming) and (data := await self._reader.read(min(CHUNK, len(incoming) - there))):
+            incoming[there : there + len(data)] = data
+            self._traffic.received += len(data)
+            there += len(data)
+            arrived(there)
 
     async def swap(
         self,
         outgoing: memoryview | Blocks,
         incoming: memoryview,
         *,
+        arrived: int = 0,
         chunk_timeout: float,
         deadline: float,
         longest: float = 0.0,
@@ -128,8 +162,8 @@ class Stream:
         """Send all of ``outgoing`` while ``incoming`` is filled from the peer; either may be empty.
 
         Both are contiguous, ``outgoing`` or each block of it, and their sizes were agreed before. Bytes go straight into
-        ``incoming``, and none beyond it is read, so that messages work afterwards. ``on_progress`` gets the bytes received so far,
-        on the loop.
+        ``incoming``, of which ``arrived`` are there already, and none beyond it is read, so that messages work afterwards.
+        ``on_progress`` gets the bytes received so far, on the loop.
 
         Raises NetworkError when the peer sent nothing for ``chunk_timeout`` seconds, or took nothing once it has sent all (at first
         either counts, for twice that: it may have to wait for its pace; a relay takes bytes for one that is gone), at ``deadline``
@@ -140,12 +174,16 @@ class Stream:
         if self._announced is not None:
             raise ValueError("a message is half received: receive it before the swap")
         loop = asyncio.get_running_loop()
+        if self._ahead is not None:
+            self._ahead.cancel()
+            await asyncio.wait({self._ahead})
+        out, self._sent_ahead, self._ahead = self._sent_ahead or _Outgoing(outgoing), None, None
         # The protocol that is replaced must not be waiting for the socket, for it gets no callbacks meanwhile.
         await self._within(self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes")
-        bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), self._traffic, self._count, on_progress)
-        sender = loop.create_task(self._send_bulk(bulk, outgoing))
+        bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), arrived, out, self._traffic, on_progress)
+        sender = loop.create_task(self._send_bulk(bulk, out))
         whole, began, ways, way = False, loop.time(), self._traffic.ways, (self.peer_id, self.way != self.peer_id)
-        measured = min(outgoing.nbytes, incoming.nbytes) >= LARGE
+        measured = min(outgoing.nbytes, incoming.nbytes) >= LARGE and not arrived
         self.tries = measured and ways.tries(*way)
         try:
             await self._watch(bulk, sender, outgoing.nbytes, chunk_timeout, Progress(deadline, longest))
@@ -166,10 +204,31 @@ class Stream:
                 if not whole:
                     self.abort()
 
-    async def _send_bulk(self, bulk: _Bulk, outgoing: memoryview | Blocks) -> None:
-        blocks = iter([outgoing.cast("B")]) if isinstance(outgoing, memoryview) else outgoing.blocks()
-        with self._traffic.pace(self.way, outgoing.nbytes) as pace:
-            await bulk.send(blocks, pace)
+    async def _send_bulk(self, bulk: _Bulk, out: _Outgoing) -> None:
+        """Write everything, and wait until the transport holds no reference to it."""
+        self._writer.transport.set_write_buffer_limits(high=2 * CHUNK)
+        await self._pump(out, CHUNK, bulk.can_write)
+        self._writer.transport.set_write_buffer_limits(high=0)  # now "writable" means "nothing buffered"
+        await bulk.can_write()
+
+    async def _pump(self, out: _Outgoing, most: int, can_write: Callable[[], Awaitable[None]]) -> None:
+        """Write what is left of ``out``, in pieces of ``most`` bytes, at the pace of the way; may be called off, and again."""
+        upload = self._traffic.upload
+        with self._traffic.pace(self.way, out.nbytes) as pace:
+            while left := out.block():
+                await can_write()
+                # In small chunks under a budget: the other side gives up when nothing arrives for some seconds.
+                size = min(most if upload is None else min(most, upload.chunk), left)
+                if upload is not None:
+                    await upload.wait()
+                if pace is not None:
+                    size = await pace.room(size)
+                if upload is not None or pace is not None:
+                    await can_write()
+                if self._writer.transport.is_closing():
+                    raise EOFError
+                self._writer.transport.write(out.take(size))
+                self._count(size)
 
     async def _watch(self, bulk: _Bulk, sender: asyncio.Task[None], nbytes: int, chunk_timeout: float, progress: Progress) -> None:
         """Wait for both directions. Progress is counted in bytes the socket took, not in whole chunks: links are slow."""
@@ -218,20 +277,55 @@ class Stream:
 
     def close(self) -> None:
         """Send what is buffered, then end the stream."""
+        if self.ahead:
+            self.abort()
         self._writer.close()
 
-    async def drained(self, timeout: float) -> bool:
-        """Wait until the peer has ended its side; False when ``timeout`` seconds passed, or it sent more, before."""
+    async def more(self, timeout: float) -> bool:
+        """Wait until the peer begins another message; False when it has ended its side, or ``timeout`` seconds passed, before.
+
+        Nothing is lost: `receive` takes that message.
+        """
         try:
-            return await asyncio.wait_for(self._reader.read(1), timeout) == b""
-        except asyncio.TimeoutError:
+            await asyncio.wait_for(self._head(), timeout)
+        except (asyncio.TimeoutError, *_GONE):
             return False
-        except _GONE:
-            return True
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """True while both sides hold it open and nothing has come that was not received."""
+        reader: Any = self._reader
+        nothing = self._announced is None and not self._sent_ahead and not reader._buffer
+        return nothing and not reader.at_eof() and not self._writer.transport.is_closing()
 
     def abort(self) -> None:
         """End the stream at once; what is buffered is lost."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._sent_ahead = self._ahead = None
         self._writer.transport.abort()
+
+
+class _Outgoing:
+    """Bytes that are sent in one direction of a swap, and how many of them were written."""
+
+    def __init__(self, outgoing: memoryview | Blocks) -> None:
+        self.nbytes, self.written = outgoing.nbytes, 0
+        self._blocks = iter([outgoing.cast("B")]) if isinstance(outgoing, memoryview) else outgoing.blocks()
+        self._rest = memoryview(b"")
+
+    def block(self) -> int:
+        """Return how many bytes can be taken at once, at most; 0 at the end."""
+        while not self._rest and (following := next(self._blocks, None)) is not None:
+            self._rest = following
+        return len(self._rest)
+
+    def take(self, size: int) -> memoryview:
+        """Return the next ``size`` bytes, which are then written."""
+        taken, self._rest = self._rest[:size], self._rest[size:]
+        self.written += size
+        return taken
 
 
 class _Bulk(asyncio.BufferedProtocol):
@@ -242,8 +336,9 @@ class _Bulk(asyncio.BufferedProtocol):
         reader: Any,
         writer: Any,
         incoming: memoryview,
+        arrived: int,
+        out: _Outgoing,
         traffic: TrafficMeter,
-        count: Callable[[int], None],
         on_progress: Callable[[int], None] | None,
     ) -> None:
         # The asyncio reader and writer of a socket, as Any: their private parts are needed below.
@@ -252,17 +347,16 @@ class _Bulk(asyncio.BufferedProtocol):
         self._transport = writer.transport
         self._usual = writer.transport.get_protocol()
         self._incoming = incoming
-        self._traffic, self._count = traffic, count
+        self._out, self._traffic = out, traffic
         self._on_progress = on_progress
-        self._received = 0
-        self._sent = 0
+        self._received = arrived
         self._writable = asyncio.Event()
         self._writable.set()
         self._lost = False
         self._transport.pause_reading()
-        early = bytes(self._reader._buffer[: len(incoming)])  # came in together with the last message
+        early = bytes(self._reader._buffer[: len(incoming) - arrived])  # came in together with the last message
         del self._reader._buffer[: len(early)]
-        incoming[: len(early)] = early
+        incoming[arrived : arrived + len(early)] = early
         self._transport.set_protocol(self)
         self.buffer_updated(len(early))
         if not self.arrived.done():
@@ -277,39 +371,14 @@ class _Bulk(asyncio.BufferedProtocol):
 
     def moved(self) -> int:
         """Return the bytes received plus those that the socket took."""
-        return self._received + self._sent - int(self._transport.get_write_buffer_size())
+        return self._received + self._out.written - int(self._transport.get_write_buffer_size())
 
     def left(self, nbytes: int) -> tuple[int, int]:
         """Return the bytes that are still to be received, and those of ``nbytes`` that the socket has yet to take."""
         return len(self._incoming) - self._received, nbytes - self.moved() + self._received
 
-    async def send(self, blocks: Iterable[memoryview], pace: Pace | None) -> None:
-        """Write everything at ``pace``, and wait until the transport holds no reference to it."""
-        self._transport.set_write_buffer_limits(high=2 * CHUNK)
-        for block in blocks:
-            await self._write(block, pace)
-        self._transport.set_write_buffer_limits(high=0)  # now "writable" means "nothing buffered"
-        await self._can_write()
-
-    async def _write(self, outgoing: memoryview, pace: Pace | None) -> None:
-        upload, start = self._traffic.upload, 0
-        while start < len(outgoing):
-            await self._can_write()
-            # In small chunks under a budget: the other side gives up when nothing arrives for some seconds.
-            size = min(CHUNK if upload is None else min(CHUNK, upload.chunk), len(outgoing) - start)
-            if upload is not None:
-                await upload.wait()
-            if pace is not None:
-                size = await pace.room(size)
-            if upload is not None or pace is not None:
-                await self._can_write()
-            chunk = outgoing[start : start + size]
-            self._transport.write(chunk)
-            start += len(chunk)
-            self._sent += len(chunk)
-            self._count(len(chunk))
-
-    async def _can_write(self) -> None:
+    async def can_write(self) -> None:
+        """Wait until the transport takes more. Raises ConnectionResetError."""
         await self._writable.wait()
         if self._lost or self._transport.is_closing():
             raise ConnectionResetError

@@ -55,6 +55,10 @@ class Ways:
         known = self._known.get(peer, {})
         return (not past) in known and past == self.choose(peer) and (past not in known or past != self.best(peer))
 
+    def several(self, peer: str) -> bool:
+        """Return whether exchanges with ``peer`` have gone past its relay, so that there is a choice."""
+        return True in self._known.get(peer, {})
+
     def best(self, peer: str) -> bool:
         """Return whether ``past`` is the better way; one that was never tried is, before any other."""
         known = self._known.get(peer, {})

@@ -262,7 +262,7 @@ class Seed:
             return
         try:
             await work
-            await stream.drained(LINGER)
+            await stream.more(LINGER)
         except (MessageError, NetworkError) as error:
             log.debug("peer %s was not answered: %s", short(stream.peer_id), error)
         finally:

@@ -116,9 +116,9 @@ class Worker:
         members = {other["peer"]: member(**other), self.host.peer_id: member(self.host.peer_id, self.host.addresses())}
         hold = HeldCalls.hold
 
-        async def held(calls, stream, round, fragment):
+        async def held(calls, stream, offer):
             self.say("held")
-            return await hold(calls, stream, round, fragment)
+            return await hold(calls, stream, offer)
 
         HeldCalls.hold = held
         self.exchange = PairExchange(

@@ -15,15 +15,13 @@ from shoal.swarm.p2p.stream import Stream  # noqa: E402
 PIECES, APART_S = 24, 4.5  # a receiver takes 5 s of silence for a broken link
 
 
-async def in_pieces(self, bulk, outgoing):
-    held = outgoing.cast("B") if isinstance(outgoing, memoryview) else memoryview(b"".join(outgoing.blocks()))
-    size = max(-(-len(held) // PIECES), 1)
-    for start in range(0, len(held), size):
+async def in_pieces(self, out, most, can_write):
+    while left := out.block():
         await asyncio.sleep(APART_S)
-        await bulk._write(held[start : start + size], None)
-    await bulk.send([], None)
+        await can_write()
+        self._writer.transport.write(out.take(min(-(-out.nbytes // PIECES), left)))
 
 
 if __name__ == "__main__":
-    Stream._send_bulk = in_pieces
+    Stream._pump = in_pieces
     cli.main()

@@ -49,6 +49,8 @@ REMEMBERED = {
     "_behind": 64,
     "_been": 8,
     "_began": 8,
+    "sizes": 8,
+    "_receiving": 8,
     "_periods": 8,
     "_events": 64,
     "_seconds": 64,

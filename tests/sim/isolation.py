@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 from shoal.swarm.exchange.group import member
+from shoal.swarm.exchange.pair import answering, dialing
 from tests.sim.clock import VirtualLoop
 from tests.sim.memory_stream import Ends, stream_pair
 
@@ -40,7 +41,12 @@ def isolated(loop: VirtualLoop) -> Iterator[ErrorCollector]:
     logger.propagate = False
     gc.disable()
     try:
-        with patch.object(member, "connected", _connected):  # a virtual loop has no sockets
+        # A virtual loop has no sockets; and streams that are kept have to be gone when a simulation rests.
+        with (
+            patch.object(member, "connected", _connected),
+            patch.object(answering, "KEPT_S", 5.0),
+            patch.object(dialing, "KEPT_S", 5.0),
+        ):
             yield errors
     finally:
         logger.removeHandler(errors)

@@ -345,6 +345,10 @@ class SimHost:
         other.process.context.copy().run(other._incoming, self.peer_id, theirs, handler)
         return stream
 
+    def usable(self, stream: Stream) -> bool:
+        """Return whether a stream may be used again, like ``Host.usable``."""
+        return stream.idle
+
     def _incoming(self, peer_id: str, end: MemoryTransport, handler: Callable[[Stream], Awaitable[None]]) -> None:
         stream = self.network.stream(peer_id, *streams_of(end, self.network.loop), self.traffic)
         self.network.loop.create_task(self._answer(handler, stream))
@@ -354,7 +358,7 @@ class SimHost:
         try:
             with contextlib.suppress(ShoalError):
                 await handler(stream)
-                await stream.drained(LINGER)
+                await stream.more(LINGER)
         except Exception as error:
             self.network.errors.append(error)
         finally:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shoal.swarm.p2p.stream import Blocks, Stream, _Bulk
+from shoal.swarm.p2p.stream import Stream, _Outgoing
 from tests.sim.faults import Fault
 from tests.sim.memory_stream import NOTHING
 from tests.sim.peers import Setting, SimSwarm
@@ -28,14 +29,11 @@ OPTIONS: dict[Kind, dict[str, Any]] = {"overlapped": {"fragments": 4}, "gather":
 class InPieces(Stream):
     """A stream on which a payload leaves in pieces, each before its receiver takes the silence for a broken link."""
 
-    async def _send_bulk(self, bulk: _Bulk, outgoing: memoryview | Blocks) -> None:
-        held = outgoing.cast("B") if isinstance(outgoing, memoryview) else memoryview(b"".join(outgoing.blocks()))
-        size = -(-len(held) // PIECES)
-
-        for start in range(0, len(held), size):
+    async def _pump(self, out: _Outgoing, most: int, can_write: Callable[[], Awaitable[None]]) -> None:
+        while left := out.block():
             await asyncio.sleep(SECONDS["pieces"])
-            await bulk._write(held[start : start + size], None)
-        await bulk.send([], None)
+            await can_write()
+            self._writer.transport.write(out.take(min(-(-out.nbytes // PIECES), left)))
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ def half_of_the_other(patch):
     """Half of what was received counts, as if the stream had broken in the middle of writing it."""
     swap = PairTransfer._swap
 
-    async def halved(self, stream, attempt, theirs, until, longest):
-        received = await swap(self, stream, attempt, theirs, until, longest)
+    async def halved(self, stream, attempt, *args):
+        received = await swap(self, stream, attempt, *args)
         tensors = [torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
                    for a, b in zip(received.values, attempt.contribution.tensors(), strict=True)]  # fmt: skip
         return PartnerContribution(received.peer, received.weight, tensors)
@@ -105,11 +105,12 @@ def held_for_ever(patch):
     """Calls that were held stay in the table."""
     hold = HeldCalls.hold
 
-    async def kept(self, stream, round, fragment):
+    async def kept(self, stream, offer):
         try:
-            return await hold(self, stream, round, fragment)
+            return await hold(self, stream, offer)
         finally:
-            self.calls.setdefault((fragment, f"{stream.peer_id} {round}"), (round, asyncio.get_running_loop().create_future()))
+            call = (offer.fragment, f"{stream.peer_id} {offer.round}")
+            self.calls.setdefault(call, (offer.round, asyncio.get_running_loop().create_future()))
 
     patch.setattr(HeldCalls, "hold", kept)
 

@@ -61,11 +61,14 @@ class FakeHost:
         task.add_done_callback(self.network.tasks.discard)
         return stream
 
+    def usable(self, stream):
+        return stream.idle
+
     async def answer(self, protocol, stream):
         self.streams.append(stream)
         with contextlib.suppress(ShoalError):
             await self.handlers[protocol](stream)
-            await stream.drained(2.0)
+            await stream.more(2.0)
         stream.close()
 
     def die(self):

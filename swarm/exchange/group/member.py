@@ -252,7 +252,7 @@ class GroupMember:
     async def _serve_myself(self, stream: Stream) -> None:
         try:
             await self._leader.serve(stream)
-            await stream.drained(LINGER_S)
+            await stream.more(LINGER_S)
         except (NetworkError, MessageError) as error:
             log.info("this node left the group that it leads: %s", error)
         finally:

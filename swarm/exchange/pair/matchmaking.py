@@ -9,6 +9,10 @@ Each peer computes its partner of the round (`shoal.optim.exchange.pairing`) and
     passed    I am beyond that round; my next one is ``round``
     refuse    our contributions differ, and this is the difference, or the caller is barred: it will not work in any round
 
+A call goes over the stream of an earlier one, if there is one (`shoal.swarm.exchange.pair.dialing`). There the caller whose call
+counts sends its payload with the offer, before the answer; the other one does when silence says that its partner is late. A node
+that is late finds the payload received (`HeldCalls`).
+
 When partners call each other at the same moment, the call of the peer with the lower rank in the round counts, once its stream
 is open; the other waits for it. A peer whose partner is not available (busy, other view of the membership) tries the next
 candidates, then calls back those that it turned away meanwhile, then listens for a moment for other peers without a partner,
@@ -95,6 +99,8 @@ class PairMatchmaker:
         fragment, number = attempt.key.fragment, self.rounds.hand_in(attempt.key.round) if number is None else number
         pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
         self.rounds.begin(number, attempt.key.round, fragment)
+        nbytes = attempt.contribution.payload.nbytes
+        pairing.usual, self.state.sizes[fragment] = self.state.sizes.get(fragment) == nbytes, nbytes
         loop, needed = asyncio.get_running_loop(), pairing.needed
         # Not the pairing, to avoid a reference cycle, which would keep both contributions until Python's collector came.
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))

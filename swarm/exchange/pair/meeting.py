@@ -13,7 +13,7 @@ from shoal.optim.exchange.pairing import rank
 from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
-from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
+from shoal.swarm.exchange.pair.transfer import Attempt, Incoming, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p.stream import short
@@ -58,6 +58,8 @@ class PairingAttempt:
     """A call of this node was accepted, and its transfer is under way."""
     broken: bool = False
     """A transfer began and was not committed."""
+    usual: bool = False
+    """The contribution is as large as the last one of its fragment: the partner, whose own is too, may receive it ahead."""
     swarm_round: int = 0
     """The furthest round that a peer reported while this node tried to meet it."""
 
@@ -110,17 +112,26 @@ class PairState:
     time: TrainingTime
     under_way: dict[int, PairingAttempt] = field(default_factory=dict)
     """By fragment."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of the newest contribution of each fragment."""
 
     async def transfer(
-        self, stream: Stream, pairing: PairingAttempt, theirs: Offer, *, caller: bool, called: float = 0.0
+        self,
+        stream: Stream,
+        pairing: PairingAttempt,
+        theirs: Offer,
+        *,
+        caller: bool,
+        called: float = 0.0,
+        incoming: Incoming | None = None,
     ) -> PartnerContribution | None:
         """Exchange payloads and commit; give up what holds training for longer than its budget (`TrainingTime`). Raises Withdrawn.
 
-        ``called``: seconds that the call took before this.
+        ``called``: seconds that the call took before this. ``incoming``: what has come of the peer's payload.
         """
         loop, attempt, key = asyncio.get_running_loop(), pairing.attempt, pairing.key
         began = loop.time()
-        work = asyncio.ensure_future(self.transfers.run(stream, attempt, theirs, caller=caller))
+        work = asyncio.ensure_future(self.transfers.run(stream, attempt, theirs, caller=caller, incoming=incoming))
         needed = asyncio.ensure_future(pairing.needed.wait())
         held = called if pairing.needed.is_set() else 0.0
         given_up, attempt.commit.moving = False, True

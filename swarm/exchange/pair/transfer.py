@@ -3,6 +3,7 @@
 The *caller* opened the stream, the *callee* accepted. After the offers are agreed (`shoal.swarm.exchange.pair.matchmaking`):
 
     both     send their payload and receive the other's into scratch, checking size, digest and finiteness
+             (the caller's may have come before its call was accepted; nothing of it counts before it is verified as a whole)
     callee   READY  -> caller      "I hold your whole contribution"
     caller   decides: commits      (or ABORT, if its own copy is not whole)
     caller   COMMIT -> callee      callee commits
@@ -78,7 +79,22 @@ class PartnerContribution:
 
 
 class Withdrawn(NetworkError):
-    """The error that a stream ended before a byte of the payload came. The caller's: it had gone on when its call was accepted."""
+    """The error that a stream ended before a byte came after the call was accepted. The caller's: it had gone on by then."""
+
+
+class Incoming:
+    """A payload of ``nbytes`` bytes as it comes in, and its digest."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.payload = buffer(nbytes)
+        self.view = self.payload.numpy().data
+        self.arrived = 0
+        self.hashes = HashList(self.view)
+
+    def advance(self, arrived: int) -> None:
+        """Note that so many bytes, from the first, are there."""
+        self.arrived = arrived
+        self.hashes.advance(arrived)
 
 
 Attempt = ExchangeAttempt[PartnerContribution]
@@ -94,15 +110,23 @@ class PairTransfer:
         """The decisions, and with them the blocks that this node refused."""
         host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
 
-    async def run(self, stream: Stream, attempt: Attempt, theirs: Offer, *, caller: bool) -> PartnerContribution | None:
-        """Exchange payloads with the peer at the other end of ``stream``; None unless it was committed. Raises Withdrawn."""
+    async def run(
+        self, stream: Stream, attempt: Attempt, theirs: Offer, *, caller: bool, incoming: Incoming | None = None
+    ) -> PartnerContribution | None:
+        """Exchange payloads with the peer at the other end of ``stream``; None unless it was committed. Raises Withdrawn.
+
+        ``incoming``: what has come of the peer's payload.
+        """
         exchange = (stream.peer_id, theirs.nonce)
         if caller:
             self._undecided.add(exchange)
         began = asyncio.get_running_loop().time()
         until = began + self._timeouts.longest(theirs.nbytes)
         try:
-            received = await self._swap(stream, attempt, theirs, began + self._timeouts.moving(theirs.nbytes), until)
+            # The size equals our own payload's (matchmaking checked it), so a peer cannot make this node allocate more.
+            incoming = Incoming(theirs.nbytes) if incoming is None else incoming
+            deadline = began + self._timeouts.moving(theirs.nbytes)
+            received = await self._swap(stream, attempt, theirs, incoming, deadline, until)
             confirm = self._decide if caller else self._follow
             await confirm(stream, theirs, received, attempt, self._patience(attempt, until))
         except (NetworkError, MessageError) as error:
@@ -133,33 +157,27 @@ class PairTransfer:
         left = until - asyncio.get_running_loop().time()
         return max(min(self._timeouts.chunk + values / VERIFIED + self._timeouts.trial, left), self._timeouts.chunk)
 
-    async def _swap(self, stream: Stream, attempt: Attempt, theirs: Offer, deadline: float, longest: float) -> PartnerContribution:
+    async def _swap(
+        self, stream: Stream, attempt: Attempt, theirs: Offer, incoming: Incoming, deadline: float, longest: float
+    ) -> PartnerContribution:
         """Exchange payloads, into scratch, and verify. Raises NetworkError or MessageError; then nothing of the scratch is used."""
-        # The size equals our own payload's (matchmaking checked it), so a peer cannot make this node allocate more.
-        scratch = buffer(theirs.nbytes)
-        incoming = scratch.numpy().data
-        hashes, arrived = HashList(incoming), 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal arrived
-            arrived = nbytes
-            hashes.advance(nbytes)
-
+        before = incoming.arrived
         try:
             await stream.swap(
                 attempt.contribution.payload,
-                incoming,
+                incoming.view,
+                arrived=before,
                 chunk_timeout=self._timeouts.chunk,
                 deadline=deadline,
                 longest=longest,
-                on_progress=advance,
+                on_progress=incoming.advance,
             )
         except NetworkError as error:
-            raise error if arrived or error.reason != "broken" else Withdrawn(str(error)) from None
+            raise error if incoming.arrived > before or error.reason != "broken" else Withdrawn(str(error)) from None
         problem: Problem | None = Problem("damaged", "it does not match the digest it announced")
         values: Received = []
-        if hashes.digest() == theirs.sha256:
-            problem, values = await asyncio.to_thread(attempt.problem, stream.peer_id, scratch)
+        if incoming.hashes.digest() == theirs.sha256:
+            problem, values = await asyncio.to_thread(attempt.problem, stream.peer_id, incoming.payload)
         if problem is not None:
             await self._send(stream, Abort(nonce=theirs.nonce, reason=str(problem)))
             raise MessageError(f"the contribution of peer {short(stream.peer_id)} was refused: {problem}.", problem.kind)

@@ -143,6 +143,17 @@ def test_streams_and_calls_have_a_rate():
     assert set(at.refused()) <= set(REASONS)
 
 
+def test_a_further_request_on_a_stream_counts_as_one_on_a_new_stream():
+    """Also of a peer that has all the streams that it may have."""
+    at, _ = resource_manager(Rates(streams=MAX_HANDLERS_PER_PEER + 3), access_policy=AccessPolicy("me"))
+    streams = [Caller("a") for _ in range(MAX_HANDLERS_PER_PEER)]
+    assert {at.acquire(stream, ECHO) for stream in streams} == {""}
+    assert [at.renew(streams[0], ECHO) for _ in range(4)] == [True, True, True, False]
+    assert at.refused() == {"rate": 1}
+    at.access_policy = AccessPolicy("me", lists=PeerLists(deny=frozenset({"a"})))
+    assert not at.renew(streams[1], ECHO)
+
+
 def test_what_is_handed_out_to_one_peer_in_an_hour_is_bounded():
     at, clock = resource_manager()
     at.meter(BULK, 1000)

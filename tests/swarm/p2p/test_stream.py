@@ -252,3 +252,62 @@ def test_a_failing_progress_callback_reaches_the_caller():
             await swap(a, b"", bytearray(10), on_progress=fail)
 
     run(body)
+
+
+@pytest.mark.parametrize("size", [1, LARGE, 5 * CHUNK + 7])
+@pytest.mark.parametrize("there", [False, True])
+def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
+    """While messages come the other way; ``there``: what came ahead was received before the swap."""
+
+    async def body(a, b):
+        out, back, into, taken = os.urandom(size), os.urandom(size), bytearray(size), bytearray(size)
+        a.send_ahead(memoryview(out))
+        assert a.ahead
+        assert not a.idle
+        await b.send(b"word", 5)
+        assert await a.receive(10, 5) == b"word"
+        arrived = [0]
+        if there:
+            receiving = asyncio.ensure_future(b.receive_ahead(memoryview(into), arrived.append))
+            while arrived[-1] < min(size, CHUNK):  # of a large one the rest has to wait for the swap
+                await asyncio.sleep(0.001)
+            receiving.cancel()
+            await asyncio.wait({receiving})
+        await asyncio.gather(swap(a, out, taken), swap(b, back, into, arrived=arrived[-1]))
+        assert (into, taken) == (out, back)
+        assert a.idle
+        assert b.idle
+        assert (a.sent, b._traffic.received) == (size, size)
+        await a.send(b"after", 5)
+        assert await b.receive(10, 5) == b"after"
+
+    run(body)
+
+
+def test_a_stream_that_ends_before_the_swap_leaves_the_rest_of_what_was_sent_ahead():
+    async def body(a, b):
+        a.send_ahead(memoryview(bytes(8 * CHUNK)))
+        await asyncio.sleep(0)
+        a.close()
+        arrived = [0]
+        await b.receive_ahead(memoryview(bytearray(8 * CHUNK)), arrived.append)  # to its end
+        assert arrived[-1] < 8 * CHUNK
+        assert not await b.more(5)
+
+    run(body)
+
+
+def test_more_waits_for_a_message_or_the_end_and_loses_nothing():
+    async def body(a, b):
+        assert not await b.more(0.01)
+        await a.send(b"hello", 5)
+        assert await b.more(5)
+        assert not b.idle
+        assert await b.more(5)
+        assert await b.receive(10, 5) == b"hello"
+        assert b.idle
+        a.close()
+        assert not await b.more(5)
+        assert not b.idle
+
+    run(body)

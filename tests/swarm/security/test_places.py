@@ -42,9 +42,9 @@ class Caller:
     async def send(self, data, timeout):
         self.answers.append(data)
 
-    async def drained(self, timeout):
+    async def more(self, timeout):
         await self.ended.wait()
-        return True
+        return False
 
     def abort(self):
         self.ended.set()
@@ -82,8 +82,8 @@ def peer_streams(monkeypatch):
 
 def calls(monkeypatch):
     monkeypatch.setattr(held_calls, "MAX_HELD", MOST)
-    waiting = HeldCalls(SimpleNamespace(patient=lambda fragment: 60.0))
-    return lambda stream: waiting.hold(stream, 3, 0), None
+    waiting = HeldCalls(SimpleNamespace(patient=lambda fragment: 60.0, sizes={}))
+    return lambda stream: waiting.hold(stream, SimpleNamespace(round=3, fragment=0, nbytes=0)), None
 
 
 @pytest.mark.parametrize("table", [chunk_server, state_server, peer_streams, calls])

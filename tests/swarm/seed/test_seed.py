@@ -344,7 +344,7 @@ def test_silent_streams_of_a_range_leave_room_for_others(monkeypatch):
         def __init__(self, peer, origin):
             self.peer_id, self.origin, self.partner = peer, origin, False
 
-        async def drained(self, timeout):
+        async def more(self, timeout):
             answered.append(self.peer_id)
 
         def abort(self):

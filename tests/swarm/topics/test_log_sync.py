@@ -176,7 +176,7 @@ def test_a_peer_that_says_nothing_is_waited_for_so_long(network):
 
     async def silent(stream):
         await stream.receive(LogRequest.LIMIT, 30)
-        await stream.drained(10)
+        await stream.more(10)
         over.set()
 
     host.serve(LOG_PROTOCOL, silent)

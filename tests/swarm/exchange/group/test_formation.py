@@ -229,7 +229,7 @@ def test_a_leader_that_does_not_answer_is_passed_over(school):
     leader, *others = school.ranked(school.peers(4, wait=6.0, quorum=3, grace=0.0))
 
     async def stopped(stream):
-        await stream.drained(60)
+        await stream.more(60)
 
     leader.host.handlers[LEADER_PROTOCOL] = stopped
     assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [pytest.approx(1.0)] * 3
@@ -264,7 +264,7 @@ def test_who_slept_through_a_round_leads_none_until_it_shows_a_new_record(school
 
     async def sleeping(stream):
         asked.append(stream.peer_id)
-        await stream.drained(60)
+        await stream.more(60)
 
     leader.host.handlers[LEADER_PROTOCOL] = sleeping
     assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shoal.optim import BFLOAT16, FLOAT32, RoundKey
 from shoal.optim.exchange.pairing import partner_of, rank
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.pair import dialing
 from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
@@ -420,3 +422,37 @@ def test_a_node_that_is_a_million_rounds_ahead_goes_back_and_meets_the_others_ag
         thread.join(60.0)
     assert went_back
     assert max(peer.exchange.next_round for peer in peers) < 10**5  # nobody followed it
+
+
+def test_few_streams_are_kept_and_none_for_long():
+    """The one used last is taken first; one that was ended meanwhile is not."""
+
+    class Kept:
+        def __init__(self, peer):
+            self.peer_id, self.ended = peer, False
+
+        def close(self):
+            self.ended = True
+
+    async def main():
+        kept = dialing.KeptStreams(SimpleNamespace(usable=lambda stream: stream is not last))
+        of_one = [Kept("a") for _ in range(dialing.KEPT_EACH + 2)]
+        last = of_one[-1]
+        for stream in of_one:
+            kept.keep(stream)
+        assert [stream.ended for stream in of_one[:3]] == [True, True, False]
+        assert kept.take("b") is None
+        assert kept.take("a") is of_one[-2]
+        assert last.ended
+        for number in range(dialing.KEPT):
+            kept.keep(Kept(f"peer {number}"))
+        assert all(stream.ended for stream in of_one[:-2])
+        assert not of_one[-2].ended
+        assert len(kept._idle) == dialing.KEPT
+        handles = list(kept._idle.values())
+        assert all(abs(handle.when() - asyncio.get_running_loop().time() - dialing.KEPT_S) < LONG for handle in handles)
+        for stream in list(kept._idle):
+            kept._end(stream)
+        assert all(handle.cancelled() for handle in handles)
+
+    asyncio.run(main())

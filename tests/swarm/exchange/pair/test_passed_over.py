@@ -41,7 +41,7 @@ def busy(patch, exchange):
     async def judge(stream, offer):
         from shoal.swarm.wire.pair import Answer
 
-        return None, Answer(verdict="busy", round=offer.round)
+        return None, Answer(verdict="busy", round=offer.round), None
 
     async def call(pairing, peer, seconds):
         return None
@@ -53,11 +53,11 @@ def busy(patch, exchange):
 def hangs_up(patch, exchange):
     """It ends the stream once it is to send its weights."""
 
-    async def run(self, stream, attempt, theirs, *, caller):
+    async def run(self, stream, attempt, theirs, **options):
         if self is exchange._matchmaker.state.transfers:
             stream.abort()
             return None
-        return await right(self, stream, attempt, theirs, caller=caller)
+        return await right(self, stream, attempt, theirs, **options)
 
     right = PairTransfer.run
     patch.setattr(PairTransfer, "run", run)

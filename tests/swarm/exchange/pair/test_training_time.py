@@ -48,7 +48,7 @@ def run(transfer, holds=(), *, awaited=True, budget=WAIT, tries=False):
     time.holds.update(zip(OTHERS, holds, strict=False))
 
     async def go():
-        transfers = SimpleNamespace(run=lambda stream, attempt, theirs, caller: transfer(pairing))
+        transfers = SimpleNamespace(run=lambda stream, attempt, theirs, caller, incoming: transfer(pairing))
         state = PairState(
             context, timeouts, transfers, selector, Patience(), PairRounds(1), RoundEvidence(context, 1), overlap=True, time=time
         )

@@ -5,6 +5,7 @@ import contextlib
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
 from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.pair import transfer
+from shoal.swarm.exchange.pair import calling, transfer
+from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.pair import Commit, OutcomeReply, OutcomeRequest, Ready
+from shoal.swarm.wire.pair import Answer, Commit, OutcomeReply, OutcomeRequest, Ready
 
 SWARM, MODEL = "a" * 52, "0" * 64
 CHUNK_TIMEOUT = 0.5
@@ -37,12 +39,13 @@ class Pair:
             PairExchange(PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), timeouts) for host in self.hosts
         ]
 
-    def begin(self, caller=1.0, callee=3.0, codec=FLOAT32, round=0):
+    def begin(self, caller=1.0, callee=3.0, codec=FLOAT32, round=0, look=lambda: None):
         first = self.exchanges[0].start(RoundKey(SWARM, round), tensors(caller), 1.0, codec)
         end = time.monotonic() + 120
         while not self.exchanges[1]._matchmaker.held.calls:
             assert time.monotonic() < end
             threading.Event().wait(0.005)
+        self.seen = look()
         return first, self.exchanges[1].start(RoundKey(SWARM, round), tensors(callee), 1.0, codec)
 
     def run(self, *args, **options):
@@ -480,3 +483,112 @@ def test_partners_with_other_codecs_refuse_each_other_and_apply_nothing(pair):
     assert (first.result(), second.result()) == (None, None)
     said = [exchange.stats.failures(RoundKey(SWARM, 0)) for exchange in pair.exchanges]
     assert "refused" in [kind for failures in said for _, kind in failures]
+
+
+def calls(network):
+    return sum(protocol == EXCHANGE_PROTOCOL for _, _, protocol in network.opened)
+
+
+def test_one_stream_serves_all_calls_of_a_pair(pair, network):
+    for round in range(5):
+        assert pair.run(round=round) == [(2.0, -2.0)] * 2
+    assert calls(network) == 1
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_kept_stream_that_the_partner_has_ended_costs_no_round(pair, network, monkeypatch, noticed):
+    assert pair.run() == [(2.0, -2.0)] * 2
+    if not noticed:  # its end is on the way when the next call begins
+        monkeypatch.setattr(pair.hosts[0], "usable", lambda stream: True)
+    pair.hosts[1].call(cut(pair.hosts[1]), 60)
+    assert pair.run(round=1) == [(2.0, -2.0)] * 2
+    assert calls(network) == 2
+    assert pair.exchanges[0].stats.failures(RoundKey(SWARM, 1)) == []
+
+
+async def cut(host):
+    for stream in host.streams:
+        stream.abort()
+
+
+def test_a_partner_that_comes_later_has_the_payload_by_then(pair):
+    nbytes = 4 * 300_003
+    assert pair.run() == [(2.0, -2.0)] * 2
+    came = pair.hosts[1].traffic.received
+    first = pair.exchanges[0].start(RoundKey(SWARM, 1), tensors(5.0), 1.0, FLOAT32)
+    end = time.monotonic() + LONG
+    while pair.hosts[1].traffic.received < came + nbytes:
+        assert time.monotonic() < end
+        threading.Event().wait(0.005)
+    second = pair.exchanges[1].start(RoundKey(SWARM, 1), tensors(7.0), 1.0, FLOAT32)
+    assert [means(handle.result()) for handle in (first, second)] == [(6.0, -6.0)] * 2
+    assert pair.hosts[1].traffic.received < came + nbytes + 4096  # once
+
+
+def test_a_contribution_of_another_size_is_not_sent_ahead(pair, monkeypatch):
+    """The partner, which knows only the size of its own last one, would take it for something else than a payload."""
+    monkeypatch.setattr(calling, "HELD_S", 0.0)
+    assert pair.run() == [(2.0, -2.0)] * 2
+    for codec, ahead in ((BFLOAT16, False), (BFLOAT16, True), (FLOAT32, False)):
+        round = pair.exchanges[0].next_round
+        handles = pair.begin(5.0, 7.0, codec, round, lambda: [stream.ahead for stream in pair.hosts[0].streams])
+        assert pair.seen == [ahead]
+        assert [means(handle.result()) for handle in handles] == [(6.0, -6.0)] * 2
+
+
+def test_only_the_partners_of_two_rounds_can_fill_memory_before_a_node_is_there(pair):
+    """And only with as much as its own contribution."""
+    assert pair.run() == [(2.0, -2.0)] * 2
+    held, me = pair.exchanges[1]._matchmaker.held, pair.hosts[0].peer_id
+    full, other = 4 * 300_003, 4 * 300_004
+    assert pair.exchanges[1]._matchmaker.state.sizes == {0: full}
+
+    class Kept(dict):
+        def __delitem__(self, call):
+            self.pop(call, None)
+
+    class Silent:
+        def __init__(self, peer):
+            self.peer_id, self.origin, self.partner, self.received = peer, "", False, 0
+
+        async def receive_ahead(self, incoming, arrived):
+            self.received = len(incoming)
+            await asyncio.sleep(LONG)
+
+        async def more(self, seconds):
+            await asyncio.sleep(seconds)
+
+    async def holding():
+        received, tasks = [], []
+        for peer, round, nbytes in [(me, 1, other), ("stranger", 1, full), (me, 1, full), (me, 2, full), (me, 3, full)]:
+            stream = Silent(peer)
+            tasks.append(asyncio.ensure_future(held.hold(stream, SimpleNamespace(round=round, fragment=0, nbytes=nbytes))))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            received.append(stream.received)
+            held.calls = Kept()  # else one peer holds one call with a fragment
+        for task in tasks:
+            task.cancel()
+            await asyncio.wait({task})
+        return received
+
+    assert pair.hosts[1].call(holding(), 60) == [0, 0, full, full, 0]
+    assert not held._receiving.total()
+
+
+def test_who_was_turned_down_sends_no_payload_ahead_the_next_time(pair):
+    assert pair.run() == [(2.0, -2.0)] * 2
+    caller = pair.exchanges[0]._matchmaker.caller
+    assert caller._welcome
+    answer = pair.exchanges[1]._matchmaker.answerer._judge
+
+    async def busy(stream, offer):
+        await stream.more(2.0)  # until the payload has begun to come
+        return None, Answer(verdict="busy", round=offer.round), None
+
+    pair.exchanges[1]._matchmaker.answerer._judge = busy
+    pair.exchanges[0].hurry(LONG)
+    handle = pair.exchanges[0].start(RoundKey(SWARM, 1), tensors(1.0), 1.0, FLOAT32)
+    assert handle.result() is None
+    assert not caller._welcome
+    pair.exchanges[1]._matchmaker.answerer._judge = answer
