@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.node.cli.options import data_overrides
+from shoal.node.cli.options import overrides
 from shoal.node.config.settings import load
 from shoal.node.data.dealing import DataError
 from shoal.node.data.manifest_options import flags
@@ -62,11 +62,11 @@ def test_a_tokenizer_where_the_swarm_has_bytes_is_one_sentence():
 
 
 def test_flags_and_options_become_settings():
-    given = {"data": "a.jsonl", "shard": None, "tokenizer": "gpt2", "task_options": ("field=body", "width=8", "tokenizer=bytes")}
-    settings = load(None, data_overrides(given))
+    given = {"node.data": "a.jsonl", "task.options.tokenizer": "gpt2", "task.options": ("field=body", "width=8", "tokenizer=bytes")}
+    settings = load(None, overrides(given))
     assert settings.node.data == "a.jsonl"
     assert settings.task.options == {"field": "body", "width": 8, "tokenizer": "gpt2"}
-    assert not load(None, data_overrides({"data": None, "shard": None, "tokenizer": None})).task.model_fields_set
+    assert not load(None, overrides({"node.data": None, "task.options": ()})).task.model_fields_set
 
 
 def test_nodes_of_one_machine_are_given_what_the_manifest_does_not_tell():

@@ -81,7 +81,7 @@ def test_the_settings_know_every_method_and_every_knob_is_some_methods():
 
 @pytest.mark.parametrize("command", [up, demo])
 def test_the_help_names_every_method(command):
-    (option,) = [option for option in command.params if option.name == "method"]
+    (option,) = [option for option in command.params if option.name == "outer.method"]
     words = re.findall(r"[a-z0-9-]+", option.help)
     assert [name for name in METHODS if name not in words] == []
 
