@@ -16,7 +16,7 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.outer import TrainSettings
+from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.member import Member
 from tests.blocking import blocking
@@ -111,8 +111,9 @@ def hosts():
         blocking(every=3, weights="tokens", buffers="average"),  # two tensors and what no codec may touch
         blocking(every=3, codec="mod4"),
         blocking(every=3, codec="mod4", weights="tokens", buffers="average"),
+        OuterSettings(every=3, codec="mod4", fragments=1, lag=2, buffers="average"),
     ],
-    ids=["pull", "bfloat16", "local", "gasloc", "buffers", "mod4", "mod4-buffers"],
+    ids=["pull", "bfloat16", "local", "gasloc", "buffers", "mod4", "mod4-buffers", "mod4-overlapped"],
 )
 def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(hosts, outer):
     rounds = 5
@@ -132,7 +133,7 @@ def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(
     members = {hosts[i][1].peer_id: member(i) for i in range(PEERS)}
     for (identity, host), (trainer, _) in zip(hosts, made, strict=True):
         trainer.opt.exchange = PairExchange(
-            PeerContext(host, identity, swarm, digest, SEED, lambda: members), ExchangeTimeouts(30.0)
+            PeerContext(host, identity, swarm, digest, SEED, lambda: members), ExchangeTimeouts(30.0), overlap=outer.lag != 0
         )
     threads = [threading.Thread(target=trainer.run) for trainer, _ in made]
     for thread in threads:
