@@ -18,9 +18,8 @@ so what one gains the other loses, to the last bit, and the own rounding never e
 The range is the larger of 1.1 times the distance measured last and rho rms(w - slow), where rho is the measured distance over
 rms(w - slow) in the fragment's last exchange, 1.5 at first. D is at least 2^-20 of the largest value: z is exact in float32.
 
-* A refused block counts as 1.5 sigma, or as 3 times what the partner expected if that is less: then the partner's range was too
-  small, not the own one, which stays. A block in which the partner expected more counts as 0.7 of that, up to 1.5 sigma: where one
-  peer is far from all others the word spreads; else nobody would send it what it can read, and it would stay away for good.
+* A refused block counts as 1.5 sigma; one in which the partner expected more as 0.7 of that, up to 1.5 sigma. Where one peer is far
+  from all others the word spreads; else nobody would send it what it can read, and it would stay away for good.
 * n rounds without a partner make rms(w - slow) count sqrt(1 + n) times, at most 4: a random walk.
 
 What is heard of others fades by 1.1 times 0.7, and nothing else makes a range wider: beyond 4 times the true distance an exchange
@@ -51,7 +50,7 @@ from shoal.optim.device import to_host
 BLOCK, HALF, BITS, LEVELS = 64, 32, 4, 16
 REACH = 4.5
 """c: half of a range, in sigmas."""
-GROWTH, FIRST, REFUSED, APART, WORD, NARROW = 1.1, 1.5, 1.5, 4.0, 0.7, 3.0
+GROWTH, FIRST, REFUSED, APART, WORD = 1.1, 1.5, 1.5, 4.0, 0.7
 FAR = 2.0
 """Own sigmas beyond which the partner's block is refused."""
 LARGEST, NONE = 127, -128
@@ -129,10 +128,8 @@ class Mod4Codec:
 
     def learn(self, sent: PairMessage, read: Reading) -> None:
         """Note the distances that the partner's contribution showed."""
-        used = SIGMAS[sent.exponents.int() + 128]
-        widest = REFUSED * used
-        refused = torch.minimum(torch.maximum(NARROW * read.expected, used / GROWTH), widest)
-        seen = torch.where(read.kept, read.distance, refused)
+        widest = REFUSED * SIGMAS[sent.exponents.int() + 128]
+        seen = torch.where(read.kept, read.distance, widest)
         self._measured = _exponents(torch.maximum(seen, torch.minimum(WORD * read.expected, widest)), up=False)
         weights = sent.sizes * read.kept
         moved = SIGMAS[sent.moved.int() + 128].masked_fill(sent.moved == NONE, 0.0)

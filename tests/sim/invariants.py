@@ -9,7 +9,8 @@
 4. Rounds grow, but for a peer that returns to the others. Whatever a hostile one says, no peer is more than `AHEAD` rounds of every
    fragment beyond the number of rounds that the most diligent peer began, but for one that knew of no other member.
 5. A round comes to its own end, before the limit at which the training thread would call it off.
-6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer.
+6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer. In mod4
+   they do not go apart: who is too far away to be read takes over the others' weights, which nothing does here.
 7. Tables are bounded, and nothing is left at the end: no task, no stream, no table entry but for `REMEMBERED`.
 """
 
@@ -146,7 +147,7 @@ class Checks:
         """Return how near to each other the replicas must come."""
         options, before = self._swarm.setting.options, self._apart_at_calm or 0.0
         whole = self._swarm.setting.kind == "group" and not options.get("quorum") and "max_group" not in options
-        return EQUAL if whole else max(before / 2, EQUAL)
+        return EQUAL if whole else max(before * (4 if self._swarm.setting.mod4 else 0.5), EQUAL)
 
     def _mean(self, peer: SimPeer, mine: Contribution, mean: Mean) -> None:
         parts = [self._named(number, float(value), mean) for number, value in enumerate(mean.tensors[1]) if value != 0]
