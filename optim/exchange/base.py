@@ -76,9 +76,8 @@ class Closable(Protocol):
 class Lasting(Protocol):
     """Handle of an exchange whose fragment may be left out of rounds until its bytes have moved, rather than given up."""
 
-    @property
-    def moving(self) -> bool:
-        """Whether a partner was found, and bytes are on their way."""
+    def leave_out(self) -> bool:
+        """Leave the fragment out of its next round if a partner was found and bytes are on their way; return whether it is."""
         ...
 
 

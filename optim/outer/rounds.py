@@ -98,7 +98,7 @@ class OuterRounds(OuterState):
         """Return True if training goes on although the fragment is due: over a slow link the mean comes later. Rank 0 decides."""
         if self._auto is None or self.position - pending.position >= LASTS * self._auto.every or self._there(pending):
             return False
-        return self._weights.agreed(isinstance(pending.handle, Lasting) and pending.handle.moving)
+        return self._weights.agreed(isinstance(pending.handle, Lasting) and pending.handle.leave_out())
 
     def _deferred(self, pending: PendingExchange) -> bool:
         """Return True if the members' slow weights differ, so that all begin a second exchange when this one is applied.

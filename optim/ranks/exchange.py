@@ -94,10 +94,9 @@ class RankHandle:
         """Return True if this rank need not wait for the real exchange."""
         return self._over or (self._real is not None and self._real.done())
 
-    @property
-    def moving(self) -> bool:
-        """Whether bytes of the real exchange move; False but on rank 0."""
-        return isinstance(self._real, Lasting) and self._real.moving
+    def leave_out(self) -> bool:
+        """Leave the fragment out of its next round if bytes of the real exchange move; False but on rank 0."""
+        return isinstance(self._real, Lasting) and self._real.leave_out()
 
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait for rank 0's outcome and return this rank's part of it. RuntimeError, on all ranks, if the real exchange raises."""

@@ -35,8 +35,8 @@ class CommitState(Generic[R]):
     """True once the training thread has gone on: nothing may be committed any more."""
     awaited: bool = False
     """True once the training thread waits for the outcome."""
-    moving: bool = False
-    """True while the transfer with a partner is under way."""
+    leave_out: Callable[[], None] | None = None
+    """While the transfer with a partner is under way: leaves the next round out."""
     _wake: Callable[[], object] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 

@@ -113,10 +113,13 @@ class ExchangeHandle(Generic[R]):
         """Return whether ``result`` would return at once."""
         return self._future.done()
 
-    @property
-    def moving(self) -> bool:
-        """Whether the transfer with a partner is under way (`shoal.optim.exchange.base.Lasting`)."""
-        return self._attempt.commit.moving and not self._future.done()
+    def leave_out(self) -> bool:
+        """Leave the next round out if the transfer with a partner is under way (`shoal.optim.exchange.base.Lasting`)."""
+        leave_out = self._attempt.commit.leave_out
+        if leave_out is None or self._future.done():
+            return False
+        leave_out()
+        return True
 
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round up and return None."""

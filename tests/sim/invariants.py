@@ -6,8 +6,9 @@
    others keep their own step whole.
    The two may come apart only where a fault touched one of them while it was at it (two generals).
 3. A decision is made once, and never for a peer that has gone on.
-4. Rounds grow, but for a peer that returns to the others. Whatever a hostile one says, no peer is more than `AHEAD` rounds of every
-   fragment beyond the number of rounds that the most diligent peer began, but for one that knew of no other member.
+4. Rounds grow, but for a peer that returns to the others, and each is of one fragment. Whatever a hostile one says, no peer is more
+   than `AHEAD` rounds of every fragment beyond the number of rounds that the most diligent peer began, but for one that knew of no
+   other member.
 5. A round comes to its own end, before the limit at which the training thread would call it off.
 6. Left in peace, the replicas come together within the swarm's patience: in groups of all they become equal, else nearer. In mod4
    they do not go apart: who is too far away to be read takes over the others' weights, which nothing does here.
@@ -101,6 +102,8 @@ class Checks:
             most = max(peer.serial for peer in swarm.peers) + AHEAD * swarm.setting.fragments
             if self._mischief.hostile and not peer.gone:
                 self._dragged(peer, now > most)
+            if (peer.round - peer.turn) % swarm.setting.fragments:
+                self._fail(f"{peer.name} sends fragment {peer.turn} in round {peer.round}, where nobody else does")
             for mine, handle in peer.in_flight.values():
                 if isinstance(peer.exchange, GroupExchange):
                     mine.leaders.update(peer.exchange._rounds._elsewhere.values())

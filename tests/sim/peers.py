@@ -218,7 +218,7 @@ class SimPeer:
             return False
         mine, handle = self.in_flight[fragment]
         since = sum(which == fragment and when >= mine.begun for which, when in self.left_out)
-        return handle.moving and since < LASTS - 1
+        return since < LASTS - 1 and handle.leave_out()
 
     async def _round(self, fragment: int) -> None:
         swarm, loop, part = self.swarm, self.swarm.network.loop, slice(fragment, None, self.swarm.setting.fragments)

@@ -165,7 +165,7 @@ MUTANTS = {
     two_decisions: "is in two means",
     takes_what_it_does_not_hold: "is not of its members|in two means|is not that of|KeyError",
     round_forgotten: "fell from",
-    no_deadline: "took .* s|still has|has .* in",
+    no_deadline: "took .* s|still has|has .* in|the spread is still",
     held_for_ever: "has .* in .*held.calls",
     streams_left_open: "still has|has .* in|streams are open",
     wrong_weights: "is not that of|never handed in",

@@ -134,7 +134,7 @@ class PairState:
         work = asyncio.ensure_future(self.transfers.run(stream, attempt, theirs, caller=caller, incoming=incoming))
         needed = asyncio.ensure_future(pairing.needed.wait())
         held = called if pairing.needed.is_set() else 0.0
-        given_up, attempt.commit.moving = False, True
+        given_up, attempt.commit.leave_out = False, self.rounds.leave_out
         try:
             await asyncio.wait({work, needed}, return_when=asyncio.FIRST_COMPLETED)
             since, longest = loop.time(), self.time.budget(theirs.nbytes, key.fragment, loop.time() - began)
@@ -145,7 +145,7 @@ class PairState:
                 log.info("round %d: %s was too slow: given up after %.1f s", key.round, short(stream.peer_id), longest)
             received = work.result() if work.done() else attempt.commit.received
         finally:
-            attempt.commit.moving = False
+            attempt.commit.leave_out = None
             for task in (work, needed):
                 task.cancel()
             await asyncio.wait({work, needed})

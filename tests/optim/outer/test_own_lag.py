@@ -37,6 +37,9 @@ class DrawnHandle:
         self.left -= 1
         return self.left <= 0
 
+    def leave_out(self):
+        return self.moving
+
     def result(self, deadline=None):
         self.exchange.under_way[self.key.fragment].discard(self)
         return None if self.fails else Mean(self.tensors, 2.0, ("a", "b"))

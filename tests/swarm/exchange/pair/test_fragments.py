@@ -251,6 +251,28 @@ def test_a_move_keeps_every_later_contribution_in_its_step(fragments, sent, data
     assert rounds.next_round >= sent
 
 
+@given(st.integers(1, 5), st.lists(st.sampled_from(["send", "leave out", "apply", 1, 2, 3])))
+def test_a_round_that_is_left_out_keeps_every_number_in_its_step(fragments, events):
+    """Whatever was in flight then and moves later (by so many steps), and whenever the optimizer learns of it."""
+    rounds, counted, turn, flying = PairRounds(fragments, overlap=True), 0, 0, []
+    for event in events:
+        if event == "send":
+            own = rounds.hand_in(counted)
+            rounds.begin(own, rounds.next_round - 1, turn % fragments)
+            flying.append((own, turn % fragments))
+        elif event == "leave out":
+            rounds.leave_out()
+        elif event == "apply":
+            counted = max(counted, rounds.next_round)
+            rounds.next_round = counted
+        elif flying:
+            own, fragment = flying.pop(0)
+            rounds.move(own, own + rounds._shift + event * fragments, fragment)
+        if event in ("send", "leave out"):
+            counted, turn = counted + 1, turn + 1
+        assert rounds.next_round % fragments == counted % fragments == turn % fragments
+
+
 @given(st.integers(1, 5), st.integers(0, 60), st.integers(0, 60), st.none() | st.integers(0, 60))
 def test_a_caller_is_met_held_or_sent_to_a_later_round_in_its_own_step(fragments, round, next_round, at):
     rounds, fragment = PairRounds(fragments), round % fragments

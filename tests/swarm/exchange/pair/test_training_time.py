@@ -203,11 +203,11 @@ def test_a_transfer_says_that_it_moves_for_as_long_as_it_does():
 
     async def looks(pairing):
         seen.append(pairing)
-        assert pairing.attempt.commit.moving
+        assert pairing.attempt.commit.leave_out is not None
         return await quick(pairing)
 
     assert run(looks)[0] == THEIRS
-    assert not seen[0].attempt.commit.moving
+    assert seen[0].attempt.commit.leave_out is None
 
 
 def test_a_link_that_has_become_slower_is_usual_from_then_on():
