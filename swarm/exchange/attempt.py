@@ -35,8 +35,8 @@ class CommitState(Generic[R]):
     """True once the training thread has gone on: nothing may be committed any more."""
     awaited: bool = False
     """True once the training thread waits for the outcome."""
-    leave_out: Callable[[], None] | None = None
-    """While the transfer with a partner is under way: leaves the next round out."""
+    leave_out: Callable[[], bool] | None = None
+    """While the transfer with a partner is under way: leaves the next round out, unless the transfer has just begun."""
     _wake: Callable[[], object] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 

@@ -116,10 +116,7 @@ class ExchangeHandle(Generic[R]):
     def leave_out(self) -> bool:
         """Leave the next round out if the transfer with a partner is under way (`shoal.optim.exchange.base.Lasting`)."""
         leave_out = self._attempt.commit.leave_out
-        if leave_out is None or self._future.done():
-            return False
-        leave_out()
-        return True
+        return leave_out is not None and not self._future.done() and leave_out()
 
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round up and return None."""

@@ -66,8 +66,8 @@ class TrainingTime:
             self.took[peer] = max(took, held)
             self.took.move_to_end(peer)
         costs = {peer: max(held - free, 0.0) if whole or not before else held}
-        if others:  # rounds in which this fragment was not sent, so that nobody else was met with it
-            costs[peer] += max(took - max(self._patience.period(fragment), often), 0.0) / self._fragments
+        if others:  # training went on for rounds in which this fragment was not sent, so that nobody else was met with it
+            costs[peer] += max(took - held - max(self._patience.period(fragment), often), 0.0) / self._fragments
         if len(before) == 1 and peer not in before:
             costs |= {first: max(seconds - max(OFTEN * held, FREE_S), 0.0) for first, seconds in before.items()}
         for table in (self.holds, self.took):

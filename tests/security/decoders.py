@@ -593,7 +593,7 @@ def decoders():
         *proofs(),
         Decoder(
             "material of a claim",
-            ("node/verify/completions/material.py:decode", "node/verify/completions/material.py:Material.rows"),
+            ("node/verify/completions/material.py:decode_material", "node/verify/completions/material.py:Material.rows"),
             lambda data: decode_material(data).rows(),
             lambda: [MATERIAL],
             MSGPACK,

@@ -15,7 +15,7 @@ from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.rounds import PairRounds
 from shoal.swarm.exchange.pair.transfer import Attempt, Incoming, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
-from shoal.swarm.exchange.training_time import TrainingTime
+from shoal.swarm.exchange.training_time import LEAST_S, TrainingTime
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.pair import Offer
 
@@ -134,7 +134,8 @@ class PairState:
         work = asyncio.ensure_future(self.transfers.run(stream, attempt, theirs, caller=caller, incoming=incoming))
         needed = asyncio.ensure_future(pairing.needed.wait())
         held = called if pairing.needed.is_set() else 0.0
-        given_up, attempt.commit.leave_out = False, self.rounds.leave_out
+        given_up = False
+        attempt.commit.leave_out = lambda: loop.time() - began >= LEAST_S and self.rounds.leave_out()
         try:
             await asyncio.wait({work, needed}, return_when=asyncio.FIRST_COMPLETED)
             since, longest = loop.time(), self.time.budget(theirs.nbytes, key.fragment, loop.time() - began)

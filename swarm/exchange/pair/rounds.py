@@ -48,10 +48,11 @@ class PairRounds:
             self._handed_in = max(self._handed_in, number)
             return number
 
-    def leave_out(self) -> None:
-        """Note that the number of the next contribution goes by without one. What is in flight moves as far as what comes after."""
+    def leave_out(self) -> bool:
+        """Let the number of the next contribution go by without one; return True. What is in flight still moves with the rest."""
         with self._lock:
             self._handed_in += 1
+        return True
 
     def begin(self, number: int, round: int, fragment: int) -> None:
         """Note that the meeting of a contribution begins: from now on this node is in its round."""

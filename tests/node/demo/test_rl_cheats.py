@@ -52,7 +52,7 @@ def test_nodes_that_are_verified_have_one_policy():
 
 @pytest.mark.parametrize(("cheat", "kind"), [(1, "none"), (2, "activations")])
 def test_cheats_that_nobody_would_find_are_refused(cheat, kind):
-    with pytest.raises(ConfigError, match="--cheat wants"):
+    with pytest.raises(ConfigError, match="--cheat needs"):
         run_demo(peers=2, cheat=cheat, more={"verify.kind": kind})
 
 

@@ -255,8 +255,8 @@ def test_all_members_of_a_group_take_the_same_bits():
 
 def test_settings():
     assert make_screen(load().outer).robust == "none"
-    screen = make_screen(load(None, {"outer.method": "diloco", "outer.robust": "centered-clip", "outer.radius": 2.0}).outer)
-    assert (screen.robust, screen.times, screen.gathers) == ("centered-clip", 2.0, True)
+    screen = make_screen(load(None, {"outer.method": "diloco", "outer.robust": "centered-clip"}).outer)
+    assert (screen.robust, screen.times, screen.gathers) == ("centered-clip", 1.0, True)
     uneven = load(None, {"outer.round": "seconds:5"}).outer
     assert uneven.weighing == "tokens"
     assert problem(make_screen(uneven), 0, 1e9) is None  # suspect is off
@@ -275,7 +275,6 @@ def test_settings():
             "has a mean of its own, clipped to the median norm",
         ),
         ({"outer.suspect": 0.5}, "above 1, or 0"),
-        ({"outer.radius": 0.0}, "outer.radius=0.0"),
     ],
 )
 def test_settings_that_do_not_go_together(overrides, words):

@@ -196,6 +196,9 @@ def test_who_keeps_a_fragment_from_being_sent_costs_that_share_of_the_exchanges(
     assert time.spent("peer", 1, 0, 0.0, whole=True, took=30.0) == {"peer": math.ceil(20.0 / 4 / (GIVES * 2.5))}
     time.took.update(dict.fromkeys(("one", "two", "three", "peer"), 30.0))
     assert time.spent("another", 2, 0, 0.0, whole=True, took=30.0) == {}  # where all links are slow nobody is
+    time.took.update(dict.fromkeys(("one", "two", "three", "peer"), 1.0))
+    time.holds.update(dict.fromkeys(("one", "two", "three", "peer"), 29.0))
+    assert time.spent("waited for", 3, 0, 29.0, whole=True, took=30.0) == {}  # no round went by without this fragment
 
 
 def test_a_transfer_says_that_it_moves_for_as_long_as_it_does():
