@@ -164,7 +164,8 @@ class Internet:
         router = f"router-{number}"
         self._public(router, uplink)
         self._forward(router)
-        _call("ip", "-n", self.full(router), "link", "add", "in", "type", "bridge")
+        # An address of its own: that of a cable would go with it, and neighbours would lose their router for a minute.
+        _call("ip", "-n", self.full(router), "link", "add", "in", "address", "02:00:00:00:00:01", "type", "bridge")
         self._address(router, "in", f"{lan}.1")
         self._lans[router] = (lan, 1)
         self._add(home)

@@ -82,7 +82,7 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     results = [shoal.result(f"peer-{i}") for i in range(PEERS)]
     assert [(r["exchanges"], r["pairs_none"]) for r in results] == [(rounds, 0)] * PEERS
     sent, received = (sum(result[way] for result in results) for way in ("bytes_sent", "bytes_received"))
-    assert 0 < sent == pytest.approx(received, abs=64)  # of calls that cross, one may hang up before it has read its answer
+    assert 0 < sent == pytest.approx(received, rel=0.01)  # of calls that cross, one may hang up before it has read what came ahead
     reference = simulated(lambda: TextTask(data=str(shoal.text), **options), outer, train, [r["peer"] for r in results])
     for i, result in enumerate(results):
         files = sorted((shoal.home / f"peer-{i}" / "rounds").iterdir())

@@ -82,7 +82,7 @@ def test_where_memory_runs_out_in_an_exchange_the_last_checkpoint_is_gone_on_fro
     assert last.startswith("Error: There is not enough memory on 'cpu' for a step: keep the outer optimizer in files"), node.said()
     assert "was whole and is saved" not in node.said()  # of that step the inner part alone was taken
     before = steps(shoal)[-1]
-    assert before in (10, 15)
+    assert 0 < before < 20  # a round whose checkpoint would have to wait for the one before has none
     again = up(shoal, "--steps", str(before + 10), *every_round, "--resume").json()
     assert again["steps"] == before + 10
 

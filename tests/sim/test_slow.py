@@ -57,7 +57,8 @@ def test_a_group_that_waits_for_the_late_in_each_round_loses_more(seeds, monkeyp
 def test_without_budgets_it_costs_more(seeds, monkeypatch, kind):
     without(kind, SEEDS[kind][0])
     no_budget(monkeypatch)
-    if kind == "overlapped":  # training waits for no fragment whose bytes still come
-        assert kept(kind, "pieces", SEEDS[kind][:1]) >= KEPT
+    most = KEPT
+    if kind == "overlapped":  # training waits for no fragment whose bytes have come for a second
+        most = min(most, kept(kind, "pieces", SEEDS[kind][:1]))
         monkeypatch.setattr(peers, "LASTS", 1)
-    assert kept(kind, "pieces", SEEDS[kind][:1]) < KEPT
+    assert kept(kind, "pieces", SEEDS[kind][:1]) < most
