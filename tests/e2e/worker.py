@@ -35,7 +35,7 @@ from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.state import download as chunks_module
+from shoal.swarm.state import download as download_module
 from shoal.swarm.state.download import MemorySink
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.state.snapshot import State
@@ -248,7 +248,7 @@ class Worker:
                 now()
             return reply
 
-        chunk_of, write = chunks_module._chunk, MemorySink.write
+        chunk_of, write = download_module._chunk, MemorySink.write
 
         def at_snapshot_chunk(snapshot, chunk):
             if chunk:  # neither the digests nor the first
@@ -271,7 +271,7 @@ class Worker:
             return settle(*args)
 
         network, name, wrapped = {
-            "snapshot-chunk": (chunks_module, "_chunk", at_snapshot_chunk),
+            "snapshot-chunk": (download_module, "_chunk", at_snapshot_chunk),
             "write": (MemorySink, "write", at_write),
             "part": (_Runner, "_received", at_part),
             "settle": (DecisionLog, "settle", at_settle),

@@ -30,7 +30,6 @@ from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.gossip.bodies import BodyRequest, BodyStore
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import admission, peer_exchange
-from shoal.swarm.membership import admission as manifest_exchange
 from shoal.swarm.membership.peer_exchange import Shuffle
 from shoal.swarm.p2p.punch import Punch, Puncher
 from shoal.swarm.p2p.reachability import DialRequest, ReachabilityProbe
@@ -122,7 +121,7 @@ def served(host):
     directory = SimpleNamespace(
         own=lambda: None, everyone=dict, members=dict, departed=dict, is_barred=lambda peer: False, hear=print
     )
-    manifest_exchange.serve_manifest(host, SWARM, b"x")
+    admission.serve_manifest(host, SWARM, b"x")
     admission.AdmissionHandshake(host, AccessPolicy())
     peer_exchange.PeerExchange(host, directory, ME, SWARM)
     BodyStore(host, SWARM)

@@ -45,12 +45,12 @@ class Caller:
 
         Raises NetworkError or MessageError.
         """
-        until = asyncio.get_running_loop().time() + seconds
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
         if not pairing.called.is_set() and (kept := self._kept.take(peer)) is not None:
             with contextlib.suppress(Unanswered):
                 return await self._offer(kept, pairing, until)
             pairing.offering = False
-        loop = asyncio.get_running_loop()
         began = loop.time()
         stream = await self._open(pairing, peer, until - began)
         return None if stream is None else await self._offer(stream, pairing, until, loop.time() - began)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.gossip import bodies as fetching_module
+from shoal.swarm.gossip import bodies as bodies_module
 from shoal.swarm.gossip.bodies import FETCHERS, MAX_PER_PUBLISHER, MAX_SOURCES, MAX_WAITING, BodyFetcher, BodyStore
 from shoal.swarm.gossip.bounded import BoundedQueue, LRUSet
 from shoal.swarm.gossip.envelope import BodyAnnouncement
@@ -192,7 +192,7 @@ def test_every_announcer_is_asked_until_one_has_it():
 
 
 def test_who_could_not_be_reached_is_asked_again_and_who_refused_is_not(monkeypatch):
-    monkeypatch.setattr(fetching_module, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(bodies_module, "PAUSES", (0.0, 0.0))
 
     async def run():
         busy = NetworkError("busy.")

@@ -13,8 +13,7 @@ from shoal.swarm.exchange.pair import held as held_calls
 from shoal.swarm.exchange.pair.held import HeldCalls
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream_places import StreamPlaces
-from shoal.swarm.state import download as chunks
-from shoal.swarm.state import server
+from shoal.swarm.state import download, server
 from shoal.swarm.state.download import ChunkServer
 from shoal.swarm.state.server import StateServer
 from shoal.swarm.wire.envelope import pack, seal
@@ -60,7 +59,7 @@ class Served:
 
 
 def chunk_server(monkeypatch):
-    monkeypatch.setattr(chunks, "MAX_SERVED", MOST)
+    monkeypatch.setattr(download, "MAX_SERVED", MOST)
     host = Served()
     ChunkServer(host, SWARM, None)
     return host.handler, None

@@ -13,7 +13,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import seed_client
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.seed import server as forwarding
+from shoal.swarm.seed import server as server_module
 from shoal.swarm.seed.server import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, TTL, GossipForwarding, Seed
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.member import Member
@@ -123,7 +123,7 @@ def report(host, identity, seed, topics):
 
 
 def test_what_one_publishes_another_hears_that_is_connected_to_the_bootstrap_node_alone(monkeypatch):
-    monkeypatch.setattr(forwarding, "LOOK_S", 0.05)
+    monkeypatch.setattr(server_module, "LOOK_S", 0.05)
     with running() as seed, contextlib.ExitStack() as hosts:
         keys = [Identity.ephemeral(), Identity.ephemeral()]
         a, b = (hosts.enter_context(Host.start(key, bootstrap=seed, must_join=False, light=True, timeout=30)) for key in keys)

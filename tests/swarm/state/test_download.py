@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.state import download as chunks_module
+from shoal.swarm.state import download as download_module
 from shoal.swarm.state import snapshot
 from shoal.swarm.state.download import ChunkPlan, ChunkServer, MemorySink, download, fetch_digests
 from shoal.swarm.state.snapshot import SnapshotCache, State, chunk_size, chunks_in, encode, make
@@ -100,7 +100,7 @@ def take(network, wanted, sources, sink, chunks=None):
 @pytest.fixture
 def spy(monkeypatch):
     """Notes which chunk is handed out, and lets a test put something else in its place: (snapshot id, chunk) -> bytes or None."""
-    true, change, seen = chunks_module._chunk, {}, []
+    true, change, seen = download_module._chunk, {}, []
 
     def chunk_of(snapshot, chunk):
         seen.append(chunk)
@@ -108,7 +108,7 @@ def spy(monkeypatch):
         act = change.get(chunk)
         return act(found) if act is not None and found is not None else found
 
-    monkeypatch.setattr(chunks_module, "_chunk", chunk_of)
+    monkeypatch.setattr(download_module, "_chunk", chunk_of)
     return seen, change
 
 
