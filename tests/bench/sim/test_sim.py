@@ -119,7 +119,7 @@ def test_out_of_step_a_peer_calls_one_other_and_not_the_swarm():
     """Eight others, of whom nearly all are taken, took 21.7 messages a round; none at all left half of the peers alone."""
     settings = {"outer.every": 20, "outer.wait_s": 2.0}
     report = small(peers=12, minutes=0.5, warm_up=0.25, uneven=0.4, overrides=settings)
-    assert report["messages_per_peer_round"] < 16
+    assert report["messages_per_peer_round"] < 15
     assert report["alone"] < 0.4
 
 
