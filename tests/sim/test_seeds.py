@@ -14,7 +14,7 @@ from tests.sim.faults import Fault
 from tests.sim.peers import Setting
 from tests.sim.run import setting_of, simulate
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SEEDS, BLOCK, QUICK = 500, 50, 50
 LATER = pytest.mark.slow(reason="a minute of a processor; the first fifty have swarms of every kind")
 
