@@ -26,7 +26,8 @@ def pages(entry):
 
 def test_every_page_is_in_the_navigation_once():
     settings = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Lenient)
-    assert sorted(pages(settings["nav"])) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    written = [page.name for page in (ROOT / "docs").glob("*.md")]
+    assert sorted(pages(settings["nav"])) == sorted(["index.md", *written])  # index.md is made of the README
 
 
 @pytest.mark.slow(reason="mkdocs renders the whole site and the API")
@@ -37,3 +38,4 @@ def test_it_builds_without_a_warning(tmp_path):
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert built.returncode == 0, built.stderr
     assert "DiLoCo" in (tmp_path / "python-api.html").read_text(encoding="utf-8")
+    assert 'href="methods.html"' in (tmp_path / "index.html").read_text(encoding="utf-8")

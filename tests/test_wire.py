@@ -51,7 +51,8 @@ from shoal.swarm.wire.member import Member
 from shoal.swarm.wire.pair import Offer
 from shoal.swarm.wire.seed import MAX_CONTACTS, MAX_LISTED, MAX_NAMED, SEED_PROTOCOL, SEEN_PROTOCOL, SWARMS_PROTOCOL, Announcement
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = (DOCS / "wire.md").read_text(encoding="utf-8")
 SEALED = {
     kind.KIND
     for kind in (
@@ -87,12 +88,16 @@ def test_deadlines_are_the_defaults():
     }
 
 
+def test_bounds_of_streams_and_calls_are_those_of_the_code():
+    page, rates = (DOCS / "security.md").read_text(encoding="utf-8"), Rates()
+    assert f"| {MAX_HANDLERS} at a time (and {MAX_HANDLERS} first ones" in page
+    assert f", {MAX_HANDLERS_PER_PEER} of one peer, {MAX_STRANGERS} of non-members; " in page
+    assert f"; {rates.streams:,} a minute of one peer, {rates.streams_of_range:,} of one address range" in page
+    assert f"| {rates.calls:,} a minute and {rates.call_bytes >> 20} MiB of one peer |" in page
+
+
 def test_bounds_in_the_text_are_those_of_the_code():
     assert f"at most {ENVELOPE} bytes longer" in PAGE
-    assert f"at most {MAX_HANDLERS} streams at a time, {MAX_HANDLERS_PER_PEER} per peer" in PAGE
-    assert f"{MAX_STRANGERS} of peers that are not members" in PAGE
-    assert f"{Rates().streams} streams a minute" in PAGE
-    assert f"{Rates().calls} calls and {Rates().call_bytes >> 20} MiB a minute" in PAGE
     assert f"parts of at most {PART // 1024} KiB" in PAGE
     assert (BEATS, SMALLEST) == (4, 4)
     assert "four times in each chunk timeout" in PAGE
