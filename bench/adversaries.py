@@ -44,8 +44,7 @@ from shoal.optim import Simulation, method_named
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.optim.exchange.robust import GRID, Contributions
 from shoal.optim.exchange.simulation import SimulatedExchange
-from shoal.swarm.exchange.loss_check import LossCheck
-from shoal.swarm.exchange.robust import PATIENCE, DistanceScreen, Robust
+from shoal.swarm.exchange.robust import PATIENCE, DistanceScreen, LossCheck, Robust
 from shoal.swarm.training.loss_trial import LossTrial
 
 METHODS: dict[str, tuple[Robust, dict[str, float]]] = {

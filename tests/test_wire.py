@@ -9,12 +9,10 @@ import shoal.swarm
 from shoal.swarm.access.invitation import Invitation
 from shoal.swarm.access.link import MAX_ADDRESSES as LINK_ADDRESSES
 from shoal.swarm.access.link import MAX_CHARS
-from shoal.swarm.exchange.group.allreduce import PART, SMALLEST
-from shoal.swarm.exchange.group.channel import BEATS
-from shoal.swarm.exchange.group.commit import DECISION_PROTOCOL
-from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
-from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL
-from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
+from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL
+from shoal.swarm.exchange.group.reduction import PART, PAYLOAD_PROTOCOL, SMALLEST
+from shoal.swarm.exchange.group.roster import BEATS
+from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.gossip.bodies import BODY_PROTOCOL
 from shoal.swarm.gossip.envelope import BodyAnnouncement

@@ -18,8 +18,8 @@ from bench.sim.plan import Surroundings
 from bench.sim.toy_task import BATCH, LR, Lesson, ToyModel
 from shoal.optim import Alone, Handle, RoundInfo, Steps
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.attempt import ExchangeHandle
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.exchange.handle import ExchangeHandle
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.membership.directory import State as DirectoryState

@@ -22,7 +22,7 @@ from shoal.node.checkpoint.folder import listed
 from shoal.node.checkpoint.store import load, save
 from shoal.node.integrations.own_loop import TakingPart
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.exchange.payload import float32_digest
+from shoal.swarm.exchange.contribution import float32_digest
 from shoal.swarm.training.session_setup import parameters_of
 
 FILE = "shoal"

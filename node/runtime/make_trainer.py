@@ -19,8 +19,7 @@ from shoal.node.training import resources
 from shoal.node.training.schedule import parameter_split
 from shoal.node.training.trainer import Trainer
 from shoal.optim import RoundInfo
-from shoal.swarm.exchange.loss_check import LossCheck
-from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.exchange.robust import DistanceScreen, LossCheck
 from shoal.swarm.manifest.manifest import Manifest
 from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
 from shoal.swarm.training.loss_trial import LossTrial

@@ -21,7 +21,7 @@ from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim import OuterOptimizer
 from shoal.swarm.errors import MessageError
-from shoal.swarm.exchange.payload import float32_digest
+from shoal.swarm.exchange.contribution import float32_digest
 from shoal.swarm.manifest.manifest import Manifest, open_manifest
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.state.snapshot import State

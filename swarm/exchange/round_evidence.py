@@ -1,8 +1,9 @@
-"""How far others' words move a node's round: no further than peers that it has met, and its own clock, make plausible.
+"""What a node has seen of others: how far their words move its round, and who is passed over because it wasted rounds.
 
-A round is a number that any stranger can state, and keys are free. So neither one peer's answer nor the records of many count, but
-the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. Its clock is a limit too:
-what peers `QUICKER` times as quick as itself could have done since it began.
+**Rounds** (`RoundEvidence`). Others' words move a node's round no further than peers that it has met, and its own clock, make
+plausible. A round is a number that any stranger can state, and keys are free. So neither one peer's answer nor the records of many
+count, but the rounds of peers with the same model with which this node has exchanged, whose lower median it follows. Its clock is a
+limit too: what peers `QUICKER` times as quick as itself could have done since it began.
 
 While it has met fewer than two of those present, a single peer's word would decide. Then what members said to it themselves counts,
 met or not, if they are two at least. If they are not, it moves at most `ALONE` rounds beyond where its own pace brings it, until it
@@ -17,13 +18,20 @@ A node that is ahead of all others, because its checkpoint or its snapshot was, 
 `ALONE` rounds without an exchange it goes back to where those are that call it, if that is more than as many rounds behind, but not
 to before its last exchange with them, nor on a stranger's word while one that it has met is there. After twice as many it goes back
 wherever they are. Of two peers that are all there are one goes back at once.
+
+**Peers that are passed over** (`PassedOver`), for a while, as if they were dead: those that wasted this node's rounds. A peer that
+breaks off again and again, or is never free, is passed over up to the next multiple of 8 rounds, and of 32 after each further
+failure in a row; one that costs training time (`TrainingTime`) for ever longer terms (`TERMS`). An honest peer on a bad link comes
+back so: one exchange, or `FORGOTTEN` rounds without a failure, clear its record. Those terms end in the same rounds at all nodes.
+Else two that pass each other over would come back by turns, each turned away by the other and so passing it over anew: four peers
+stayed two pairs for good. What breaks off while this node meets nobody at all may be its own line: it counts once.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from statistics import median, median_high, median_low
 
@@ -168,3 +176,64 @@ class RoundEvidence:
         self._said.clear()
         self._newest = round - distance // self._fragments * self._fragments
         return self._newest
+
+
+TERMS = (8, 32, 128, 512)  # up to the next multiple of so many rounds of each fragment
+BROKEN = 2  # of these terms for failures; the others are for peers that cost time
+FORGOTTEN = 64  # rounds after these
+
+
+class PassedOver:
+    """The peers that one node passes over. ``fragments``: sent in turn."""
+
+    def __init__(self, fragments: int) -> None:
+        self._fragments = fragments
+        self.misses: OrderedDict[str, tuple[int, int, bool]] = OrderedDict()
+        """Peer -> its failures in a row, the round of the last one, and whether it cost time. Rounds of all fragments count."""
+        self._met = -1  # the newest round with an exchange
+
+    def missed(self, peer: str, round: int, over: int = 0) -> None:
+        """Note that ``peer`` spent this node's round without an exchange, or so much time that it is passed over for ``over``
+        rounds.
+        """
+        count, last, cost = self.misses.get(peer, (0, 0, False))
+        # Several meetings with one peer that fail at once, with a fragment each, count as one failure.
+        if not count or abs(round - last) >= self._fragments:
+            most = len(TERMS) if over else max(count, BROKEN)
+            if not count or over or self._met > last:
+                count = min(count + 1 if round < self._until(peer) + FORGOTTEN * self._fragments else 1, most)
+            last = round
+        while 1 < count < len(TERMS) and over > TERMS[count - 1] * self._fragments:  # not at first: this node itself may have slept
+            count += 1
+        self.misses[peer] = count, last, cost or over > 0
+        self.misses.move_to_end(peer)
+        while len(self.misses) > REMEMBERED:
+            self.misses.popitem(last=False)
+
+    def met(self, peer: str, round: int) -> None:
+        """Note an exchange with ``peer``."""
+        self._met = max(self._met, round)
+        self.misses.pop(peer, None)
+
+    def at(self, peer: str, round: int) -> bool:
+        """Return whether ``peer`` is passed over in ``round``; not in one far before its failure, to which this node went back."""
+        _, last, _ = self.misses.get(peer, (0, 0, False))
+        return last - self._fragments < round < self._until(peer)
+
+    def once(self, peer: str) -> bool:
+        """Return whether ``peer`` has failed once since it was met."""
+        return self.misses.get(peer, (0, 0, False))[0] == 1
+
+    def costly(self, peer: str) -> bool:
+        """Return whether ``peer`` spent this time recently."""
+        return self.misses.get(peer, (0, 0, False))[2]
+
+    def lately(self, round: int) -> bool:
+        """Return whether any peer has spent this node's rounds lately."""
+        return any(round < self._until(peer) + FORGOTTEN * self._fragments for peer in self.misses)
+
+    def _until(self, peer: str) -> int:
+        """Return the first round in which ``peer`` is no longer passed over."""
+        count, last, _ = self.misses.get(peer, (0, 0, False))
+        term = TERMS[count - 1] * self._fragments if count else 0
+        return (last // term + 1) * term if term else 0

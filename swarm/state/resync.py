@@ -39,7 +39,7 @@ from statistics import median
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.optim.outer.sketch import distance
 from shoal.swarm.errors import NetworkError, ShoalError
-from shoal.swarm.exchange.stats import ExchangeStats
+from shoal.swarm.exchange.attempt import ExchangeStats
 from shoal.swarm.membership.membership import MemberView
 from shoal.swarm.state.catch_up import in_order, in_step
 from shoal.swarm.state.server import StateServer

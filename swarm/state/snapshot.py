@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.optim.exchange.on_demand import OnDemand
-from shoal.swarm.exchange.payload import BorrowedPayload
+from shoal.swarm.exchange.contribution import BorrowedPayload
 from shoal.swarm.wire.digest import CHUNK
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.fields import pack_shapes

@@ -1,4 +1,4 @@
-"""The losses by which a node tries a partner's weights before they count (`shoal.swarm.exchange.loss_check`)."""
+"""The losses by which a node tries a partner's weights before they count (`shoal.swarm.exchange.robust`)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.swarm.exchange.stats import RECENT, ExchangeStats
+from shoal.swarm.exchange.attempt import RECENT, ExchangeStats
 from shoal.swarm.membership.membership import DirectoryView
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.fields import Sketch

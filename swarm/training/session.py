@@ -36,8 +36,8 @@ from shoal.optim.outer.parameters import Inner
 from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
 from shoal.swarm.access.link import Link
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.exchange.loss_check import LossCheck
 from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.robust import LossCheck
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.membership import membership as members

@@ -24,13 +24,13 @@ from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import NoLoCo, RoundKey, codec_named
 from shoal.optim.exchange.robust import TRUSTING
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
-from shoal.swarm.exchange.group.allreduce import _Runner
-from shoal.swarm.exchange.group.commit import DecisionLog
 from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.group.leader import DecisionLog
+from shoal.swarm.exchange.group.reduction import _Runner
+from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as exchange_module
-from shoal.swarm.exchange.pair import offers as offers_module
+from shoal.swarm.exchange.pair.calls import HeldCalls
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.held import HeldCalls
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
@@ -212,7 +212,7 @@ class Worker:
             os.kill(os.getpid(), number)
             threading.Event().wait(60)  # a stop reaches this thread a little after the call
 
-        offer, advance = offers_module.make_offer, digest_module.HashList.advance
+        offer, advance = calls.make_offer, digest_module.HashList.advance
         hear, tell = PairTransfer._receive, PairTransfer._send
 
         def at_offer(*args):
@@ -275,7 +275,7 @@ class Worker:
             "write": (MemorySink, "write", at_write),
             "part": (_Runner, "_received", at_part),
             "settle": (DecisionLog, "settle", at_settle),
-            "offer": (offers_module, "make_offer", at_offer),
+            "offer": (calls, "make_offer", at_offer),
             "chunk": (digest_module.HashList, "advance", at_chunk),
             "ready": (PairTransfer, "_receive", at_ready),
             "decided": (PairTransfer, "_send", at_decided),

@@ -15,8 +15,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from shoal.node.cli import main as cli  # noqa: E402
-from shoal.swarm.exchange.pair.answering import CallAnswerer  # noqa: E402
-from shoal.swarm.exchange.pair.calling import Caller  # noqa: E402
+from shoal.swarm.exchange.pair.calls import CallAnswerer, Caller  # noqa: E402
 from shoal.swarm.identity import Identity  # noqa: E402
 from shoal.swarm.membership.dht_record import bits_of, key_of, make_record  # noqa: E402
 from shoal.swarm.membership.directory import Directory  # noqa: E402

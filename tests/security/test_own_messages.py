@@ -15,11 +15,11 @@ from shoal.optim.codecs.base import FLOAT32
 from shoal.optim.exchange.base import RoundKey
 from shoal.swarm.access.invitation import MAX_USES, admission, entry_of, expiry, issue
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.attempt import WINDOW, ExchangeStats
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.roster import ready_message
-from shoal.swarm.exchange.pair.offers import make_offer
+from shoal.swarm.exchange.pair.calls import make_offer
 from shoal.swarm.exchange.robust import Newcomers
-from shoal.swarm.exchange.stats import WINDOW, ExchangeStats
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.verify import VerifySettings
 from shoal.swarm.membership.seed_announcer import SeedAnnouncer

@@ -10,7 +10,7 @@ from functools import partial
 
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
-from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
+from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
 from shoal.swarm.wire.fields import MAX_COUNT

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from shoal.swarm.exchange.group import member
-from shoal.swarm.exchange.pair import answering, dialing
+from shoal.swarm.exchange.group import exchange as group_exchange
+from shoal.swarm.exchange.pair import calls
 from tests.sim.clock import VirtualLoop
 from tests.sim.memory_stream import Ends, stream_pair
 
@@ -43,9 +43,8 @@ def isolated(loop: VirtualLoop) -> Iterator[ErrorCollector]:
     try:
         # A virtual loop has no sockets; and streams that are kept have to be gone when a simulation rests.
         with (
-            patch.object(member, "connected", _connected),
-            patch.object(answering, "KEPT_S", 5.0),
-            patch.object(dialing, "KEPT_S", 5.0),
+            patch.object(group_exchange, "connected", _connected),
+            patch.object(calls, "KEPT_S", 5.0),
         ):
             yield errors
     finally:

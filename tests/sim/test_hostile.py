@@ -3,7 +3,7 @@ that lasts (`tests.sim.hostile`)."""
 
 import pytest
 
-from shoal.swarm.exchange.pair.rounds import PairRounds
+from shoal.swarm.exchange.pair.pairing import PairRounds
 from shoal.swarm.exchange.round_evidence import RoundEvidence
 
 SEEDS, BLOCK, QUICK = 2000, 50, 100

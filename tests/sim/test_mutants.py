@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from shoal.optim.exchange.base import Mean
-from shoal.swarm.exchange.group.allgather import AllGather
-from shoal.swarm.exchange.group.allreduce import _Runner
-from shoal.swarm.exchange.group.commit import GroupCommit
-from shoal.swarm.exchange.pair.calling import Caller
-from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.held import HeldCalls
-from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
+from shoal.swarm.exchange.context import TrainingTime
+from shoal.swarm.exchange.group.leader import GroupCommit
+from shoal.swarm.exchange.group.reduction import AllGather, _Runner
+from shoal.swarm.exchange.pair.calls import Caller, HeldCalls
+from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
-from shoal.swarm.exchange.training_time import TrainingTime
 from shoal.swarm.p2p import stream
 from shoal.swarm.wire.envelope import seal, unseal
 from shoal.swarm.wire.group import GroupDecision, GroupReply

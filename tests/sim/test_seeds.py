@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
+from shoal.swarm.exchange.pair.exchange import PairMatchmaker
 from tests.sim.clock import Stuck, VirtualLoop
 from tests.sim.faults import Fault
 from tests.sim.peers import Setting

@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 
+from shoal.swarm.exchange.context import TrainingTime
 from shoal.swarm.exchange.group.liveness import LivenessView
-from shoal.swarm.exchange.training_time import TrainingTime
 from tests.sim import peers
 from tests.sim.slow import rounds_of
 

@@ -1,33 +1,376 @@
 """The exchange with a group over libp2p: `shoal.optim.Exchange` for methods that want the mean of many peers.
 
-See `shoal.swarm.exchange.group.member` for how a round's group forms, and for the guarantees; `leader` and `commit` for the
-leader's side; `allgather` and `allreduce` for the bytes. Several rounds may be in flight at once, one for each fragment.
+See `leader` for the leader's side and `reduction` for the bytes. Several rounds may be in flight at once, one for each fragment.
+
+A member (`GroupMember`) does this in a round: find the leader, join a group, collect contributions, apply the decision.
+
+The leader of a round follows from (seed, round, peer id), so no message is needed to agree; a leader that does not answer within
+moments is passed over for the next in order. Guarantees:
+
+1. A member ends with the mean of one set of contributions that the leader decided on, or with its own alone; never with a mixture:
+   received bytes stay in scratch and become the result in one assignment.
+2. All members that take a mean take the same one: its set is in the leader's signed decision, and a member takes it only if it
+   holds all of it and its own contribution is in it. A member that died meanwhile may be in the mean or not, the same for all.
+3. The leader decides only after every remaining member has reported what it holds whole, and never for fewer than two.
+4. If the leader dies before it decides, everybody goes on with its own contribution. A member that loses its channel to it asks it,
+   and the other members, for the decision once more. They disagree in one case only: the leader decided, and a member that holds
+   everything can reach neither it nor a member that knows the decision before its second is over (or was ordered to leave in that
+   moment). Then that member goes on with its own contribution, one whole outcome like the others'. No protocol can do better: this
+   is the two generals' problem.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
-from shoal.swarm.exchange.attempt import ExchangeAttempt
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.attempt import ExchangeAttempt, ExchangeBase, ExchangeHandle
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext, TrainingTime
 from shoal.swarm.exchange.contribution import encode_contribution
-from shoal.swarm.exchange.group.commit import DecisionLog, moved
-from shoal.swarm.exchange.group.leader import FormationRules, GroupLeader
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog, FormationRules, GroupLeader, moved
 from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
-from shoal.swarm.exchange.group.member import GroupMember
-from shoal.swarm.exchange.group.reduction import Outcome
-from shoal.swarm.exchange.handle import ExchangeBase, ExchangeHandle
-from shoal.swarm.exchange.training_time import TrainingTime
+from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Attempt, Outcome, PeerStreams, Reduction
+from shoal.swarm.exchange.group.roster import HeartbeatChannel, Roster, open_roster, ready_message
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.wire.envelope import Message, seal, unpack
 from shoal.swarm.wire.fields import Sketch
-from shoal.swarm.wire.group import LARGEST_GROUP
+from shoal.swarm.wire.group import LARGEST_GROUP, GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
+
+TRIED = 8  # leaders tried in one round
+LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last message may take
+
+log = logging.getLogger(__name__)
+
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connected() -> tuple[Ends, Ends]:
+    """Return both ends of a stream within this process."""
+    one, two = socket.socketpair()
+    return await asyncio.open_unix_connection(sock=one), await asyncio.open_unix_connection(sock=two)
+
+
+@dataclass
+class _RoundState:
+    """The progress of one round of this node."""
+
+    attempt: Attempt
+    began: float
+    until: float
+    """The loop's time at which it gives up unless a group was formed."""
+    entered: bool = False
+    """A group was formed, so this round is used up, whatever comes of it."""
+    elsewhere: GroupReceipt | None = None
+    """The answer of a peer that is itself in the group of another leader."""
+    moved_to: int = 0
+    """A later round in which the swarm is with this fragment."""
+    needed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once training waits for the outcome."""
+
+
+@dataclass
+class _Hold:
+    """What one attempt at a reduction holds of training, ``budget`` seconds at most."""
+
+    budget: float
+    began: float
+    since: float | None = None
+    """The loop's time from which training waits for it."""
+    late: set[str] = field(default_factory=set)
+    """Members that had still to send when it was given up."""
+    unheard: set[str] = field(default_factory=set)
+    """Members that had still to send when the leader decided."""
+
+    async def limit(self, needed: asyncio.Event, reduction: Reduction, reducing: asyncio.Future[None]) -> None:
+        """Return when the leader should have decided; at the end of the budget give up what is not here."""
+        await needed.wait()
+        self.since = asyncio.get_running_loop().time()
+        await asyncio.wait({reducing}, timeout=self.budget)
+        if not reducing.done():
+            self.late = reduction.give_up()
+        await asyncio.sleep(2 * self.budget)  # others, and the leader, may have other measures
+
+    def slept(self) -> bool:
+        """Return whether this node has been away for so long that it is no measure of others."""
+        return self.since is not None and asyncio.get_running_loop().time() - self.since > 4 * self.budget
+
+
+class GroupMember:
+    """The member's side of the groups of one host. All coroutines run on the host's loop. ``largest``: members that a group may
+    have.
+    """
+
+    def __init__(
+        self,
+        context: PeerContext,
+        timeouts: ExchangeTimeouts,
+        leader: GroupLeader,
+        decisions: DecisionLog,
+        rounds: RoundTracker,
+        view: LivenessView,
+        patience: Patience,
+        time: TrainingTime,
+        *,
+        largest: int,
+        follow: bool,
+    ) -> None:
+        self._context, self._timeouts, self._leader = context, timeouts, leader
+        self._decisions, self._rounds, self._view = decisions, rounds, view
+        self._largest, self._follow, self._patience, self._time = largest, follow, patience, time
+        self._streams = PeerStreams(context.host, view, timeouts.chunk)
+        self._local: set[asyncio.Task[None]] = set()
+        self.sketches: Mapping[str, Sketch | None] = {}
+        """What the others of the newest group of everybody have shown; replaced as a whole, for the training thread."""
+        context.host.serve(LEADER_PROTOCOL, leader.serve)
+
+    async def meet(self, attempt: Attempt) -> Outcome | None:
+        """Take part in a round. Returns None if this node goes on with its own contribution."""
+        now, fragment = asyncio.get_running_loop().time(), attempt.key.fragment
+        self._patience.begin(now, fragment)
+        self._view.evidence.begin(now, attempt.key.round)
+        pending = _RoundState(attempt, now, now + self._patience.of(self._timeouts, fragment))
+        loop, needed = asyncio.get_running_loop(), pending.needed
+        attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
+        try:
+            await self._meet(pending)
+        except Exception:  # an error that a peer provoked costs one round, never the training
+            log.warning("round %d was given up because of an error in shoal; please report it", attempt.key.round, exc_info=True)
+        finally:
+            self._rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
+            if attempt.commit.received is None:
+                self._view.evidence.missed()
+        return attempt.commit.received
+
+    async def _meet(self, pending: _RoundState) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            key = pending.attempt.key
+            self._rounds.begin(key.round, key.fragment)
+            leaders = self._view.order(self._context.seed, key.round)
+            if len(leaders) < 2:
+                return
+            for peer in leaders[:TRIED]:
+                await self._try(pending, peer, self._view.addresses(peer))
+                hint, pending.elsewhere = pending.elsewhere, None
+                if hint is not None and hint.leader is not None and not pending.entered:
+                    await self._try(pending, hint.leader, hint.addresses)
+                if pending.entered or loop.time() >= pending.until:
+                    return
+                if pending.moved_to > key.round:
+                    break
+            if pending.moved_to <= key.round:
+                return
+            self._rounds.end(key.round, key.fragment)
+            self._rounds.next_round = max(self._rounds.next_round, pending.moved_to)
+            if not self._follow:
+                return
+            pending.attempt = pending.attempt.moved_to(pending.moved_to)
+
+    async def _try(self, pending: _RoundState, leader: str, addresses: Sequence[str]) -> None:
+        """Join the group of one leader; return early if it is not available."""
+        loop = asyncio.get_running_loop()
+        patience = pending.until - loop.time()
+        ready = ready_message(pending.attempt.contribution, self._context.swarm, self._context.model, patience)
+        sealed = seal(ready, self._context.identity)
+        self._leader.expect(ready, pending.needed)
+        probe = loop.time() + max(self._timeouts.probe(patience), 0.01)
+        try:
+            stream = await self._open(leader, addresses, probe - loop.time())
+        except NetworkError as error:
+            log.info("round %d: its leader is not available: %s", ready.round, error)
+            pending.attempt.failed(leader, error)
+            self._view.mark_silent(leader)
+            return
+        channel = HeartbeatChannel(stream, self._timeouts.chunk)
+        try:
+            await stream.send(sealed, max(probe - loop.time(), 0.01))
+            try:
+                answer = await stream.receive(GroupReceipt.LIMIT, max(probe - loop.time(), 0.01))
+            except NetworkError:
+                self._view.mark_silent(leader)
+                raise
+            receipt = unpack(answer, GroupReceipt)
+            if receipt.verdict != "noted":
+                self._note(pending, leader, receipt)
+                return
+            self._rounds.join(ready.round, ready.fragment, leader)
+            if leader != self._context.me:
+                await self._leader.leave(ready.round, ready.fragment, leader)
+            formed: Message = await channel.receive(pending.until + LINGER_S, GroupFormed, GroupReceipt)
+            began = loop.time()
+            before: Roster | None = None
+            while isinstance(formed, GroupFormed):
+                group = open_roster(formed, leader, sealed, self._largest)
+                barred = self._view.barred(group.members) if before is None else ()
+                if barred:  # the next leader may know better; a member barred later ends what it has begun
+                    raise MessageError(f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned.")
+                pending.entered = True
+                self._rounds.end(ready.round, ready.fragment)
+                for peer in group.members:  # else this node, when it leads, would not wait for one that was away and is back
+                    self._view.mark_awake(peer)
+                if before is not None:
+                    self._view.mark_absent(set(before.members) - set(group.members))
+                elif group.alone:
+                    for late in self._view.expected(ready.round) - set(group.members):
+                        pending.attempt.failed(late, "timeout")
+                    if pending.needed.is_set() and began - pending.began > self._time.forming(ready.fragment) / 2:
+                        self._view.mark_late(set(group.members), ready.round)
+                    self._view.mark_absent(self._view.here() - set(group.members))
+                again = await self._reduce(channel, group, pending, began)
+                if again is None:
+                    return
+                before, formed = group, again
+            if isinstance(formed, GroupReceipt):
+                self._note(pending, leader, formed)
+        except (NetworkError, MessageError) as error:
+            if loop.time() >= pending.until + LINGER_S and not pending.entered:  # an honest leader lets its members go in time
+                self._view.mark_costly(leader, ready.round)
+            self._view.mark_absent([leader])
+            if leader != self._context.me:  # otherwise no peer failed: no other member came
+                self._context.look()  # it may have said that it leaves
+                pending.attempt.failed(leader, error)
+            log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
+        finally:
+            self._rounds.leave(ready.round, ready.fragment)
+            channel.close()
+
+    async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
+        if leader != self._context.me:
+            return await self._context.host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
+        # The own daemon connects to others only. Bytes on this channel are no traffic.
+        mine, theirs = await connected()
+        serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
+        self._local.add(serving)
+        serving.add_done_callback(self._local.discard)
+        return Stream(leader, *mine, TrafficMeter())
+
+    async def _serve_myself(self, stream: Stream) -> None:
+        try:
+            await self._leader.serve(stream)
+            await stream.more(LINGER_S)
+        except (NetworkError, MessageError) as error:
+            log.info("this node left the group that it leads: %s", error)
+        finally:
+            stream.close()
+
+    def _note(self, pending: _RoundState, leader: str, receipt: GroupReceipt) -> None:
+        key = pending.attempt.key
+        log.debug("round %d: leader %s answered %s %s", key.round, short(leader), receipt.verdict, receipt.reason)
+        self._view.evidence.heard(leader, receipt.round)
+        if receipt.verdict == "passed":
+            most = self._view.evidence.furthest(leader, receipt.round, asyncio.get_running_loop().time())
+            pending.moved_to = max(pending.moved_to, self._rounds.within(receipt.round, key.round, most))
+        elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):
+            pending.elsewhere = receipt
+        elif receipt.verdict == "refuse":
+            log.warning("peer %s will not exchange with this node: %s", short(leader), receipt.reason)
+            pending.attempt.failed(leader, "refused")
+
+    async def _reduce(self, channel: HeartbeatChannel, group: Roster, pending: _RoundState, formed: float) -> GroupFormed | None:
+        """Collect the group's contributions and apply the decision; return a new group if the leader asks for another attempt.
+
+        ``formed``: the loop's time at which the first group was.
+        """
+        attempt = pending.attempt
+        if group.reduction == "allreduce" and attempt.screen.gathers:
+            raise MessageError("the leader asks for an all-reduce, in which no contribution can be screened by itself.")
+        way = AllReduce if group.reduction == "allreduce" else AllGather
+        nbytes, loop = moved(attempt.contribution.payload.nbytes, len(group.members)), asyncio.get_running_loop()
+        until, longest = formed + self._timeouts.moving(nbytes), formed + self._timeouts.longest(nbytes)
+        reduction: Reduction = way(self._streams, group, self._context.me, attempt, until, longest)
+        began = loop.time()
+        self._streams.begin(reduction)
+        reducing = asyncio.ensure_future(reduction.run())
+        listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, longest))
+        hold = _Hold(self._time.budget(nbytes, attempt.key.fragment), began)
+        holding = asyncio.ensure_future(hold.limit(pending.needed, reduction, reducing))
+        try:
+            await asyncio.wait({reducing, listening}, return_when=asyncio.FIRST_COMPLETED)
+            if listening.done() and not reducing.done():  # the others did not wait
+                hold.unheard = reduction.give_up()
+            self._account(reduction, attempt.key, hold)
+            if not listening.done():
+                reducing.result()
+                if attempt.commit.closed:
+                    return None
+                await channel.send(GroupReport(nonce=group.nonce, held=reduction.places()))
+                # Others may take as long again, over a slower link; no leader keeps this node for longer.
+                left = max(until, 2 * loop.time() - formed) - loop.time() + 4 * self._timeouts.chunk
+                await asyncio.wait({listening, holding}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                if not listening.done():
+                    raise NetworkError(f"peer {short(group.leader)} did not decide in time.", "timeout")
+                message = await listening
+                if isinstance(message, GroupFormed):
+                    return message
+                sealed = message.decision
+            except NetworkError as error:
+                log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
+                self._view.mark_absent([group.leader])
+                if holding.done() and hold.since is not None and group.leader != self._context.me and not hold.slept():
+                    self._spent(group.leader, attempt.key, loop.time() - hold.since, whole=False)
+                sealed = await self._ask(group) if reducing.done() else None
+            mean = self._decisions.open(sealed, group.leader, group.nonce)
+        finally:
+            self._streams.end(reduction)
+            for task in (reducing, listening, holding):
+                task.cancel()
+            await asyncio.wait({reducing, listening, holding})
+        if sealed is not None and mean:
+            self._decisions.remember(group.nonce, sealed)
+            included = mean & group.places([self._context.me])
+            # The weights of several groups differ by design; a node that shows none has none to compare.
+            them = group.at(mean) if group.alone and attempt.contribution.sketch is not None else ()
+            self.sketches = {peer: group.readies[peer].sketch for peer in them if peer != self._context.me}
+            if included and not mean & ~reduction.places() and attempt.commit.commit(reduction.result(mean)):
+                attempt.stats.done(attempt.key, loop.time() - began)
+                self._view.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)
+        return None
+
+    def _account(self, reduction: Reduction, key: RoundKey, hold: _Hold) -> None:
+        """Note how long training has waited for each member of the group."""
+        now = asyncio.get_running_loop().time()
+        if hold.since is None or now - hold.since > 2 * hold.budget:  # this node itself slept meanwhile
+            return
+        for peer, at in (dict.fromkeys(sorted(hold.unheard), now) | dict(reduction.arrived)).items():
+            self._spent(peer, key, max(at - hold.since, 0.0), whole=True, took=at - hold.began)
+        for peer in sorted(hold.late):
+            self._spent(peer, key, hold.budget, whole=False)
+
+    def _spent(self, peer: str, key: RoundKey, held: float, *, whole: bool, took: float = 0.0) -> None:
+        for one in self._time.spent(peer, key.round, key.fragment, held, whole=whole, took=took):
+            log.info("round %d: %s held training for too long", key.round, short(one))
+            self._view.mark_costly(one, key.round)
+
+    async def _listen(
+        self, channel: HeartbeatChannel, reduction: Reduction, attempt: Attempt, until: float
+    ) -> GroupFormed | GroupReply:
+        while True:
+            message: Message = await channel.receive(until + 4 * self._timeouts.chunk, GroupFormed, GroupReply, GroupLost)
+            if isinstance(message, GroupFormed | GroupReply):
+                return message
+            if isinstance(message, GroupLost) and message.nonce == reduction.group.nonce:
+                reduction.lose(message.lost)
+                self._view.mark_absent(reduction.group.at(message.lost))
+                for peer in reduction.group.at(message.lost):
+                    attempt.failed(peer, "broken")
+
+    async def _ask(self, group: Roster) -> bytes | None:
+        others = [peer for peer in group.members if peer != self._context.me]
+        if group.leader not in others and group.leader != self._context.me:
+            others.append(group.leader)
+        return await self._decisions.ask(group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others])
 
 
 class GroupExchange(ExchangeBase):
@@ -88,18 +431,14 @@ class GroupExchange(ExchangeBase):
     def start(
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
     ) -> ExchangeHandle[Outcome]:
-        """Begin a round. Raises ValueError if ``key`` is of another run than this swarm, or if the codec refuses the tensors."""
-        return self._begin(key, tensors, weight, codec, even)
+        """Begin a round. Tensors that are `OnDemand` are not copied where the codec sends plain floats.
 
-    def borrow(
-        self, key: RoundKey, tensors: OnDemand, weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
-    ) -> ExchangeHandle[Outcome]:
-        """Begin a round without a copy of the tensors where the codec sends plain floats (`shoal.optim.exchange.base.Borrows`)."""
-        return self._begin(key, tensors, weight, codec, even)
-
-    def _begin(self, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int) -> ExchangeHandle[Outcome]:
+        Raises ValueError if ``key`` is of another run than this swarm, or if the codec refuses the tensors.
+        """
         check_no_pair(codec)
         mine = replace(encode_contribution(self._context.swarm, key, tensors, weight, codec, even), sketch=self.sketch())
         self.moved = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean())
+
+    borrow = start

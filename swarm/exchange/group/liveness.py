@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.optim.exchange.pairing import order
 from shoal.swarm.exchange.context import PeerContext
-from shoal.swarm.exchange.passed_over import PassedOver
-from shoal.swarm.exchange.round_evidence import RoundEvidence
+from shoal.swarm.exchange.round_evidence import PassedOver, RoundEvidence
 
 REMEMBERED = 1024
 

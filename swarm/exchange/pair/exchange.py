@@ -1,12 +1,54 @@
 """The exchange with one partner over libp2p: `shoal.optim.Exchange` with strangers over the internet.
 
-See `shoal.swarm.exchange.pair.matchmaking` for the choice of the partner, `transfer` for the bytes and the commit, and
-`shoal.swarm.exchange.handle` for the training thread's side. Several meetings may be under way at once, one for each fragment.
+See `shoal.swarm.exchange.pair.calls` for the calls and their answers, `transfer` for the bytes and the commit, and
+`shoal.swarm.exchange.attempt` for the training thread's side. Several meetings may be under way at once, one for each fragment.
+
+The matchmaking (`PairMatchmaker`) is of peers that finish a round at different times, without a coordinator and without waiting for
+the dead.
+
+Each peer computes its partner of the round (`shoal.optim.exchange.pairing`) and calls it. A call is answered
+
+    accept    I am at that round and free for you
+    (held)    I am not at that round yet: the answer comes when I am
+    wait      I am calling you myself, and of calls that cross, mine counts
+    busy      I am taken, or about to call somebody else
+    passed    I am beyond that round; my next one is ``round``
+    refuse    our contributions differ, and this is the difference, or the caller is barred: it will not work in any round
+
+A call goes over the stream of an earlier one, if there is one (`KeptStreams`). There the caller whose call
+counts sends its payload with the offer, before the answer; the other one does when silence says that its partner is late. A node
+that is late finds the payload received (`HeldCalls`).
+
+When partners call each other at the same moment, the call of the peer with the lower rank in the round counts, once its stream is
+open; the other waits for it. A peer whose partner is not available (busy, other view of the membership) tries the next candidates,
+then calls back those that it turned away meanwhile, then listens for a moment for other peers without a partner, then goes on
+without one. So of two free peers that called each other too early, neither listens before it has called the other again. If it
+knows beforehand that its partner is dead, it calls only peers that are free too, and goes on at once if there are none
+(`PairSelector`). If a transfer breaks off, or a partner is given up for its silence, it goes on at once, because the time of the
+round is spent. A peer that gets "passed" moves its contribution to the swarm's round and tries there: so a slow peer, or one that
+slept, meets the others again. Where training goes on meanwhile, nobody stands still for others, so peers of different speed do not
+keep in step by waiting. There a peer waits for its partner as long as it else would, then searches the candidates (one in rounds
+shorter than two such waits, if the partner lives) without haste, so that it is turned down by none that listens, calls back, and is
+free for all others of its round until training needs the outcome; and no peer moves to a round that nobody has begun
+(`PairRounds.through`). That somebody is late or taken is then no failure. Each fragment is met by itself: a meeting sees the calls
+with its own fragment only, so several are under way at once, two of them with the same peer if the pairs fall so. Of one fragment a
+node is in one round at a time.
+
+Why no cycle of peers can wait for each other: a call is held only by a peer that has not come to its round, and what keeps that
+peer back is its training, or the end of its own earlier meeting with that fragment. Training waits for one meeting at a time,
+whose round is earlier than all that it has yet to begin. So along a chain of peers that wait, the rounds fall, and the last one
+waits for nobody. A contribution that moved to a later round is the exception. But then its node's rounds move as a whole
+(`PairRounds`), so it lets go of the calls for rounds that it will not be in. Calls that cross are decided by rank, within one
+round of one fragment. Every wait also ends at the round's deadline.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 from torch import Tensor
 
@@ -14,15 +56,192 @@ from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.mod4 import Reading, for_pairs
 from shoal.optim.exchange.averaging import mean_of, pair_mean
 from shoal.optim.exchange.base import Mean, RoundKey
-from shoal.optim.exchange.on_demand import OnDemand
 from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
-from shoal.swarm.exchange.attempt import ExchangeAttempt
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.attempt import ExchangeAttempt, ExchangeBase, ExchangeHandle
+from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext, TrainingTime
 from shoal.swarm.exchange.contribution import Contribution, encode_contribution
-from shoal.swarm.exchange.handle import ExchangeBase, ExchangeHandle
-from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
-from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
+from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PROBE_S, PROBED, CallAnswerer, Caller, HeldCalls
+from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
+from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
+from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
+from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.wire.member import Member
+
+TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
+OTHERS = 1  # of those in rounds that are short against the wait, if the partner lives: nearly all are with theirs, or through
+SEARCH, SEARCH_S = 0.15, 1.5  # part of the round's wait, and seconds at most, for all other candidates
+LINGER, LINGER_S = 0.1, 1.0  # part of the round's wait, and seconds at most, that a free peer listens for others
+WORTH = 0.1  # of the time from one round to the next, at most for either: after a short round there soon is another partner
+
+log = logging.getLogger(__name__)
+
+
+class PairMatchmaker:
+    """Finds a partner for each round. All coroutines run on the host's loop."""
+
+    def __init__(
+        self,
+        context: PeerContext,
+        timeouts: ExchangeTimeouts,
+        transfers: PairTransfer,
+        departed: Callable[[], Mapping[str, Member]] = dict,
+        patience: Patience | None = None,
+        fragments: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        self._timeouts, self._patience, self.rounds = timeouts, patience or Patience(), PairRounds(fragments, overlap)
+        self._selector, self.evidence = PairSelector(context, departed, fragments), RoundEvidence(context, fragments)
+        time = TrainingTime(timeouts, self._patience, fragments)
+        self.state = PairState(
+            context, timeouts, transfers, self._selector, self._patience, self.rounds, self.evidence, overlap, time
+        )
+        self.held = HeldCalls(self.state)
+        self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
+        context.host.serve(EXCHANGE_PROTOCOL, self.answerer.serve)
+
+    async def meet(self, attempt: Attempt, number: int | None = None) -> tuple[PartnerContribution | None, RoundKey]:
+        """Find a partner and exchange. Returns the received contribution, or None, and the round in which it happened.
+
+        ``number``: what `PairRounds.hand_in` returned for it in the training thread; None: hand it in here.
+        """
+        fragment, number = attempt.key.fragment, self.rounds.hand_in(attempt.key.round) if number is None else number
+        pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
+        self.rounds.begin(number, attempt.key.round, fragment)
+        nbytes = attempt.contribution.payload.nbytes
+        pairing.usual, self.state.sizes[fragment] = self.state.sizes.get(fragment) == nbytes, nbytes
+        loop, needed = asyncio.get_running_loop(), pairing.needed
+        # Not the pairing, to avoid a reference cycle, which would keep both contributions until Python's collector came.
+        attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
+        self.evidence.begin(loop.time(), attempt.key.round)
+        try:
+            return await (self._until_needed(pairing) if self.state.overlap else self._meet(pairing)), pairing.key
+        except Exception:  # an error that a peer provoked costs one round, never the training
+            log.warning("round %d was given up because of an error in shoal; please report it", pairing.key.round, exc_info=True)
+            return attempt.commit.received, pairing.key
+        finally:
+            if attempt.commit.received is None:
+                self.evidence.missed()
+            if self.state.under_way.get(fragment) is pairing:  # one that was called off may end only after the next one has begun
+                del self.state.under_way[fragment]
+
+    async def _until_needed(self, pairing: PairingAttempt) -> PartnerContribution | None:
+        """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does, nor
+        than an exchange may hold training.
+        """
+        loop, fragment, time = asyncio.get_running_loop(), pairing.key.fragment, self.state.time
+        usual = loop.time() + self._patience.of(self._timeouts, fragment)
+        needed = pairing.needed
+        meeting, waiting = asyncio.ensure_future(self._meet(pairing)), asyncio.ensure_future(needed.wait())
+        try:
+            await asyncio.wait({meeting, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            since = loop.time()
+            await asyncio.wait({meeting}, timeout=max(min(usual - since, time.budget(0, fragment)), 0))
+            awaited = None if meeting.done() or pairing.accepted or pairing.engaged is not None else pairing.partner
+            if awaited is not None and (over := time.cost(awaited, pairing.key.round, fragment, loop.time() - since)):
+                self._selector.passed.missed(awaited, pairing.key.round, over)
+            while not meeting.done() and (pairing.accepted or pairing.engaged is not None):  # within a transfer's own deadlines
+                await asyncio.wait({meeting}, timeout=self._timeouts.chunk)
+            return meeting.result() if meeting.done() else None
+        finally:
+            for task in (meeting, waiting):
+                task.cancel()
+            await asyncio.wait({meeting, waiting})
+            if not meeting.cancelled():
+                meeting.exception()  # retrieved, also where this was called off
+
+    async def _meet(self, pairing: PairingAttempt) -> PartnerContribution | None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        fragment = pairing.key.fragment
+        period, wait = self._patience.begin(began, fragment), self._patience.of(self._timeouts, fragment)
+        deadline = began + wait
+        linger = min(wait * LINGER, LINGER_S, period * WORTH)
+        while True:
+            partner, order = self._selector.of(pairing.key.round)
+            pairing.partner = partner if order else None
+            self.held.release(pairing)
+            if partner is None and order:
+                pairing.attempt.stats.odd += 1  # the odd one out
+                wary = self._selector.passed.lately(pairing.key.round)
+                return await self._listen(pairing, linger if wary else 0.0) if wary or self.state.overlap else None
+            if not order:  # the last one here, or a peer whose partner is dead while nobody is free
+                return await self._listen(pairing, 0.0) if self.state.overlap and partner is not None else None
+            moved = False
+            queue, called_back, until = deque(order[:TRIED]), 0, deadline
+            while queue or (pairing.turned_away and called_back < TRIED):
+                back = not queue
+                called_back += back
+                peer = pairing.turned_away.popleft() if back else queue.popleft()
+                if self.state.overlap:  # a search costs no training, and two that listen to each other would never meet
+                    left = PROBE_S if back or peer != partner else deadline - loop.time()
+                else:
+                    if peer != partner and until == deadline:  # most others are taken: not worth the round's whole wait
+                        until = min(loop.time() + min(wait * SEARCH, SEARCH_S, period * WORTH), deadline)
+                    left = until - loop.time()
+                if left <= 0:
+                    break
+                called = loop.time()
+                received = await self._try(pairing, peer, left if peer == partner else min(left, PROBE_S))
+                if received is not None or pairing.broken:
+                    return received
+                if pairing.swarm_round <= pairing.key.round:
+                    if pairing.failing or not self.state.overlap:
+                        self._selector.tried(peer, pairing.key.round)
+                    elif peer == partner and period < 2 * wait:
+                        queue = deque(islice(queue, OTHERS))
+                else:
+                    pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
+                    self.rounds.move(pairing.number, pairing.swarm_round, fragment)
+                    moved = True
+                    deadline = loop.time() + wait if self.state.overlap else deadline
+                    break
+                if loop.time() >= deadline and not self.state.overlap:
+                    return None
+                if pairing.failing and pairing.needed.is_set() and loop.time() - called >= PROBED * self._timeouts.chunk:
+                    return None  # its silence took the time that training waits for one that is gone
+            if moved:
+                continue
+            return await self._listen(pairing, min(deadline - loop.time(), linger))
+
+    async def _try(self, pairing: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
+        """Try one candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
+        until = asyncio.get_running_loop().time() + seconds
+        if self.held.take(pairing, peer):
+            return await pairing.outcome(self._timeouts)
+        pairing.dialing, pairing.failing = peer, False
+        try:
+            received = await self.caller.call(pairing, peer, seconds)
+        except (NetworkError, MessageError) as error:
+            log.info("round %d: %s", pairing.key.round, error)
+            pairing.failing = True
+            if peer == pairing.partner:
+                pairing.attempt.failed(peer, error)
+            received = None
+        finally:
+            pairing.dialing, pairing.offering = None, False
+        if received is None and pairing.expecting == peer:
+            # It said that it was calling: a call that does not come soon comes from nobody that is still there.
+            await pairing.until_called(min(until, asyncio.get_running_loop().time() + self._timeouts.chunk))
+            pairing.expecting = None
+        return received or await pairing.outcome(self._timeouts)
+
+    async def _listen(self, pairing: PairingAttempt, seconds: float) -> PartnerContribution | None:
+        """Let any other peer without a partner call, for ``seconds`` and until training needs the outcome."""
+        until, pairing.listening = asyncio.get_running_loop().time() + seconds, True
+        while True:
+            if self.state.overlap:
+                either = {asyncio.ensure_future(event.wait()) for event in (pairing.called, pairing.needed)}
+                try:
+                    await asyncio.wait(either, timeout=OVERLAPPED_S, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for task in either:
+                        task.cancel()
+            await pairing.until_called(until)
+            called, received = pairing.called.is_set(), await pairing.outcome(self._timeouts)
+            if received is not None or pairing.broken or not (called and self.state.overlap):  # else the caller had gone on
+                pairing.listening = False
+                return received
 
 
 class PairExchange(ExchangeBase):
@@ -61,21 +280,13 @@ class PairExchange(ExchangeBase):
         self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
     ) -> ExchangeHandle[PartnerContribution]:
         """Start looking for a partner. Raises ValueError if ``key`` is of another run than this swarm."""
-        return self._begin(key, tensors, weight, codec, even)
-
-    def borrow(
-        self, key: RoundKey, tensors: OnDemand, weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
-    ) -> ExchangeHandle[PartnerContribution]:
-        return self._begin(key, tensors, weight, codec, even)
-
-    def _begin(
-        self, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int
-    ) -> ExchangeHandle[PartnerContribution]:
         mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
         self.moved = mine.payload.nbytes
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         number = self._matchmaker.rounds.hand_in(key.round)
         return ExchangeHandle(self, attempt, self._meet(attempt, number), lambda received: self._mean(mine, received))
+
+    borrow = start
 
     async def _meet(self, attempt: ExchangeAttempt[PartnerContribution], number: int) -> PartnerContribution | None:
         received, _ = await self._matchmaker.meet(attempt, number)

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.pairing import rank
-from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext
-from shoal.swarm.exchange.pair.pairing import PairSelector
-from shoal.swarm.exchange.pair.rounds import PairRounds
+from shoal.swarm.exchange.context import LEAST_S, OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext, TrainingTime
+from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
 from shoal.swarm.exchange.pair.transfer import Attempt, Incoming, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
-from shoal.swarm.exchange.training_time import LEAST_S, TrainingTime
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.pair import Offer
 

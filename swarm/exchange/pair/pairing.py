@@ -5,19 +5,26 @@ all others are taken. So a node that cannot reach its partner also knows which p
 and need not search among the others. It considers a peer dead from when it could not be reached until it calls, or issues another
 record.
 
-A peer that wastes this node's rounds is passed over as if it were dead (`shoal.swarm.exchange.passed_over`). The pairs of all
+A peer that wastes this node's rounds is passed over as if it were dead (`PassedOver`). The pairs of all
 others stay as they are. Those whose partners are passed over, and the odd one out, meet each other: nodes that have seen the same
 failures agree about that, and an odd one out that has seen any listens for a moment, for others may have seen more. A node that
 would have to pass over all, and several, had more likely a fault of its own: it meets those that failed once.
+
+`PairRounds` are the rounds that a node's meetings are in, when several are under way at once, one for each fragment. Round numbers
+grow by one with every fragment sent, so those of one fragment are ``fragments`` apart; a contribution that moves to another round
+keeps its remainder. All of a node's rounds move together: if the swarm is eight rounds further with one fragment, it is with all.
+So a node numbers what it sends itself, and adds one ``shift`` to get the swarm's round. The optimizer, in whose thread
+contributions are handed in, learns of a shift only when it applies an exchange; until then its numbers are lower.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 
 from shoal.optim.exchange.pairing import candidates, groups, partner_of
 from shoal.swarm.exchange.context import PeerContext
-from shoal.swarm.exchange.passed_over import PassedOver
+from shoal.swarm.exchange.round_evidence import PassedOver
 from shoal.swarm.wire.member import Member
 
 
@@ -113,3 +120,94 @@ class PairSelector:
         # from how peers that are further ahead have already paired.
         gone = {peer for peer, member in self._departed().items() if member.model == self._context.model and member.round > round}
         return (here | gone) - {self._context.me}
+
+
+class PairRounds:
+    """The numbers of one node's rounds. Thread-safe: the training thread hands in, the host's loop begins and moves."""
+
+    def __init__(self, fragments: int, overlap: bool = False) -> None:
+        self.fragments, self.overlap = fragments, overlap
+        self._lock = threading.Lock()
+        self._handed_in = self._begun = -1
+        """The own numbers of the newest contribution, as the training thread and as the loop sees it."""
+        self._shift = self._known = 0
+        """From own numbers to the swarm's rounds, and to those that the optimizer counts."""
+        self._been: dict[int, int] = {}
+        """The furthest round of each fragment that this node has been in."""
+
+    @property
+    def next_round(self) -> int:
+        """The swarm's round of the next contribution."""
+        return self._handed_in + 1 + self._shift
+
+    @next_round.setter
+    def next_round(self, round: int) -> None:
+        """Note which round the optimizer will hand in next."""
+        with self._lock:
+            self._known = round - (self._handed_in + 1)
+            self._shift = max(self._shift, self._known)
+
+    def go_back(self, round: int) -> None:
+        with self._lock:
+            self._known = self._shift = round - (self._handed_in + 1)
+            self._been = {}
+
+    def hand_in(self, round: int) -> int:
+        """Return the own number of a contribution that the optimizer hands in for ``round``."""
+        with self._lock:
+            number = round - self._known
+            self._handed_in = max(self._handed_in, number)
+            return number
+
+    def leave_out(self) -> bool:
+        """Let the number of the next contribution go by without one; return True. What is in flight still moves with the rest."""
+        with self._lock:
+            self._handed_in += 1
+        return True
+
+    def begin(self, number: int, round: int, fragment: int) -> None:
+        """Note that the meeting of a contribution begins: from now on this node is in its round."""
+        self._begun = max(self._begun, number)
+        self._been[fragment] = max(round, self._been.get(fragment, 0))
+
+    def move(self, number: int, round: int, fragment: int) -> None:
+        """Note that a contribution moves to ``round``, and with it all that this node will send."""
+        with self._lock:
+            self._shift = max(self._shift, round - number)
+        self._been[fragment] = max(round, self._been.get(fragment, 0))
+
+    def instead(self, round: int, fragment: int, at: int | None) -> int | None:
+        """Return the round to which a caller with ``fragment`` should move, or None: it is met in ``round``, now or once this
+        node is there, or not at all (`through`). ``at``: the round of the meeting of that fragment that is under way here.
+        """
+        been, soon = self._been.get(fragment), self._begun + 1 + self._shift
+        if at is not None and at > round:
+            soon = at
+        elif self.overlap and been is not None:
+            soon = been
+        return round + self._up(soon - round, fragment) if round != at and round < soon else None
+
+    def through(self, round: int, fragment: int, at: int | None) -> bool:
+        """Return whether this node had its meeting in ``round`` and has not begun the next, or moved beyond and will not be there.
+
+        Where training goes on meanwhile, a caller for that round must not be sent ahead to the next one: it would be there before
+        the others, who would find it gone when they come, and be sent ahead themselves, ever further. So no peer moves to a round
+        that nobody has begun, and the numbers grow as the quickest peer counts.
+        """
+        been, soon = self._been.get(fragment), self._begun + 1 + self._shift
+        return self.overlap and been is not None and round != at and been <= round < soon
+
+    def within(self, wanted: int, fragment: int, mine: int, limit: int) -> int:
+        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but not beyond ``limit``.
+
+        It is one of the same fragment, whatever the peer answers.
+        """
+        return mine + max(min(wanted, limit) - mine, 0) // self._step(fragment) * self._step(fragment)
+
+    def _step(self, fragment: int) -> int:
+        # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
+        return self.fragments if fragment < self.fragments else 1
+
+    def _up(self, distance: int, fragment: int) -> int:
+        step = self._step(fragment)
+        return -(-distance // step) * step

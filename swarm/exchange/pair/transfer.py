@@ -1,6 +1,6 @@
 """The transfer of two contributions between two peers, and the commit that makes it count for both or for neither.
 
-The *caller* opened the stream, the *callee* accepted. After the offers are agreed (`shoal.swarm.exchange.pair.matchmaking`):
+The *caller* opened the stream, the *callee* accepted. After the offers are agreed (`shoal.swarm.exchange.pair.exchange`):
 
     both     send their payload and receive the other's into scratch, checking size, digest and finiteness
              (the caller's may have come before its call was accepted; nothing of it counts before it is verified as a whole)
@@ -36,9 +36,8 @@ from typing import TYPE_CHECKING, Literal
 from shoal.optim.codecs.base import buffer
 from shoal.optim.codecs.mod4 import Reading
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.attempt import ExchangeAttempt, Received
+from shoal.swarm.exchange.attempt import ExchangeAttempt, Problem, Received
 from shoal.swarm.exchange.context import ExchangeTimeouts
-from shoal.swarm.exchange.stats import Problem
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.digest import HashList
 from shoal.swarm.wire.envelope import KIB, M, Message, fresh_nonce, pack, unpack

@@ -21,7 +21,7 @@ from shoal.swarm.access.link import Link
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange import cost
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
-from shoal.swarm.exchange.group.allreduce import SMALLEST, fits
+from shoal.swarm.exchange.group.reduction import SMALLEST, fits
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest.outer import OuterSettings
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView

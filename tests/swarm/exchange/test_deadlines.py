@@ -4,7 +4,7 @@ import pytest
 
 from shoal.optim.codecs.base import FLOAT32
 from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE, LONGEST_S, ExchangeTimeouts, Patience
-from shoal.swarm.exchange.group.commit import moved
+from shoal.swarm.exchange.group.leader import moved
 from shoal.swarm.pacing.progress import SLOW_S, SLOWEST
 from shoal.swarm.state.selection import MAKE_S, making_s
 from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, StateQuery, _fetching_s

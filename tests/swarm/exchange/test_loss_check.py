@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from shoal.optim.exchange.base import RoundKey
-from shoal.swarm.exchange.loss_check import FIRST, LossCheck
-from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.exchange.robust import FIRST, DistanceScreen, LossCheck
 
 KEY = RoundKey("run", 0)
 

@@ -7,12 +7,11 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.attempt import ExchangeAttempt
+from shoal.swarm.exchange.attempt import RECENT, WINDOW, ExchangeAttempt, ExchangeStats, kind_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
-from shoal.swarm.exchange.stats import RECENT, WINDOW, ExchangeStats, kind_of
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, Failure

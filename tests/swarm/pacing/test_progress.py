@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import FIRST_RATE, ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.training_time import FIRST_RATE
 from shoal.swarm.pacing.progress import LATE_S, SLOW_S, SLOWEST, Progress, slow_s
 from shoal.swarm.wire.member import Member
 from tests.sim.clock import VirtualLoop

@@ -21,10 +21,9 @@ from shoal.swarm.access.policy import AccessPolicy
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.group.commit import DecisionLog
-from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
-from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
+from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.gossip.envelope import Body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip

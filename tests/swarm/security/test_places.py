@@ -9,8 +9,8 @@ from shoal.swarm.exchange.group import leader as group_leader
 from shoal.swarm.exchange.group import reduction
 from shoal.swarm.exchange.group.leader import MAX_PENDING, PendingGroup
 from shoal.swarm.exchange.group.reduction import PeerStreams
-from shoal.swarm.exchange.pair import held as held_calls
-from shoal.swarm.exchange.pair.held import HeldCalls
+from shoal.swarm.exchange.pair import calls as pair_calls
+from shoal.swarm.exchange.pair.calls import HeldCalls
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.state import download, server
@@ -79,13 +79,13 @@ def peer_streams(monkeypatch):
     return host.handler, pack(GroupHello(nonce=bytes(16)))
 
 
-def calls(monkeypatch):
-    monkeypatch.setattr(held_calls, "MAX_HELD", MOST)
+def held_calls(monkeypatch):
+    monkeypatch.setattr(pair_calls, "MAX_HELD", MOST)
     waiting = HeldCalls(SimpleNamespace(patient=lambda fragment: 60.0, sizes={}))
     return lambda stream: waiting.hold(stream, SimpleNamespace(round=3, fragment=0, nbytes=0)), None
 
 
-@pytest.mark.parametrize("table", [chunk_server, state_server, peer_streams, calls])
+@pytest.mark.parametrize("table", [chunk_server, state_server, peer_streams, held_calls])
 def test_a_full_table_gives_a_place_of_the_crowded_range_to_another_range(monkeypatch, table):
     """The fault: it was first come, so a few keys of one host, renewed in time, kept everybody else out."""
 

@@ -10,8 +10,8 @@ import torch
 
 from shoal.optim import CO2, DiLoCo, NoLoCo, RoundInfo, RoundKey
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.attempt import ExchangeStats
 from shoal.swarm.exchange.robust import LEAST, DistanceScreen
-from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.state import resync as anchoring
 from shoal.swarm.state.resync import FAR, SLOW_S, Resynchronizer, SplitDecision
 from shoal.swarm.state.snapshot import State

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.optim import RoundInfo, RoundKey
+from shoal.swarm.exchange.attempt import ExchangeStats
 from shoal.swarm.exchange.robust import PATIENCE, Newcomers
-from shoal.swarm.exchange.stats import ExchangeStats
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.training.member import LEAVE_S, TrainingMember
 from shoal.swarm.training.shard import Shard

@@ -11,11 +11,9 @@ from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.codecs.registry import codec_named
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
-from shoal.swarm.exchange.group import allreduce as group_allreduce
-from shoal.swarm.exchange.group import commit as group_commit
-from shoal.swarm.exchange.group.allgather import AllGather
-from shoal.swarm.exchange.group.commit import DECISION_PROTOCOL, DecisionLog, GroupCommit, MemberState
-from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
+from shoal.swarm.exchange.group import leader as group_lead
+from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL, DecisionLog, GroupCommit, MemberState
+from shoal.swarm.exchange.group.reduction import AllGather, _Runner
 from shoal.swarm.exchange.group.roster import encode_roster, ready_message
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
@@ -121,7 +119,7 @@ def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkey
     peers = school.ranked(school.peers(5, chunk_timeout=3.0))
     victim, frozen = peers[-1], []
     freeze(monkeypatch, frozen)
-    received, swap = group_allreduce._Runner._received, AllGather._swap
+    received, swap = _Runner._received, AllGather._swap
 
     def end(me):
         if me == victim.id:
@@ -135,7 +133,7 @@ def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkey
         end(gathering._me)
         await swap(gathering, stream)
 
-    monkeypatch.setattr(group_allreduce._Runner, "_received", at_part)
+    monkeypatch.setattr(_Runner, "_received", at_part)
     monkeypatch.setattr(AllGather, "_swap", at_swap)
     handles = start(peers, codec)
     mean = check_same(handles, dead={4})
@@ -295,14 +293,14 @@ def reseal(listed, change, identity=None):
 )
 def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
     peers = school.peers(3, wait=1.0)
-    monkeypatch.setattr(group_commit, "encode_roster", lambda listed: encode_roster(forge(list(listed))))
+    monkeypatch.setattr(group_lead, "encode_roster", lambda listed: encode_roster(forge(list(listed))))
     means = [handle.result() for handle in start(peers, FLOAT32)]
     assert means == [None] * 3
 
 
 def test_a_leader_cannot_speak_for_another_member(school, monkeypatch):
     peers = school.peers(4, wait=1.0, chunk_timeout=1.0, gather=True)
-    monkeypatch.setattr(group_commit, "encode_roster", lambda listed: encode_roster(reseal(listed, {"weight": 9.0})))
+    monkeypatch.setattr(group_lead, "encode_roster", lambda listed: encode_roster(reseal(listed, {"weight": 9.0})))
     means = {peer.id: handle.result() for peer, handle in zip(peers, start(peers, FLOAT32), strict=True)}
     assert means[min(means)] is None  # whose place was taken
     for mean in means.values():

@@ -14,15 +14,12 @@ from shoal.optim.exchange.pairing import partner_of
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import SHARE, ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
-from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
-from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
+from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, make_offer, receive_offer
+from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
 from shoal.swarm.exchange.pair.meeting import PairingAttempt
-from shoal.swarm.exchange.pair.offers import make_offer, receive_offer
-from shoal.swarm.exchange.pair.pairing import PairSelector
-from shoal.swarm.exchange.pair.rounds import PairRounds
+from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
-from shoal.swarm.exchange.passed_over import FORGOTTEN, TERMS
+from shoal.swarm.exchange.round_evidence import FORGOTTEN, TERMS
 from shoal.swarm.state.catch_up import in_step
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.pair import Answer

@@ -15,10 +15,9 @@ from shoal.optim import BFLOAT16, FLOAT32, RoundKey
 from shoal.optim.exchange.pairing import partner_of, rank
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.pair import dialing
-from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
-from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.matchmaking import PairMatchmaker
+from shoal.swarm.exchange.pair import calls
+from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
+from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
 from shoal.swarm.wire.pair import Answer, Offer
 
@@ -435,8 +434,8 @@ def test_few_streams_are_kept_and_none_for_long():
             self.ended = True
 
     async def main():
-        kept = dialing.KeptStreams(SimpleNamespace(usable=lambda stream: stream is not last))
-        of_one = [Kept("a") for _ in range(dialing.KEPT_EACH + 2)]
+        kept = calls.KeptStreams(SimpleNamespace(usable=lambda stream: stream is not last))
+        of_one = [Kept("a") for _ in range(calls.KEPT_EACH + 2)]
         last = of_one[-1]
         for stream in of_one:
             kept.keep(stream)
@@ -444,13 +443,13 @@ def test_few_streams_are_kept_and_none_for_long():
         assert kept.take("b") is None
         assert kept.take("a") is of_one[-2]
         assert last.ended
-        for number in range(dialing.KEPT):
+        for number in range(calls.KEPT):
             kept.keep(Kept(f"peer {number}"))
         assert all(stream.ended for stream in of_one[:-2])
         assert not of_one[-2].ended
-        assert len(kept._idle) == dialing.KEPT
+        assert len(kept._idle) == calls.KEPT
         handles = list(kept._idle.values())
-        assert all(abs(handle.when() - asyncio.get_running_loop().time() - dialing.KEPT_S) < LONG for handle in handles)
+        assert all(abs(handle.when() - asyncio.get_running_loop().time() - calls.KEPT_S) < LONG for handle in handles)
         for stream in list(kept._idle):
             kept._end(stream)
         assert all(handle.cancelled() for handle in handles)

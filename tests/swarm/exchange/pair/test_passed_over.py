@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.pairing import groups, partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.pair import matchmaking, offers
+from shoal.swarm.exchange.pair import calls
+from shoal.swarm.exchange.pair import exchange as pair_exchange
+from shoal.swarm.exchange.pair.calls import make_offer
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.offers import make_offer
 from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
-from shoal.swarm.exchange.passed_over import BROKEN, FORGOTTEN, REMEMBERED, TERMS, PassedOver
+from shoal.swarm.exchange.round_evidence import BROKEN, FORGOTTEN, REMEMBERED, TERMS, PassedOver
 from tests.swarm.exchange.pair.test_pairing import MODEL, SEED, Directory, directory, selector
 
 SWARM = "a" * 52
@@ -32,7 +33,7 @@ def damaged(patch, exchange):
             contribution = replace(contribution, sha256=hashlib.sha256(contribution.sha256).digest())
         return make_offer(context, contribution, nonce)
 
-    patch.setattr(offers, "make_offer", lying)
+    patch.setattr(calls, "make_offer", lying)
 
 
 def busy(patch, exchange):
@@ -96,9 +97,9 @@ BY_THE_CLOCK = "on a busy machine a peer falls out of the step that this test ke
 )
 def test_who_spends_the_others_rounds_is_found_and_never_averaged_with(network, monkeypatch, attack):
     """By turns they would meet in a third of the rounds."""
-    monkeypatch.setattr(matchmaking, "WORTH", 1e9)  # these rounds are too short to be worth a wait
-    monkeypatch.setattr(matchmaking, "LINGER", 0.04)  # of a wait that leaves a busy machine its time
-    monkeypatch.setattr(matchmaking, "SEARCH", 0.06)
+    monkeypatch.setattr(pair_exchange, "WORTH", 1e9)  # these rounds are too short to be worth a wait
+    monkeypatch.setattr(pair_exchange, "LINGER", 0.04)  # of a wait that leaves a busy machine its time
+    monkeypatch.setattr(pair_exchange, "SEARCH", 0.06)
     exchanges = swarm(network, 3)
     attack(monkeypatch, exchanges[2])
     met = trained(exchanges, ROUNDS, [1.0, 3.0, float("nan") if attack is not_a_number else 1.0])

@@ -8,13 +8,24 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.swarm.exchange.attempt import ExchangeAttempt
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.context import (
+    FIRST_RATE,
+    FIRST_S,
+    GIVES,
+    LEAST_S,
+    PARTNERS,
+    PEERS,
+    SEVERAL,
+    ExchangeTimeouts,
+    Patience,
+    PeerContext,
+    TrainingTime,
+)
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
-from shoal.swarm.exchange.pair.rounds import PairRounds
+from shoal.swarm.exchange.pair.pairing import PairRounds
 from shoal.swarm.exchange.pair.transfer import PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
-from shoal.swarm.exchange.training_time import FIRST_RATE, FIRST_S, GIVES, LEAST_S, PARTNERS, PEERS, SEVERAL, TrainingTime
 from shoal.swarm.identity import Identity
 
 SWARM, WAIT = "a" * 52, 0.05

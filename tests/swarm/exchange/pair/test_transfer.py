@@ -15,8 +15,9 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
 from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.pair import calling, transfer
-from shoal.swarm.exchange.pair.answering import EXCHANGE_PROTOCOL
+from shoal.swarm.exchange.pair import calls as pair_calls
+from shoal.swarm.exchange.pair import transfer
+from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
@@ -527,7 +528,7 @@ def test_a_partner_that_comes_later_has_the_payload_by_then(pair):
 
 def test_a_contribution_of_another_size_is_not_sent_ahead(pair, monkeypatch):
     """The partner, which knows only the size of its own last one, would take it for something else than a payload."""
-    monkeypatch.setattr(calling, "HELD_S", 0.0)
+    monkeypatch.setattr(pair_calls, "HELD_S", 0.0)
     assert pair.run() == [(2.0, -2.0)] * 2
     for codec, ahead in ((BFLOAT16, False), (BFLOAT16, True), (FLOAT32, False)):
         round = pair.exchanges[0].next_round

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from shoal.swarm.exchange.group.channel import HeartbeatChannel
+from shoal.swarm.exchange.group.roster import HeartbeatChannel
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing.meter import TrafficMeter
 from shoal.swarm.wire.envelope import pack

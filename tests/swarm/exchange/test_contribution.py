@@ -7,8 +7,7 @@ from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import RoundKey
 from shoal.optim.exchange.on_demand import OnDemand, differences
-from shoal.swarm.exchange.contribution import encode_contribution
-from shoal.swarm.exchange.payload import BorrowedPayload, EncodedPayload, float32_digest
+from shoal.swarm.exchange.contribution import BorrowedPayload, EncodedPayload, encode_contribution, float32_digest
 from shoal.swarm.wire.digest import CHUNK, chunks, digest
 
 SHAPES = [(3,), (CHUNK // 4 - 3,), (5, 7), (0,), (CHUNK // 2 + 11,), ()]

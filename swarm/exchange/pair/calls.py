@@ -1,0 +1,451 @@
+"""The two halves of the matchmaking (`shoal.swarm.exchange.pair.exchange`): the calls to others, and the answers to theirs.
+
+Both sides make each other a signed offer. A call goes over a stream that was kept from an earlier exchange, or a new one, while the
+partner's own call may come in (`KeptStreams`); one that comes early waits until this node is at its round (`HeldCalls`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.context import OVERLAPPED_S, PeerContext
+from shoal.swarm.exchange.contribution import BARRED, Contribution
+from shoal.swarm.exchange.pair.meeting import MAX_HELD, PairingAttempt, PairState
+from shoal.swarm.exchange.pair.transfer import Incoming, PartnerContribution, Withdrawn
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream_places import StreamPlaces
+from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
+from shoal.swarm.wire.pair import Answer, Offer
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
+    from shoal.swarm.p2p.stream import Stream
+
+
+def make_offer(context: PeerContext, contribution: Contribution, nonce: bytes) -> bytes:
+    """Return the sealed offer of a contribution."""
+    key, codec = contribution.key, contribution.codec
+    return seal(
+        Offer(
+            swarm=context.swarm,
+            round=key.round,
+            fragment=key.fragment,
+            nbytes=contribution.payload.nbytes,
+            shapes=contribution.shapes,
+            dtype="float32",
+            codec=codec.name,
+            sha256=contribution.sha256,
+            weight=contribution.weight,
+            model=context.model,
+            nonce=nonce,
+        ),
+        context.identity,
+    )
+
+
+async def receive_offer(stream: Stream, seconds: float) -> Offer:
+    """Receive the offer of the peer at the other end. Raises NetworkError or MessageError."""
+    signer, offer = unseal(await stream.receive(Offer.LIMIT + ENVELOPE, seconds), Offer)
+    if signer != stream.peer_id:
+        raise MessageError(f"peer {short(stream.peer_id)} sent an offer that another peer signed: it was refused.")
+    return offer
+
+
+KEPT_S = 600.0  # seconds without a call, after which a stream is ended
+KEPT, KEPT_EACH = 32, 4  # streams at most, and to one peer, with which several fragments may be exchanged at once
+
+
+class KeptStreams:
+    """Streams on which a call of this node has ended well. The next call to the peer needs no round trip to open one, and the
+    windows of flow control, with which a new stream takes four round trips for 1 MB, have grown.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._idle: dict[Stream, asyncio.TimerHandle] = {}  # the one used last is the last
+
+    def keep(self, stream: Stream) -> None:
+        """Keep ``stream`` until it is taken, or others take its place."""
+        self._idle[stream] = asyncio.get_running_loop().call_later(KEPT_S, self._end, stream)
+        of_peer = [other for other in self._idle if other.peer_id == stream.peer_id]
+        for oldest in {*of_peer[:-KEPT_EACH], *list(self._idle)[:-KEPT]}:
+            self._end(oldest)
+
+    def take(self, peer: str) -> Stream | None:
+        """Return a kept stream to ``peer`` that may be used, if there is one; it is the caller's."""
+        for stream in [other for other in reversed(self._idle) if other.peer_id == peer]:
+            if self._host.usable(stream):
+                self._idle.pop(stream).cancel()
+                return stream
+            self._end(stream)
+        return None
+
+    def _end(self, stream: Stream) -> None:
+        self._idle.pop(stream).cancel()
+        stream.close()
+
+
+async def open_unless(called: asyncio.Event, opening: Coroutine[Any, Any, Stream]) -> Stream | None:
+    """Open a stream; return None if ``called`` is set before it is open, and then end it. Raises NetworkError."""
+    stream, call, wanted = asyncio.ensure_future(opening), asyncio.ensure_future(called.wait()), False
+    try:
+        await asyncio.wait({stream, call}, return_when=asyncio.FIRST_COMPLETED)
+        wanted = not called.is_set()
+        return stream.result() if wanted else None
+    finally:
+        call.cancel()
+        if not wanted:
+            stream.add_done_callback(_hang_up)
+            stream.cancel()
+
+
+def _hang_up(stream: asyncio.Future[Stream]) -> None:
+    if not stream.cancelled() and stream.exception() is None:
+        stream.result().close()
+
+
+RECEIVED = 2  # calls for later rounds of a fragment whose payload is received before this node is there
+
+
+class HeldCalls:
+    """The held calls of one node, at most one of each peer with each fragment."""
+
+    def __init__(self, state: PairState) -> None:
+        self._state = state
+        self._places: defaultdict[int, StreamPlaces] = defaultdict(lambda: StreamPlaces(MAX_HELD))
+        self._receiving: Counter[int] = Counter()  # payloads that come in, by fragment
+        self.calls: dict[tuple[int, str], tuple[int, asyncio.Future[PairingAttempt | None]]] = {}
+
+    async def hold(self, stream: Stream, offer: Offer) -> tuple[PairingAttempt | None, Incoming | None]:
+        """Wait until this node is at the round of ``offer`` and takes the call; None if it does not in the time a caller waits, or
+        too many calls with that fragment are held. Also return what has come of the payload meanwhile. It is received from the
+        partner of that round, `RECEIVED` times with each fragment, if it is as large as this node's own.
+        """
+        round, fragment = offer.round, offer.fragment
+        call = (fragment, stream.peer_id)
+        if call in self.calls or not (places := self._places[fragment]).take(stream):
+            return None, None
+        taken: asyncio.Future[PairingAttempt | None] = asyncio.get_running_loop().create_future()
+        self.calls[call] = (round, taken)
+        state, incoming = self._state, None
+        ahead = state.sizes.get(fragment) == offer.nbytes and state.selector.partner(round) == stream.peer_id
+        if ahead and self._receiving[fragment] < RECEIVED:
+            self._receiving[fragment] += 1
+            incoming = Incoming(offer.nbytes)
+        gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))
+        try:
+            either: set[asyncio.Future[Any]] = {taken, gone}
+            await asyncio.wait(either, timeout=state.patient(fragment), return_when=asyncio.FIRST_COMPLETED)
+            return (taken.result() if taken.done() else None), incoming
+        finally:
+            del self.calls[call]
+            if incoming is not None:
+                self._receiving[fragment] -= 1
+            places.free(stream)
+            if not places.peers and self._places.get(fragment) is places:  # not if this call gave way, and others came and went
+                del self._places[fragment]
+            gone.cancel()
+            await asyncio.wait({gone})  # only one may read from a stream
+            if not gone.cancelled():
+                gone.exception()  # retrieved
+
+    async def _until_gone(self, stream: Stream, incoming: Incoming | None, ahead: bool) -> None:
+        """Wait until the caller has gone on, or says anything beside its payload before it is answered."""
+        if incoming is not None:
+            await stream.receive_ahead(incoming.view, incoming.advance)
+        elif ahead:  # of a payload that may wait in the stream nothing is lost
+            await asyncio.sleep(OVERLAPPED_S)
+        await stream.more(OVERLAPPED_S)
+
+    def take(self, pairing: PairingAttempt, peer: str) -> bool:
+        """Accept the call of ``peer`` if one for this round is held; return whether it was."""
+        held = self.calls.get((pairing.key.fragment, peer))
+        if held is None or held[0] != pairing.key.round or held[1].done():
+            return False
+        pairing.engage()
+        held[1].set_result(pairing)
+        return True
+
+    def release(self, pairing: PairingAttempt) -> None:
+        """Answer the calls that this node no longer takes, now that it is in the round of ``pairing``: those for that round or an
+        earlier one, except its partner's, and those for rounds of other fragments that it will not be in.
+        """
+        state, key = self._state, pairing.key
+        for (fragment, peer), (round, taken) in self.calls.items():
+            if fragment == key.fragment:
+                past = round < key.round or (round == key.round and peer != pairing.partner)
+            else:
+                call = (round, fragment, state.at(fragment))
+                past = state.rounds.instead(*call) is not None or state.rounds.through(*call)
+            if past and not taken.done():
+                taken.set_result(None)
+
+
+PROBE_S = 1.0  # seconds for a candidate other than the partner to answer
+HELD_S = 1.0  # seconds without an answer, after which a partner is most likely not at the round yet
+QUIET, PROBED = 0.25, 0.75  # of the silence that ends a transfer: until a peer that holds a call is probed, and for that
+
+log = logging.getLogger(__name__)
+
+
+class Unanswered(NetworkError):
+    """The error that a stream ended before the offer was answered: the peer had just ended one that was kept, or is gone."""
+
+
+class Caller:
+    """Calls the peers that a node wants to meet. All coroutines run on the host's loop."""
+
+    def __init__(self, state: PairState) -> None:
+        self._state, self._context = state, state.context
+        self._kept = KeptStreams(state.context.host)
+        self._welcome = False
+        """The newest call to a partner was accepted: the next one is likely to be."""
+
+    async def call(self, pairing: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
+        """Offer, and exchange if the offer is accepted within ``seconds``: over a stream that was kept, or a new one.
+
+        Raises NetworkError or MessageError.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        if not pairing.called.is_set() and (kept := self._kept.take(peer)) is not None:
+            with contextlib.suppress(Unanswered):
+                return await self._offer(kept, pairing, until)
+            pairing.offering = False
+        began = loop.time()
+        stream = await self._open(pairing, peer, until - began)
+        return None if stream is None else await self._offer(stream, pairing, until, loop.time() - began)
+
+    async def _open(self, pairing: PairingAttempt, peer: str, seconds: float) -> Stream | None:
+        """Open a stream; None if another's call was accepted meanwhile."""
+        chunk = self._state.timeouts.chunk
+        member = self._context.members().get(peer) or self._context.known().get(peer)
+        addresses = member.addresses if member is not None else ()
+        try:
+            opening = self._context.host.open(peer, EXCHANGE_PROTOCOL, addresses=addresses, timeout=max(min(seconds, chunk), 0.01))
+            return await open_unless(pairing.called, opening)
+        except NetworkError as error:
+            if error.reason != "timeout" or seconds >= PROBE_S:  # what was left of a search is no time to open a stream in
+                self._state.selector.failed(peer)
+            raise
+
+    async def _offer(
+        self, stream: Stream, pairing: PairingAttempt, until: float, opened: float | None = None
+    ) -> PartnerContribution | None:
+        """Offer, and exchange if the offer is accepted; then keep the stream, if that ended well. ``opened``: seconds that it took
+        to open; None if it was kept. Raises NetworkError or MessageError.
+        """
+        loop, peer, well = asyncio.get_running_loop(), stream.peer_id, False
+        ahead: asyncio.TimerHandle | None = None
+        try:
+            pairing.offering = True
+            nonce = fresh_nonce()
+            offer = make_offer(self._context, pairing.attempt.contribution, nonce)
+            try:
+                await stream.send(offer, max(until - loop.time(), 0.01))
+                welcome = self._welcome and pairing.usual and peer == pairing.partner
+                if opened is None and welcome and not stream.chosen:
+                    # The other one's call, if it is there, counts less. From a peer that is there an answer comes at once.
+                    first = self._state.rank(self._context.me, pairing.key.round) < self._state.rank(peer, pairing.key.round)
+                    ahead = loop.call_later(0.0 if first else HELD_S, stream.send_ahead, pairing.attempt.contribution.payload)
+                answered = await self._answered(stream, pairing, max(until - loop.time(), 0.01))
+            except NetworkError as error:
+                if self._state.overlap and error.reason == "timeout":  # it is behind, and costs no training
+                    return None
+                raise Unanswered(str(error)) from None if error.reason == "broken" else error
+            finally:
+                if ahead is not None:
+                    ahead.cancel()
+            answer = unpack(answered, Answer)
+            if answer.verdict != "accept":
+                well = answer.verdict != "refuse" and not stream.ahead
+                self._note(pairing, peer, answer)
+                return None
+            pairing.accepted = True
+            self._welcome |= peer == pairing.partner
+            theirs = await receive_offer(stream, self._state.timeouts.chunk)
+            difference = pairing.attempt.contribution.differs(theirs)
+            offered = (nonce, self._context.swarm, self._context.model, pairing.key.round)
+            if difference is not None or (theirs.nonce, theirs.swarm, theirs.model, theirs.round) != offered:
+                what = difference or "the nonce, swarm, model or round"
+                raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
+            pairing.dialing = None  # a call from this peer no longer crosses this node's
+            # The rest of the time before the answer is the wait for its training.
+            received = await self._state.transfer(stream, pairing, theirs, caller=True, called=opened or 0.0)
+            well = received is not None
+            return received
+        finally:
+            pairing.accepted = False
+            self._welcome &= not stream.ahead
+            self._kept.keep(stream) if well else stream.close()
+
+    async def _answered(self, stream: Stream, pairing: PairingAttempt, seconds: float) -> bytes:
+        """Wait for the answer, which comes when the peer comes to the round; but not for one that is not there any more."""
+        chunk = self._state.timeouts.chunk
+        answer = asyncio.ensure_future(stream.receive(Answer.LIMIT, seconds))
+        try:
+            while not (await asyncio.wait({answer}, timeout=chunk * QUIET))[0]:
+                if not pairing.needed.is_set():  # while training goes on the wait costs nothing
+                    continue
+                probe = asyncio.ensure_future(self._state.transfers.probe(stream.peer_id, chunk * PROBED))
+                probe.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
+                try:
+                    await asyncio.wait({answer, probe}, return_when=asyncio.FIRST_COMPLETED)
+                    if not answer.done():
+                        probe.result()
+                except NetworkError:
+                    stream.failed()
+                    if stream.way == stream.peer_id:
+                        self._state.selector.failed(stream.peer_id)
+                    raise
+                finally:
+                    probe.cancel()
+                    del probe
+            return answer.result()
+        finally:
+            answer.cancel()
+            del answer  # its error names this frame: a ring, which would keep the contribution until it is collected
+
+    def _note(self, pairing: PairingAttempt, peer: str, answer: Answer) -> None:
+        log.debug("round %d: %s answered %s %s", pairing.key.round, short(peer), answer.verdict, answer.reason)
+        self._state.evidence.heard(peer, answer.round)
+        if answer.verdict == "passed":
+            rounds, key = self._state.rounds, pairing.key
+            most = self._state.evidence.furthest(peer, answer.round, asyncio.get_running_loop().time())
+            wanted = rounds.within(answer.round, key.fragment, key.round, most)
+            pairing.swarm_round = max(pairing.swarm_round, wanted)
+        elif answer.verdict == "wait":
+            pairing.expecting = peer
+        elif answer.verdict == "refuse":
+            log.warning("peer %s will not exchange with this node: %s", short(peer), answer.reason)
+            pairing.attempt.failed(peer, "refused")
+
+
+EXCHANGE_PROTOCOL = "/shoal/exchange/1"
+ANSWERED = 64  # streams of callers that wait for their next call, at most
+
+
+class CallAnswerer:
+    """Answers the calls that one node gets. All coroutines run on the host's loop."""
+
+    def __init__(self, state: PairState, held: HeldCalls) -> None:
+        self._state, self._context, self._held = state, state.context, held
+        self._kept = StreamPlaces(ANSWERED)
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer the calls that come on a stream, one after another."""
+        while await self._serve(stream) and self._kept.take(stream):
+            try:
+                more = await stream.more(KEPT_S)
+            finally:
+                self._kept.free(stream)
+            if not (more and self._context.host.resource_manager.renew(stream, EXCHANGE_PROTOCOL)):
+                return
+
+    async def _serve(self, stream: Stream) -> bool:
+        """Answer one call; return whether another may follow it."""
+        patience = self._state.timeouts.chunk
+        try:
+            offer = await receive_offer(stream, patience)
+        except MessageError as error:  # most likely another version: tell the peer, whose user can mend it
+            await stream.send(pack(Answer(verdict="refuse", reason=str(error), round=self._state.rounds.next_round)), patience)
+            return False
+        pairing, answer, incoming = await self._judge(stream, offer)
+        if pairing is None:
+            await stream.send(pack(answer), patience)
+            return answer.verdict != "refuse"
+        engaged = pairing.engaged
+        assert engaged is not None
+        meeting = asyncio.ensure_future(self._meet(stream, pairing, offer, answer, incoming))
+        del incoming  # the mean is computed in it, and it is gone with that
+        try:
+            await asyncio.wait({meeting, engaged}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not meeting.done():  # this node gave the exchange up
+                meeting.cancel()
+                await asyncio.wait({meeting})
+            if not engaged.done():
+                engaged.set_result(None if meeting.cancelled() or meeting.exception() is not None else meeting.result())
+        try:
+            return not meeting.cancelled() and meeting.result() is not None
+        finally:
+            del meeting  # its error names this frame: a ring, which would keep both contributions until it is collected
+
+    async def _meet(
+        self, stream: Stream, pairing: PairingAttempt, offer: Offer, answer: Answer, incoming: Incoming | None
+    ) -> PartnerContribution | None:
+        """Do the callee's half of a meeting."""
+        patience, peer = self._state.timeouts.chunk, stream.peer_id
+        try:
+            await stream.send(pack(answer), patience)
+            await stream.send(make_offer(self._context, pairing.attempt.contribution, offer.nonce), patience)
+            return await self._state.transfer(stream, pairing, offer, caller=False, incoming=incoming)
+        except Withdrawn as error:
+            if peer not in pairing.withdrawn:  # nobody's failure: its call and its going on crossed the answer
+                pairing.withdrawn.add(peer)
+                return None
+            pairing.attempt.failed(peer, error)
+            self._state.ended(pairing, peer, None)
+            return None
+
+    async def _judge(self, stream: Stream, offer: Offer) -> tuple[PairingAttempt | None, Answer, Incoming | None]:
+        """Return the answer to a call; with "accept" also the meeting, which is then engaged, and what has come of the payload."""
+        state, peer = self._state, stream.peer_id
+        state.selector.alive(peer)
+
+        def reply(verdict: str, reason: str = "", round: int | None = None) -> tuple[None, Answer, None]:
+            at = state.rounds.next_round if round is None else round
+            return None, Answer.model_validate({"verdict": verdict, "reason": reason, "round": at}), None
+
+        def instead() -> int | None:
+            return state.rounds.instead(offer.round, offer.fragment, state.at(offer.fragment))
+
+        if self._context.is_barred(peer):  # it is no member here, and must not be taken for a newcomer
+            return reply("refuse", BARRED)
+        if peer not in self._context.members() and peer not in self._context.known():
+            self._context.look()  # a newcomer: the sooner it is known here, the sooner it gets partners
+        if offer.swarm != self._context.swarm:
+            return reply("refuse", f"this node is in swarm {self._context.swarm}, the offer is for {offer.swarm}")
+        pairing = state.under_way.get(offer.fragment)
+        if offer.model == self._context.model:
+            state.evidence.heard(peer, offer.round)
+        elif pairing is None:
+            return reply("refuse", "the models differ in the shapes or types of their parameters")
+        if offer.fragment > state.rounds.fragments:  # one beyond the schedule's: the last average
+            return reply("refuse", f"there are {state.rounds.fragments} fragments here, the offer is for number {offer.fragment}")
+        late, taken, incoming = instead(), False, None
+        if state.rounds.through(offer.round, offer.fragment, state.at(offer.fragment)):
+            return reply("busy", "this node is through with that round")
+        if late is None and (pairing is None or pairing.key.round != offer.round):
+            pairing, incoming = await self._held.hold(stream, offer)
+            taken = pairing is not None and pairing.engaged is not None  # the round may have been given up just now
+            if not taken and (late := instead()) is None:
+                state.turn_away(peer, offer.round, offer.fragment)
+                return reply("busy", "this node did not come to that round in time")
+        if late is not None or pairing is None:
+            if offer.model == self._context.model:
+                state.evidence.called(peer, offer.round)
+            return reply("passed", round=late)
+        difference = pairing.attempt.contribution.differs(offer)
+        if difference is not None:
+            if taken and pairing.engaged is not None and not pairing.engaged.done():
+                pairing.engaged.set_result(None)
+            return reply("refuse", difference)
+        if not taken:
+            crossing = pairing.dialing == peer
+            unasked = pairing.listening and state.selector.accepts(peer, offer.round)
+            if pairing.engaged is not None or not (crossing or pairing.expecting == peer or unasked):
+                state.turn_away(peer, offer.round, offer.fragment)
+                return reply("busy")
+            if crossing and pairing.offering and state.rank(peer, offer.round) > state.rank(self._context.me, offer.round):
+                # In case this node's call, for which it waits, was just turned away there.
+                state.turn_away(peer, offer.round, offer.fragment)
+                return reply("wait")
+            pairing.engage()
+        return pairing, Answer(verdict="accept", round=offer.round), incoming
