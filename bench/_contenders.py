@@ -86,7 +86,7 @@ class Ours(Peer):
         from shoal.optim.exchange.base import RoundKey
         from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
         from shoal.swarm.exchange.pair.exchange import PairExchange
-        from shoal.swarm.wire.member import Member
+        from shoal.swarm.wire.messages import Member
 
         def member(peer: str, addresses: Sequence[str]) -> Member:
             return Member(

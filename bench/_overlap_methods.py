@@ -116,7 +116,7 @@ class Ours(Method):
         return {"peer": self.host.peer_id, "addresses": self.host.addresses()}
 
     def meet(self, everybody: list[dict[str, Any]]) -> None:
-        from shoal.swarm.wire.member import Member
+        from shoal.swarm.wire.messages import Member
 
         def member(peer: str, addresses: Sequence[str]) -> Member:
             return Member(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.optim import OuterOptimizer
-from shoal.optim.methods.registry import METHODS as REGISTRY
+from shoal.optim.methods import METHODS as REGISTRY
 
 Setting = Mapping[str, float | bool]
 INNER: tuple[Setting, ...] = ({"beta2": 0.99}, {"beta2": 0.95}, {"beta2": 0.999})

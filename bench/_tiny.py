@@ -16,7 +16,7 @@ from shoal.node.rl.environment import HELD_OUT, Strings
 from shoal.node.rl.remote_rollouts import RolloutGroup as Learnt
 from shoal.node.rl.remote_rollouts import loss_of, make_update
 from shoal.node.rl.tiny import HABITS, Tiny
-from shoal.optim.rl.losses import TokenLoss
+from shoal.optim.rl import TokenLoss
 
 QUESTIONS = 4000  # in the world, none of them held out
 ASKED = (500, 100)  # held-out questions: in the end, and in turn at the beginning of each round

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.optim.rl.losses import TokenLoss
+from shoal.optim.rl import TokenLoss
 
 
 @dataclass(frozen=True)

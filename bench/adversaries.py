@@ -41,11 +41,11 @@ from shoal.node.runtime.make_trainer import OTHER_SEED
 from shoal.node.task import Shard
 from shoal.node.tasks.text import Document
 from shoal.optim import Simulation, method_named
+from shoal.optim.exchange.averaging import GRID, Contributions
 from shoal.optim.exchange.base import Mean, RoundKey
-from shoal.optim.exchange.robust import GRID, Contributions
 from shoal.optim.exchange.simulation import SimulatedExchange
 from shoal.swarm.exchange.robust import PATIENCE, DistanceScreen, LossCheck, Robust
-from shoal.swarm.training.loss_trial import LossTrial
+from shoal.swarm.training.factories import LossTrial
 
 METHODS: dict[str, tuple[Robust, dict[str, float]]] = {
     "noloco": ("clipped-gossip", {"lr": 1.0, "momentum": 0.3}),

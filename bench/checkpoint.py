@@ -28,7 +28,7 @@ from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 
 # About 1 and 25 million parameters; batch and context are small, so that steps are short and a stall shows.
 SIZES: dict[str, dict[str, int]] = {

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench._page import put_into
 from shoal.swarm import identity
-from shoal.swarm.access.policy import AccessPolicy
+from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership import peer_exchange
 from shoal.swarm.membership.directory import Directory
@@ -42,7 +42,7 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire import envelope
 from shoal.swarm.wire.envelope import pack, seal, unpack
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH, Board, SimDirectory
 from tests.sim.isolation import isolated

@@ -34,7 +34,7 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training.schedule import make_inner
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOAL = [sys.executable, "-m", "shoal"]

@@ -52,7 +52,7 @@ class Daemon:
     def __init__(self, bootstrap: tuple[str, ...]) -> None:
         from shoal.swarm.errors import StartupError
         from shoal.swarm.identity import Identity
-        from shoal.swarm.membership.dht_record import MemberValidator
+        from shoal.swarm.membership.dht import MemberValidator
         from shoal.swarm.p2p.host import Host
 
         self.identity, self.nbytes, self.keys = Identity.ephemeral(), 0, 0
@@ -102,8 +102,7 @@ class LightPeer:
         if not self.first:
             return
         from shoal.swarm.gossip.gossip import Gossip
-        from shoal.swarm.topics.status import Status
-        from shoal.swarm.topics.status_reporter import StatusPublisher
+        from shoal.swarm.topics.status import Status, StatusPublisher
 
         def status() -> Status:
             self.sent += 1
@@ -248,7 +247,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 def newcomers(options: argparse.Namespace, bootstrap: tuple[str, ...]) -> list[float]:
     """Return the seconds until a stranger finds each of some newcomers; infinity for one that it does not within a minute."""
-    from shoal.swarm.membership.buckets import is_in_its_bucket
+    from shoal.swarm.membership.dht import is_in_its_bucket
 
     stranger, found = LightPeer(options, Daemon(bootstrap)), []
     for _ in range(options.newcomers):

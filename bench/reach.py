@@ -80,7 +80,7 @@ class Setup:
 def seed(setup: Setup, namespace: str, ip: str, relay: bool, tell: Connection) -> None:
     """Be a bootstrap node; send its addresses."""
     from shoal.swarm.identity import Identity
-    from shoal.swarm.seed.server import Seed
+    from shoal.swarm.seed import Seed
 
     _settle(namespace, setup)
     asyncio.run(Seed(Identity.ephemeral(), listen=setup.addresses(ip), relay=relay, on_ready=tell.send).run())
@@ -140,8 +140,8 @@ def _rates(host: Any) -> dict[str, Any]:
 def dialler(setup: Setup, namespace: str, own: str, other: str, address: str, late: float, tell: Connection) -> None:
     """Be a daemon that dials another when told; send the seconds that it took, and the addresses of the connections 2 s later."""
     from shoal.swarm.identity import Identity
+    from shoal.swarm.p2p.addresses import to_text
     from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
-    from shoal.swarm.p2p.multiaddr import to_text
 
     async def dial() -> None:
         daemon = await Daemon.launch(Identity.load(own), listen=setup.addresses("0.0.0.0"), relay="off", idle="")
@@ -368,8 +368,8 @@ def main() -> int:
 def _load() -> None:
     """Import what nodes need before they are forked."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from shoal.swarm import seed  # noqa: F401
     from shoal.swarm.p2p import hivemind_adapter  # noqa: F401
-    from shoal.swarm.seed import server  # noqa: F401
     from shoal.swarm.training import session  # noqa: F401
 
 

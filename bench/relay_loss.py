@@ -43,7 +43,7 @@ def seed(namespace: str, ip: str, key: str, tell: Connection) -> None:
     import asyncio
 
     from shoal.swarm.identity import Identity
-    from shoal.swarm.seed.server import Seed
+    from shoal.swarm.seed import Seed
 
     reach._settle(namespace, reach.Setup())
     asyncio.run(Seed(Identity.load(key), listen=[f"/ip4/{ip}/tcp/{reach.PORT}"], relay=True, on_ready=tell.send).run())

@@ -41,8 +41,7 @@ if not __package__:  # run as a file: the folder above is not on the path then
 
 from bench._tiny import tiny_world
 from bench._world import Completion, Group, Settings, World
-from shoal.optim.rl.losses import LOSSES, Completions, group_advantages, policy_loss
-from shoal.optim.rl.selection import Candidate, select
+from shoal.optim.rl import LOSSES, Candidate, Completions, group_advantages, policy_loss, select
 
 SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))
 POISONED = (4, 4)

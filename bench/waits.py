@@ -31,10 +31,10 @@ from shoal.optim import Alone, Exchange, OuterOptimizer
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.training.outer_factory import make_outer
-from shoal.swarm.wire.member import Member
+from shoal.swarm.training.factories import make_outer
+from shoal.swarm.wire.messages import Member
 
 SHAPES = {20_000: (1, 32), 1_000_000: (5, 128), 10_000_000: (6, 372)}
 """Layers and width of a transformer of about so many parameters."""

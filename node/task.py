@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shoal.node.batch import elements
-from shoal.optim.inner.split import hidden_matrices
+from shoal.optim.inner import hidden_matrices
 from shoal.swarm.errors import OuterError
 from shoal.swarm.training.shard import Shard as Shard
 

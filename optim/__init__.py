@@ -14,41 +14,36 @@ from shoal.optim.codecs.adaptive import AutoCodec
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.registry import E3M0, INT8, SIGN, TOPK2, codec_named
-from shoal.optim.exchange.base import Alone, Exchange, Handle, Mean, RoundKey, weighted_mean
+from shoal.optim.exchange.base import Alone, Exchange, Handle, Mean, RoundKey, candidates, groups, order, partner_of, weighted_mean
 from shoal.optim.exchange.distributed import Distributed
-from shoal.optim.exchange.pairing import candidates, groups, order, partner_of
 from shoal.optim.exchange.simulation import Faults, Simulation
-from shoal.optim.inner.muon import muon
-from shoal.optim.inner.split import hidden_matrices
-from shoal.optim.methods.optimizers import (
+from shoal.optim.inner import hidden_matrices, muon
+from shoal.optim.methods import (
     CO2,
+    METHODS,
     SPARTA,
     DecoupledDiLoCo,
     DiLoCo,
     Eager,
     GASLoC,
     LocalSGD,
+    Method,
     NoLoCo,
     Options,
     SparseLoCo,
     StreamingDiLoCo,
+    method_named,
+    methods_with,
 )
-from shoal.optim.methods.registry import METHODS, Method, method_named, methods_with
-from shoal.optim.outer.config_diff import config_diff
-from shoal.optim.outer.fragments import strided
+from shoal.optim.outer.fragments import by_rate, by_steps, by_tokens, equal, strided
 from shoal.optim.outer.in_flight import RoundInfo
-from shoal.optim.outer.inner import Stepped
-from shoal.optim.outer.optimizer import OuterOptimizer
-from shoal.optim.outer.parameters import float_buffers
-from shoal.optim.outer.weighting import by_rate, by_steps, by_tokens, equal
+from shoal.optim.outer.inner import Stepped, float_buffers
+from shoal.optim.outer.optimizer import OuterOptimizer, config_diff
 from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.rules.base import RoundContext, Rule
-from shoal.optim.rules.delayed import CO2Rule, EagerRule
-from shoal.optim.rules.diloco import DecoupledRule, DiLoCoRule, rda
-from shoal.optim.rules.gossip import GASLoCRule, LocalSGDRule, NoLoCoRule
-from shoal.optim.rules.sparta import SpartaRule
-from shoal.optim.schedule.round_length import RoundLength, Seconds, Steps, Tokens
-from shoal.optim.schedule.schedule import Apply, Delayed, Every, Schedule, Send, Streaming
+from shoal.optim.rules.diloco import CO2Rule, DecoupledRule, DiLoCoRule, EagerRule, rda
+from shoal.optim.rules.gossip import GASLoCRule, LocalSGDRule, NoLoCoRule, SpartaRule
+from shoal.optim.schedule import Apply, Delayed, Every, RoundLength, Schedule, Seconds, Send, Steps, Streaming, Tokens
 
 __all__ = [
     "BFLOAT16",

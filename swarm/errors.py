@@ -42,7 +42,7 @@ class StartupError(ShoalError):
 
 
 class NetworkError(ShoalError):
-    """A failed or late call to a peer or the own daemon. ``reason``: its kind, one of `shoal.swarm.wire.fields.FAILURES`."""
+    """A failed or late call to a peer or the own daemon. ``reason``: its kind, one of `shoal.swarm.wire.envelope.FAILURES`."""
 
     def __init__(self, text: str = "", reason: str = "broken") -> None:
         super().__init__(text)

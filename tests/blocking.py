@@ -1,7 +1,7 @@
 """Outer settings of tests that want one exchange a round, waited for: of the whole model, and with the same bits each time."""
 
 from shoal.optim import method_named
-from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.manifest import OuterSettings
 
 
 def blocking(**settings):

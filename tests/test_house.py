@@ -93,7 +93,7 @@ FREE = {
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim", "shoal.verification.fingerprints"}
 MIN_LINES = 60  # of a module of node or verification that only one other imports
-MAX_FILES, MAX_LINES, MAX_OPTIONS, MAX_PRODUCT_LINES = 40, 800, 45, 56_064
+MAX_FILES, MAX_LINES, MAX_OPTIONS, MAX_PRODUCT_LINES = 40, 800, 45, 55_504
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]
@@ -174,7 +174,7 @@ def arrows(top):
             continue
         for other in imported(file) & set(MODULES):
             if package_of(other)[0] == top and other != f"shoal.{top}" and package_of(other) != package_of(name):
-                # `import shoal.swarm.wire.pair` also names the packages above it.
+                # `import shoal.swarm.wire.messages` also names the packages above it.
                 if MODULES[other].name == "__init__.py" and any(deeper.startswith(f"{other}.") for deeper in imported(file)):
                     continue
                 found.add((package_of(name)[1], package_of(other)[1], name))
@@ -204,8 +204,8 @@ def test_packages_import_only_what_the_table_allows(top):
             assert other in free or package == "__main__", f"{module} is used by every package, and imports {other}"
         else:
             assert other in table[package] | free, f"{module} imports {other}: {package} may import {sorted(table[package] | free)}"
-    folders = {".".join(file.parent.relative_to(ROOT / top).parts) for file in (ROOT / top).rglob("*.py") if file not in TEMPLATES}
-    assert folders - {""} == set(table)
+    packages = {package_of(name)[1] for name, file in MODULES.items() if package_of(name)[0] == top and file not in TEMPLATES}
+    assert packages - free - {"__init__"} == set(table)
 
 
 @pytest.mark.parametrize("top", TOPS)

@@ -14,7 +14,7 @@ from shoal.node.doctor import network_checks as network
 from shoal.node.doctor import swarm_checks as agreement
 from shoal.node.doctor.network_checks import Visit
 from shoal.node.exit_codes import ExitCode
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import ShoalError
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import shoal.swarm
-from shoal.swarm.access.invitation import Invitation
-from shoal.swarm.access.link import MAX_ADDRESSES as LINK_ADDRESSES
-from shoal.swarm.access.link import MAX_CHARS
+from shoal.swarm.access import MAX_ADDRESSES as LINK_ADDRESSES
+from shoal.swarm.access import MAX_CHARS, Invitation
 from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL
 from shoal.swarm.exchange.group.reduction import PART, PAYLOAD_PROTOCOL, SMALLEST
 from shoal.swarm.exchange.group.roster import BEATS
@@ -16,38 +15,39 @@ from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.gossip.bodies import BODY_PROTOCOL
 from shoal.swarm.gossip.envelope import BodyAnnouncement
-from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, Manifest
-from shoal.swarm.manifest.outer import OuterSettings
-from shoal.swarm.membership.dht_record import CAP
+from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, OuterSettings
+from shoal.swarm.membership.dht import CAP
 from shoal.swarm.membership.directory import MAX_ADDRESSES
 from shoal.swarm.membership.peer_exchange import ACTIVE, AGE, LOOK, MAX_OFFERED, PASSIVE, SHARE, SHUFFLE, SHUFFLE_PROTOCOL
 from shoal.swarm.membership.peer_exchange import ALL as SHUFFLES
 from shoal.swarm.membership.peer_exchange import EACH as SHUFFLES_EACH
-from shoal.swarm.p2p.pubsub import MAX_MESSAGE
+from shoal.swarm.p2p.limits import ADMISSION_PROTOCOL, MAX_HANDLERS, MAX_HANDLERS_PER_PEER, MAX_STRANGERS, RateLimit, Rates
 from shoal.swarm.p2p.punch import PUNCH_PROTOCOL
-from shoal.swarm.p2p.rate_limit import RateLimit
 from shoal.swarm.p2p.reachability import ALL as DIALS
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, LOWEST_PORT
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, LOWEST_PORT, MOVE_S, SPEED_PROTOCOL, TESTS, TESTS_EACH
 from shoal.swarm.p2p.reachability import EACH as DIALS_EACH
-from shoal.swarm.p2p.resource_manager import ADMISSION_PROTOCOL, MAX_HANDLERS, MAX_HANDLERS_PER_PEER, MAX_STRANGERS, Rates
-from shoal.swarm.p2p.throughput import ALL as TESTS
-from shoal.swarm.p2p.throughput import EACH as TESTS_EACH
-from shoal.swarm.p2p.throughput import MAX_BYTES as TEST_BYTES
-from shoal.swarm.p2p.throughput import MOVE_S, SPEED_PROTOCOL
-from shoal.swarm.state.download import CHUNKS_PROTOCOL
+from shoal.swarm.p2p.reachability import MAX_BYTES as TEST_BYTES
 from shoal.swarm.state.selection import SAMPLE, STATE_PROTOCOL
-from shoal.swarm.state.snapshot import KEPT, UNUSED_S
-from shoal.swarm.topics.attestation import EVIDENCE_PROTOCOL, MAX_BYTES, MAX_RECORD, Attestation
+from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, KEPT, UNUSED_S
+from shoal.swarm.topics.attestation import EVIDENCE_PROTOCOL, LOG_PROTOCOL, MAX_BYTES, MAX_LOG, MAX_RECORD, Attestation
+from shoal.swarm.topics.attestation import LOG_QUOTA as LOGS
 from shoal.swarm.topics.attestation import QUOTA as ATTESTED
-from shoal.swarm.topics.log_sync import LOG_PROTOCOL, MAX_LOG
-from shoal.swarm.topics.log_sync import QUOTA as LOGS
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, Rollout
 from shoal.swarm.topics.status import PARTNERS, PER_SECOND, ROUNDS, Status
-from shoal.swarm.wire.envelope import ENVELOPE, Message
-from shoal.swarm.wire.group import GroupDecision, GroupReady
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.pair import Offer
-from shoal.swarm.wire.seed import MAX_CONTACTS, MAX_LISTED, MAX_NAMED, SEED_PROTOCOL, SEEN_PROTOCOL, SWARMS_PROTOCOL, Announcement
+from shoal.swarm.wire.envelope import ENVELOPE, MAX_MESSAGE, Message
+from shoal.swarm.wire.messages import (
+    MAX_CONTACTS,
+    MAX_LISTED,
+    MAX_NAMED,
+    SEED_PROTOCOL,
+    SEEN_PROTOCOL,
+    SWARMS_PROTOCOL,
+    Announcement,
+    GroupDecision,
+    GroupReady,
+    Member,
+    Offer,
+)
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "wire.md").read_text(encoding="utf-8")

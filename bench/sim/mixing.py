@@ -1,7 +1,7 @@
 """How well buckets mix: the consensus distance of peers that average in pairs within their buckets, against pairs drawn among all.
 
 Every round each peer's values take a random step, then the pairs of the round take their mean. Buckets, their depth and the pairs
-are those of the production code (`shoal.swarm.membership.buckets`, `shoal.optim.exchange.pairing`); nobody is late, and no link is
+are those of the production code (`shoal.swarm.membership.dht`, `shoal.optim.exchange.base`); nobody is late, and no link is
 simulated. The variance left after averaging is what a partner that is drawn from fewer costs.
 """
 
@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from shoal.optim.exchange.pairing import groups
-from shoal.swarm.membership.buckets import depth_for
-from shoal.swarm.membership.dht_record import bits_in
+from shoal.optim.exchange.base import groups
+from shoal.swarm.membership.dht import bits_in, depth_for
 
 PEERS, ROUNDS, EPOCH_ROUNDS = 1024, 240, 4
 SETTLED = 40  # rounds before the first that counts

@@ -21,17 +21,16 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.attempt import ExchangeHandle
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import NetworkOptions
-from shoal.swarm.state.catch_up import query_for, sources_for
+from shoal.swarm.state.resync import query_for, sources_for
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import begin_fetch
-from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.training.factories import announced_speeds, make_exchange, make_outer, make_screen, round_length
 from shoal.swarm.training.member import TrainingMember
-from shoal.swarm.training.outer_factory import announced_speeds, make_outer, round_length
 from shoal.swarm.training.shard import Shard
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.sim.directory import EPOCH, SimDirectory
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bench.sim.toy_task import ToyTask
-from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.manifest import Manifest, OuterSettings
 from tests.sim.directory import Board
 from tests.sim.network import Links, SimNetwork
 

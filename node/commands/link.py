@@ -10,12 +10,11 @@ from typing import Any
 
 from shoal.node.config.links import LINK
 from shoal.node.config.settings import default_identity_path
-from shoal.swarm.access.invitation import issue
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link, issue
 from shoal.swarm.errors import AdmissionError, LinkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.membership.visitor import connected
+from shoal.swarm.manifest import Manifest
+from shoal.swarm.membership.admission import connected
 
 # ``shoal invite``: issue an invitation to an invitation-only swarm.
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.node.plan.table import MEMORY_SOURCE, advise, amount, rows
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
 
@@ -82,8 +82,7 @@ def measured_line(link: Link) -> Measured:
     from shoal.node.doctor import network_checks as network
     from shoal.node.doctor.checkup import Note
     from shoal.node.doctor.network_checks import FoundError, Visit
-    from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ask
-    from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, measure
+    from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, MAX_BYTES, SPEED_PROTOCOL, ask, measure
 
     visit = Visit(link)
     try:

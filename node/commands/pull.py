@@ -35,23 +35,19 @@ from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.loader import HookError
 from shoal.optim import Alone, method_named
 from shoal.optim.codecs.base import FLOAT32, all_finite
-from shoal.optim.outer.parameters import float_buffers, trained
-from shoal.swarm.access.link import Link
+from shoal.optim.outer.inner import float_buffers, trained
+from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest, parameters_digest, shapes_differ
-from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.membership.visitor import visited
+from shoal.swarm.manifest import Manifest
+from shoal.swarm.membership.admission import visited
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.state.catch_up import sources_in
-from shoal.swarm.state.download import Peer
-from shoal.swarm.state.snapshot import DIGEST, chunk_size, chunks_in, snapshot_id
+from shoal.swarm.state.resync import sources_in
+from shoal.swarm.state.snapshot import DIGEST, Peer, chunk_size, chunks_in, snapshot_id
 from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, ModelDiffersError, StateQuery, fetch_into
-from shoal.swarm.wire.digest import CHUNK
-from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.fields import MAX_EXTRA
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.state import StateHeader, StateRequest
+from shoal.swarm.wire.envelope import CHUNK, MAX_EXTRA, pack, unpack
+from shoal.swarm.wire.messages import Member, StateHeader, StateRequest
 
 # Uploading exported weights to a repository of the Hugging Face hub (``shoal pull --push``). Needs the package huggingface_hub.
 

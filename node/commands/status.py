@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import printable
-from shoal.swarm.membership.clock_check import ASK_S, clock_problem, compare_clocks
+from shoal.swarm.membership.admission import connected, open_directory
 from shoal.swarm.membership.link_addresses import lasting_link
-from shoal.swarm.membership.overview import overview, totals_said
-from shoal.swarm.membership.visitor import connected, open_directory
+from shoal.swarm.membership.overview import ASK_S, clock_problem, compare_clocks, overview, totals_said
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics.status import lag_label, reach_label
 

@@ -18,11 +18,11 @@ from shoal.node.config.settings import ConfigError, default_identity_path
 from shoal.node.json_output import dumps
 from shoal.node.plan.table import amount
 from shoal.node.tasks.text_size import listed_parameters
-from shoal.swarm.access.link import Link, address_problem
+from shoal.swarm.access import Link, address_problem
 from shoal.swarm.errors import LinkError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.swarm_list import MAX_MEMBERS, PublicSwarm, look
-from shoal.swarm.seed.server import Seed
+from shoal.swarm.seed import Seed
 
 # ``shoal seed``: run a bootstrap and relay node, without torch.
 

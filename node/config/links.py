@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.swarm.access.link import Link
-from shoal.swarm.p2p.peerstore import Peerstore
+from shoal.swarm.access import Link
+from shoal.swarm.p2p.addresses import Peerstore
 
 KNOWN_PEERS = "peers.json"
 """File in a node's folder that keeps the addresses of peers from run to run."""

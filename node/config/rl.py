@@ -49,7 +49,7 @@ class RLSettings(BaseModel):
     )
     loss: Literal["sapo", "tis", "decoupled", "positive", "prime"] | None = Field(
         default=None,
-        description="Loss: sapo, tis, decoupled, positive or prime (shoal.optim.rl.losses); not given, what suits the policy.",
+        description="Loss: sapo, tis, decoupled, positive or prime (shoal.optim.rl); not given, what suits the policy.",
     )
     lr: float | None = Field(default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy.")
     warm: int = Field(

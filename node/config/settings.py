@@ -35,13 +35,10 @@ from pydantic import (
 
 from shoal.node.config.endpoint import parse_address
 from shoal.node.config.rl import RLSettings, spec_here
-from shoal.swarm.access.link import address_problem
-from shoal.swarm.access.policy import PeerLists
+from shoal.swarm.access import PeerLists, address_problem
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import is_peer_id
-from shoal.swarm.manifest.manifest import Bucket, EpochSeconds
-from shoal.swarm.manifest.outer import Lag, OuterSettings, TrainSettings
-from shoal.swarm.manifest.verify import VerifySettings
+from shoal.swarm.manifest import Bucket, EpochSeconds, Lag, OuterSettings, TrainSettings, VerifySettings
 
 # The table ``[train]``: what a swarm's peers agree on, and beside it how this node computes its steps.
 

@@ -14,7 +14,7 @@ from shoal.node.doctor.checkup import Check, Note, Tell
 from shoal.node.exit_codes import ExitCode
 from shoal.node.memory import free_memory
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.p2p.listen import check_free
+from shoal.swarm.p2p.connections import check_free
 
 GB = 1e9
 MIN_DISK, SMALL_DISK = 0.25 * GB, 2 * GB

@@ -15,21 +15,28 @@ from typing import TYPE_CHECKING, TypeVar
 
 from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, Tell, many
 from shoal.node.exit_codes import ExitCode
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.clock_check import ASKED, clock_problem, clock_skew
-from shoal.swarm.p2p.multiaddr import host_of
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, Outcome, ask, dialled_port, listen_for_dial_back
-from shoal.swarm.p2p.seed_client import addresses_of
-from shoal.swarm.p2p.seed_client import ask as ask_seed
+from shoal.swarm.membership.overview import ASKED, clock_problem, clock_skew
+from shoal.swarm.p2p.addresses import host_of
+from shoal.swarm.p2p.reachability import (
+    DIAL_PROTOCOL,
+    SPEED_PROTOCOL,
+    DialBackView,
+    Outcome,
+    addresses_of,
+    ask,
+    ask_seed,
+    dialled_port,
+    listen_for_dial_back,
+    measure,
+)
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, measure
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import SEED_PROTOCOL
+from shoal.swarm.wire.messages import SEED_PROTOCOL, Member
 
 if TYPE_CHECKING:
-    from shoal.swarm.manifest.manifest import Manifest
+    from shoal.swarm.manifest import Manifest
     from shoal.swarm.membership.directory import Directory
     from shoal.swarm.p2p.host import Host
 
@@ -115,7 +122,7 @@ OLD = "does not offer"  # part of `Host.open`'s error for a protocol that a peer
 
 def daemon(visit: Visit, tell: Tell) -> str:
     """Check that the daemon starts and answers."""
-    from shoal.swarm.membership.visitor import start_unconnected
+    from shoal.swarm.membership.admission import start_unconnected
 
     # The addresses of the link are tried later, one by one.
     visit.began = time.monotonic()

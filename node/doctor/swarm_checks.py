@@ -18,19 +18,18 @@ from shoal.node.doctor.machine_checks import GB
 from shoal.node.doctor.network_checks import FoundError, Visit
 from shoal.node.exit_codes import ExitCode
 from shoal.node.memory import free_memory
-from shoal.swarm.access.invitation import invited
-from shoal.swarm.access.link import MAX_ADDRESSES, Link
+from shoal.swarm.access import MAX_ADDRESSES, Link, invited
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.state import StateRequest
+from shoal.swarm.wire.messages import StateRequest
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shoal.node.task import Task
-    from shoal.optim.inner.split import Split
-    from shoal.swarm.wire.member import Member
+    from shoal.optim.inner import Split
+    from shoal.swarm.wire.messages import Member
 
 
 ASKED = 3  # members whose buckets are read
@@ -40,8 +39,7 @@ COPIES = 28  # bytes for each parameter of the model: seven copies in 4-byte num
 
 def swarm(visit: Visit, tell: Tell) -> str:
     """Check that a member serves the manifest, with the hash in the link."""
-    from shoal.swarm.membership.admission import fetch_manifest
-    from shoal.swarm.membership.visitor import open_directory
+    from shoal.swarm.membership.admission import fetch_manifest, open_directory
 
     assert visit.link is not None
     host = visit.running()
@@ -90,7 +88,7 @@ def version(visit: Visit, tell: Tell) -> str:
 
 def bucket(visit: Visit, tell: Tell) -> str:
     """Check, in a swarm of buckets, that each member that answered has its record where those of its bucket look for it."""
-    from shoal.swarm.membership.buckets import is_in_its_bucket
+    from shoal.swarm.membership.dht import is_in_its_bucket
 
     found, link, host = visit.agreed(), visit.link, visit.running()
     if not found.bucket:
@@ -165,7 +163,7 @@ def model(visit: Visit, tell: Tell) -> str:
 
 def _split(visit: Visit, task: Task, built: nn.Module, tell: Tell) -> Split:
     """Return what Muon and AdamW train; report the names too if the visit is to name them."""
-    from shoal.optim.inner.split import split
+    from shoal.optim.inner import split
 
     try:
         found = split(built, task.hidden_matrices(built))

@@ -36,7 +36,7 @@ from shoal.node.config.settings import NodeSettings
 from shoal.node.metrics.log import About, Metrics, RoundRecord
 from shoal.node.metrics.sinks import open_sinks
 from shoal.optim import OuterOptimizer, RoundInfo
-from shoal.optim.outer.parameters import Inner
+from shoal.optim.outer.inner import Inner
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.membership.membership import SHOAL_VERSION
 from shoal.swarm.training.member import RoundReport

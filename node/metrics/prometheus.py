@@ -20,7 +20,7 @@ from prometheus_client.exposition import MetricsHandler
 
 from shoal.node.config.endpoint import Address
 from shoal.node.metrics.log import About, Fields, MetricsError, number
-from shoal.swarm.p2p.multiaddr import host_asked, is_loopback_host, range_of
+from shoal.swarm.p2p.addresses import host_asked, is_loopback_host, range_of
 
 CONSTANT = ("swarm", "node", "method")
 """Labels that every measure has; the same throughout a run."""

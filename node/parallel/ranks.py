@@ -28,12 +28,11 @@ from shoal.node.parallel.launcher import Job, RankLostError, RankMissingError, r
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Layout, Trainer, TrainingError
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
-from shoal.optim.inner.blocks import repeated_blocks
+from shoal.optim.inner import repeated_blocks
 from shoal.optim.ranks.group import in_thread
-from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
+from shoal.optim.ranks.orders import Channel, LeadOptimizer, load_whole, obey, whole_state
 from shoal.optim.ranks.ranks import Ranks
-from shoal.optim.ranks.whole import load_whole, whole_state
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 
 # A model on several ranks: the same on each, with gradients averaged by DDP, or in parts, one on each rank, by FSDP2.
 #

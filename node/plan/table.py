@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal.swarm.exchange.cost import GOOD, Forecast, Line, Work, forecast, least_every
-from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.manifest import OuterSettings
 
 CODECS = ("float32", "bfloat16", "int8", "mod4", "e3m0+ef", "sign+ef")
 DELAYED = ("eager", "co2")

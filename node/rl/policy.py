@@ -49,7 +49,7 @@ class Policy(Protocol):
     lr: float
     """Learning rate for AdamW that suits the model."""
     loss: str
-    """Member of ``shoal.optim.rl.losses.LOSSES`` that suits it."""
+    """Member of ``shoal.optim.rl.LOSSES`` that suits it."""
     max_tokens: int
     """Usual length of completions of this policy."""
     vocabulary: int

@@ -14,9 +14,18 @@ from torch import Tensor
 
 from shoal.node.rl.environment import Env
 from shoal.node.rl.policy import Policy
-from shoal.optim.rl.losses import Completions, TokenLoss, effective_sample_size, group_advantages, log_weights, policy_loss
-from shoal.optim.rl.selection import REASONS, Candidate, select
-from shoal.swarm.gossip.bounded import LRUSet
+from shoal.optim.rl import (
+    REASONS,
+    Candidate,
+    Completions,
+    TokenLoss,
+    effective_sample_size,
+    group_advantages,
+    log_weights,
+    policy_loss,
+    select,
+)
+from shoal.swarm.gossip.envelope import LRUSet
 from shoal.swarm.topics.rollout import Rollout
 
 # Groups of completions of a question, and updates of the policy made from them.

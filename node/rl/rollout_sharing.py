@@ -13,8 +13,7 @@ from shoal.node.rl.task import RLRound, RLTask
 from shoal.node.task import Task
 from shoal.node.training.resources import shares
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.topics.rollout import Rollout
-from shoal.swarm.topics.rollout_pool import PoolLimits, RolloutPool
+from shoal.swarm.topics.rollout import PoolLimits, Rollout, RolloutPool
 from shoal.swarm.wire.envelope import pack
 
 ANY_ROUND = 2**53  # nodes count rounds of their own: the age of a record follows from its arrival, in this node's rounds

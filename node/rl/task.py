@@ -21,7 +21,7 @@ from shoal.node.rl.environment import HELD_OUT, Env, EnvError, Question
 from shoal.node.rl.policy import Completion, Policy
 from shoal.node.rl.remote_rollouts import RemoteRollouts, RolloutGroup, Update, loss_of, make_update
 from shoal.node.task import Shard, Task
-from shoal.optim.rl.losses import LOSSES
+from shoal.optim.rl import LOSSES
 from shoal.swarm.errors import MessageError
 from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
 
@@ -35,7 +35,7 @@ TOGETHER = 256  # prompts answered at once in an evaluation
 
 
 class Sharing(Protocol):
-    """Part of `shoal.swarm.topics.rollout_pool.RolloutPool` that a round needs."""
+    """Part of `shoal.swarm.topics.rollout.RolloutPool` that a round needs."""
 
     def advance(self, round: int) -> None: ...
 

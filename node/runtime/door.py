@@ -21,8 +21,7 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training import resources
 from shoal.node.training.schedule import MUON_KNOBS
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.manifest.verify import Terms
+from shoal.swarm.manifest import Manifest, Terms
 from shoal.swarm.membership.membership import OWN_LOOP
 from shoal.swarm.state.sync import ModelDiffersError
 

@@ -20,13 +20,12 @@ from shoal.node.task import Shard
 from shoal.node.training.schedule import resolved
 from shoal.optim import OuterOptimizer
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import TASK_NAME, Manifest
-from shoal.swarm.manifest.verify import Terms
+from shoal.swarm.manifest import TASK_NAME, Manifest, Terms
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.training.session_setup import waiting_for
 from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.envelope import seal
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 
 # The newest link to a running node's swarm, in a file of its folder for ``shoal link``.
 

@@ -20,17 +20,15 @@ from shoal.node.training.schedule import parameter_split
 from shoal.node.training.trainer import Trainer
 from shoal.optim import RoundInfo
 from shoal.swarm.exchange.robust import DistanceScreen, LossCheck
-from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
-from shoal.swarm.training.loss_trial import LossTrial
-from shoal.swarm.training.outer_factory import steps_of_rounds
-from shoal.swarm.wire.member import Member
+from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings
+from shoal.swarm.training.factories import LossTrial, steps_of_rounds
+from shoal.swarm.wire.messages import Member
 
 if TYPE_CHECKING:
     from shoal.node.parallel.ranks import NodeRanks
 
 
-# A node's trial of its partners' weights (`shoal.swarm.training.loss_trial`), on batches of its task.
+# A node's trial of its partners' weights (`shoal.swarm.training.factories`), on batches of its task.
 
 OTHER_SEED = 7_919
 """Added to the shard's seed, so that a trial's batches are others than those that are trained on at that time."""

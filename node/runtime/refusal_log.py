@@ -14,7 +14,7 @@ from typing import Any
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 
 RECENT_S = 600.0  # "recently"
 LOG_S = 60.0  # between two log lines about it

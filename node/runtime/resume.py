@@ -22,8 +22,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import OuterOptimizer
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import float32_digest
-from shoal.swarm.manifest.manifest import Manifest, open_manifest
-from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.manifest import Manifest, OuterSettings, open_manifest
 from shoal.swarm.state.snapshot import State
 
 # The slow weights of a run: their digest for the metrics, and a file of them after each round for ``shoal demo``.

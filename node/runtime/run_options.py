@@ -12,7 +12,7 @@ from shoal.node.config.settings import Settings, peer_lists
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.signals import ShutdownSignals
 from shoal.node.training.resources import shares
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import membership
 from shoal.swarm.membership.membership import Membership, NetworkOptions

@@ -18,7 +18,7 @@ from shoal.node.checkpoint.folder import steps
 from shoal.node.config.links import LINK, read_link
 from shoal.node.config.settings import Settings
 from shoal.node.exit_codes import ExitCode
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import Identity
 

@@ -39,15 +39,13 @@ from shoal.optim import Alone, RoundInfo
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.state.catch_up import catch_up
+from shoal.swarm.state.resync import catch_up
 from shoal.swarm.state.snapshot import State
-from shoal.swarm.topics.status_reporter import StatusReporter
-from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.topics.status import StatusReporter
+from shoal.swarm.training.factories import announced_speeds, make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
-from shoal.swarm.training.outer_factory import announced_speeds
 from shoal.swarm.training.shard import settled
 
 if TYPE_CHECKING:

@@ -15,12 +15,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from shoal.node.task import Task
 from shoal.node.training.inner_step import TrainingError
 from shoal.node.user_code import calling
-from shoal.optim.inner.muon import LR as MUON_LR
-from shoal.optim.inner.muon import MOMENTUM as MUON_MOMENTUM
-from shoal.optim.inner.muon import WEIGHT_DECAY as MUON_WEIGHT_DECAY
-from shoal.optim.inner.muon import muon
-from shoal.optim.inner.split import Split, split
-from shoal.swarm.manifest.outer import TrainSettings
+from shoal.optim.inner import LR as MUON_LR
+from shoal.optim.inner import MOMENTUM as MUON_MOMENTUM
+from shoal.optim.inner import WEIGHT_DECAY as MUON_WEIGHT_DECAY
+from shoal.optim.inner import Split, muon, split
+from shoal.swarm.manifest import TrainSettings
 
 LR, WEIGHT_DECAY, BETAS = 3e-4, 0.01, (0.9, 0.99)
 ADAMW_KNOBS = ("lr", "weight_decay")

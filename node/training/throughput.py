@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.swarm.training.outer_factory import StepRate
+from shoal.swarm.training.factories import StepRate
 
 # Published peaks of devices, by which model FLOPs utilisation is measured. A device that is not listed has none: no guesses.
 #

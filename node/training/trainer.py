@@ -32,9 +32,9 @@ from shoal.node.training.schedule import Schedule, make_inner
 from shoal.node.training.throughput import FlopCount, Rates, Throughput, repeated
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo, method_named
 from shoal.optim.device import copies_beside
-from shoal.optim.inner.blocks import repeated_blocks
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
-from shoal.swarm.training.outer_factory import make_outer, round_length
+from shoal.optim.inner import repeated_blocks
+from shoal.swarm.manifest import OuterSettings, TrainSettings
+from shoal.swarm.training.factories import make_outer, round_length
 
 # Recomputing the activations of a model's repeated blocks (checkpointing) in the backward pass.
 
@@ -220,7 +220,7 @@ class Trainer:
         layout: where the model lies, if not in one process; ``step``, ``evaluate``, ``finish``, ``state`` and ``resume`` are then
             for all ranks, at the same points.
         clock, speeds: Unix seconds, and the members' inner steps a second, where a round is measured in seconds
-            (``shoal.swarm.training.outer_factory.round_length``).
+            (``shoal.swarm.training.factories.round_length``).
     """
 
     def __init__(

@@ -16,16 +16,14 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.manifest.verify import VerifySettings
-from shoal.swarm.membership.visitor import visited
+from shoal.swarm.manifest import Manifest, VerifySettings
+from shoal.swarm.membership.admission import visited
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.topics.attestation import verify_record
-from shoal.swarm.topics.log_sync import fetch_log
-from shoal.swarm.wire.member import Member
+from shoal.swarm.topics.attestation import fetch_log, verify_record
+from shoal.swarm.wire.messages import Member
 from shoal.verification.consensus.log import Log, decode_log
 from shoal.verification.consensus.records import Ledger
 from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores

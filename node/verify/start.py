@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.task import Task
-from shoal.swarm.manifest.verify import Terms
+from shoal.swarm.manifest import Terms
 from shoal.swarm.membership.membership import Membership
 
 if TYPE_CHECKING:

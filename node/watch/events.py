@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from shoal.node.json_output import dumps
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.topics.status import Status
-from shoal.swarm.wire.fields import PeerId, Reason, SwarmId
+from shoal.swarm.wire.envelope import PeerId, Reason, SwarmId
 
 MAX_LINE = 64 * 1024  # characters
 

@@ -16,23 +16,22 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Unreachable, Watching
-from shoal.swarm.access.link import Link, address_problem
+from shoal.swarm.access import Link, address_problem
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.envelope import topic_of
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
-from shoal.swarm.p2p import dial, seed_client
+from shoal.swarm.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
+from shoal.swarm.p2p import connections, reachability
+from shoal.swarm.p2p.addresses import DialBackoff
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
-from shoal.swarm.p2p.peerstore import DialBackoff
-from shoal.swarm.p2p.pubsub import Subscription
-from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
+from shoal.swarm.p2p.host import Subscription
+from shoal.swarm.p2p.limits import Counters, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.member import ManifestReply, ManifestRequest
-from shoal.swarm.wire.seed import SEED_PROTOCOL
+from shoal.swarm.wire.messages import SEED_PROTOCOL, ManifestReply, ManifestRequest
 
 # Addresses that a watcher can dial, and the time of the next attempt.
 
@@ -230,7 +229,7 @@ class LightClient:
         except PutOffError:
             log.debug("%s is not dialled: its host failed under other names", peer)
         except (DaemonError, ValueError) as error:
-            why = dial.why(error, addresses[0])
+            why = connections.why(error, addresses[0])
         except asyncio.TimeoutError:
             why = f"did not answer within {DIAL_S:g} s"
         except (OSError, EOFError) as error:  # the daemon is gone, which `_listen` sees too
@@ -249,7 +248,7 @@ class LightClient:
             if peer in {address.rpartition("/p2p/")[2] for address in self._link.bootstrap}:
                 stream = await self._open(daemon, peer, SEED_PROTOCOL)
                 try:
-                    members = await seed_client.ask(stream, self._link.swarm)
+                    members = await reachability.ask_seed(stream, self._link.swarm)
                 finally:
                     stream.close()
                 for member in members:

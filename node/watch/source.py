@@ -19,7 +19,7 @@ from shoal.node.extras import uncollected
 from shoal.node.logs import is_lost
 from shoal.node.watch.events import MAX_LINE, Event, ReplayError, event_of, line_of
 from shoal.node.watch.swarm_view import SwarmView
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import ShoalError
 
 # Recordings of ``--record`` and ``--replay``: files of events, one a line.

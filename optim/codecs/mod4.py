@@ -41,10 +41,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, Codec, Shape, buffer, check_payload
-from shoal.optim.codecs.bitpack import pack, packed_bytes, unpack
-from shoal.optim.codecs.blockwise import blocks, numel
-from shoal.optim.codecs.tail import BufferTailCodec
+from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Codec, Shape, buffer, check_payload
+from shoal.optim.codecs.quantized import blocks, numel, pack, packed_bytes, unpack
 from shoal.optim.device import to_host
 
 BLOCK, HALF, BITS, LEVELS = 64, 32, 4, 16

@@ -6,6 +6,9 @@
 ``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual fades by 0.95 a round;
 ``topk2:0.1+ef`` keeps a tenth of the values in place of a 64th; ``auto:2`` spends 2 bits a value, more on some tensors than on
 others. The ``name`` of a codec is its one canonical spelling.
+
+
+Codecs under which an index is averaged over the peers that sent it, and not over all.
 """
 
 from __future__ import annotations
@@ -13,13 +16,28 @@ from __future__ import annotations
 import re
 
 from shoal.optim.codecs.adaptive import AutoCodec
-from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
-from shoal.optim.codecs.e3m0 import E3M0Codec
+from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, BufferTailCodec, Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.mod4 import Mod4Codec
-from shoal.optim.codecs.quantized import Int8Codec, SignCodec
-from shoal.optim.codecs.senders import TopK2SendersCodec
+from shoal.optim.codecs.quantized import E3M0Codec, Int8Codec, SignCodec
 from shoal.optim.codecs.topk import TopK2Codec
+
+
+class TopK2SendersCodec(TopK2Codec):
+    """``TopK2Codec``, with the mean of SparseLoCo's authors' code in place of their paper's (``exchange.averaging``)."""
+
+    base = "topk2-senders"
+
+
+def beyond_senders(codec: Codec) -> int | None:
+    """Return how many tensors, the last ones, are not averaged at each index over the peers that sent it; None if none is."""
+    if isinstance(codec, BufferTailCodec):
+        inner = beyond_senders(codec.codec)
+        return None if inner is None else inner + codec.count
+    if isinstance(codec, ErrorFeedback):
+        return beyond_senders(codec.codec)
+    return 0 if isinstance(codec, TopK2SendersCodec) else None
+
 
 INT8, E3M0, SIGN, TOPK2 = Int8Codec(), E3M0Codec(), SignCodec(), TopK2Codec()
 

@@ -9,8 +9,20 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Checks, Shape
-from shoal.optim.codecs.bitpack import pack, pack12, packed_bytes, unpack, unpack12
-from shoal.optim.codecs.blockwise import CPU_SLAB, GPU_SLAB, SectionCodec, blocks, check_received, check_sent, numel
+from shoal.optim.codecs.quantized import (
+    CPU_SLAB,
+    GPU_SLAB,
+    SectionCodec,
+    blocks,
+    check_received,
+    check_sent,
+    numel,
+    pack,
+    pack12,
+    packed_bytes,
+    unpack,
+    unpack12,
+)
 
 CHUNK, SIDE = 4096, 64
 PART, MOST = 1 / 64, 0.25

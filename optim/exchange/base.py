@@ -4,21 +4,109 @@ The implementations pass one test suite (tests/exchanges): ``Simulation`` (in on
 ``PairExchange`` and ``GroupExchange`` in ``shoal.swarm.exchange`` (libp2p); ``Alone`` is here. An exchange never raises because
 of a peer, never hangs and never returns a partly averaged tensor: if no peer answered in time, or a member could not commit, the
 result is ``None`` and the rule goes on with the own contribution alone.
+
+
+Tensors that are computed when they are taken, and read piece by piece, so that a contribution need not be held in memory.
+
+Pairing without a coordinator: every peer orders the peers it sees by hash(seed, round, peer id).
+
+Peers that see the same membership compute the same groups without a message. Peers that see different memberships disagree about
+some pairs only; ``candidates`` is the order in which such a peer tries the others.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
-from shoal.optim.exchange.on_demand import OnDemand, slabs
+
+SLAB = 1 << 18  # values that are computed at a time
+
+Item = Tensor | tuple[Tensor, Tensor]
+"""A tensor, or two that stand for their difference, the first less the second."""
+
+
+class OnDemand(Sequence[Tensor]):
+    """Sequence of tensors that nobody may change: some are those handed in, others the difference of two, computed when taken.
+
+    The tensors handed in must stay as they are while this is in use.
+
+    Args:
+        items: what it is made of.
+        through: dtype to which ``values`` are rounded, as if they had travelled in it.
+    """
+
+    def __init__(self, items: Sequence[Item], through: torch.dtype = torch.float32) -> None:
+        self._items, self._through = list(items), through
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(item.shape if isinstance(item, Tensor) else item[0].shape) for item in self._items]
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if all are in main memory."""
+        every = (item for item in self._items for item in ([item] if isinstance(item, Tensor) else item))
+        return all(tensor.device.type == "cpu" for tensor in every)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, place: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, place: slice) -> OnDemand: ...
+    def __getitem__(self, place: int | slice) -> Tensor | OnDemand:
+        if isinstance(place, slice):
+            return OnDemand(self._items[place], self._through)
+        item = self._items[place]
+        whole = item if isinstance(item, Tensor) else item[0] - item[1]
+        return whole if self._through == torch.float32 else whole.to(self._through).float()
+
+    def rounded(self, through: torch.dtype) -> OnDemand:
+        """Return the same as float32 values that have travelled in ``through``."""
+        return OnDemand([item.float() if isinstance(item, Tensor) else item for item in self._items], through)
+
+    def joined(self, tensors: Sequence[Tensor]) -> OnDemand:
+        """Return the same with ``tensors`` at its end."""
+        return OnDemand([*self._items, *tensors], self._through)
+
+    @torch.no_grad()
+    def values(self, place: int, start: int, stop: int) -> Tensor:
+        """Return the values from ``start`` to ``stop`` of one tensor, flat, float32, on the CPU; maybe a view of it."""
+        item = self._items[place]
+        if isinstance(item, Tensor):
+            part = item.detach().reshape(-1)[start:stop].to("cpu", torch.float32)
+        else:
+            part = torch.sub(*(whole.detach().reshape(-1)[start:stop] for whole in item)).to("cpu", torch.float32)
+        return part if self._through == torch.float32 else part.to(self._through).float()
+
+
+def differences(first: Sequence[Tensor], second: Sequence[Tensor]) -> OnDemand:
+    return OnDemand(list(zip(first, second, strict=True)))
+
+
+def slabs(tensors: OnDemand) -> Iterator[tuple[int, int, int]]:
+    """Return (place, start, stop) of pieces of at most ``SLAB`` values that together are all tensors, in order."""
+    for place, shape in enumerate(tensors.shapes):
+        size = torch.Size(shape).numel()
+        for start in range(0, size, SLAB):
+            yield place, start, min(start + SLAB, size)
+
+
+def held_at_once(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
+    """Return all of ``tensors``; those that are computed on demand still are."""
+    return tensors if isinstance(tensors, OnDemand) else list(tensors)
+
 
 MOST = 4.0
 """Largest weight in a mean, in median weights of its members: a stated weight is a claim that nobody checks."""
@@ -253,3 +341,68 @@ class NoPartner:
 
     def result(self, deadline: float | None = None) -> Mean | None:
         return None
+
+
+@functools.lru_cache(maxsize=8192)  # a round needs the rank of each peer several times
+def rank(seed: int, round: int, peer: str) -> bytes:
+    """Return the 32 bytes by which a peer is ordered in a round; uniform, and new each round."""
+    return hashlib.sha256(f"shoal/pairing/1:{seed}:{round}:{peer}".encode()).digest()
+
+
+def order(seed: int, round: int, peers: Iterable[str]) -> list[str]:
+    return sorted(set(peers), key=functools.partial(rank, seed, round))
+
+
+def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[tuple[str, ...]]:
+    """Return consecutive groups of ``size``; the last may be smaller (with pairs: one peer has no partner if the number is odd)."""
+    if size < 1:
+        raise ValueError(f"a group needs at least one peer, got size {size}")
+    ordered = order(seed, round, peers)
+    return [tuple(ordered[start : start + size]) for start in range(0, len(ordered), size)]
+
+
+def partner_of(seed: int, round: int, me: str, peers: Iterable[str]) -> str | None:
+    """Return the partner of ``me`` in the round, or None if the number of peers leaves it over."""
+    ordered = order(seed, round, {*peers, me})
+    return _beside(ordered, ordered.index(me))
+
+
+def _beside(ordered: list[str], here: int) -> str | None:
+    """Return the other member of the pair at that place, or None."""
+    there = here ^ 1
+    return ordered[there] if there < len(ordered) else None
+
+
+def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str]:
+    """Return the partner of ``me``, then every other peer in the order of the round, starting after ``me`` and wrapping around."""
+    ordered = order(seed, round, {*peers, me})
+    here = ordered.index(me)
+    behind = ordered[here + 1 :] + ordered[:here]
+    partner = _beside(ordered, here)
+    if partner is not None:
+        behind.remove(partner)
+        behind.insert(0, partner)
+    return behind
+
+
+def common(held: Mapping[int, int]) -> tuple[int, int]:
+    """Return the members whose contributions make the mean and those that take it, as bit sets of places; both 0 if there is none.
+
+    ``held``: for each survivor's place, the places whose complete contributions it holds, as bits, its own among them.
+
+    The mean is over the contributions that every taker holds, including those of members that died meanwhile, and each taker's
+    own is in it. Survivors that prevent this are left out one by one: first the one with the most others whose contribution it
+    lacks or who lack its own (its links are broken, its contribution is unusable, or it claims that of the others: a member that
+    claims it of many excludes itself, not them); among equals the one whose contribution the fewest hold.
+    """
+    takers = dict(held)
+    while len(takers) >= 2:
+        mean = -1
+        for places in takers.values():
+            mean &= places
+        if all(mean >> place & 1 for place in takers):
+            return mean, sum(1 << place for place in takers)
+        wanted = {place: sum(places >> place & 1 for places in takers.values()) for place in takers}
+        lacks = {place: sum(not places >> other & 1 for other in takers) for place, places in takers.items()}
+        del takers[min(takers, key=lambda place: (wanted[place] - lacks[place], wanted[place], place))]
+    return 0, 0

@@ -46,10 +46,16 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shoal.optim.codecs.base import FLOAT32, Codec, all_finite
 from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
-from shoal.optim.exchange.base import Handle, Mean, NoPartner, RoundKey
-from shoal.optim.exchange.gloo_groups import GIVEN_UP, GlooGroups, Payload
-from shoal.optim.exchange.pairing import groups
-from shoal.optim.exchange.store_agreement import ProcessCoordinates, RoundTicket, StoreConsensus, StoreOffer
+from shoal.optim.exchange.base import Handle, Mean, NoPartner, RoundKey, groups
+from shoal.optim.exchange.gloo_groups import (
+    GIVEN_UP,
+    GlooGroups,
+    Payload,
+    ProcessCoordinates,
+    RoundTicket,
+    StoreConsensus,
+    StoreOffer,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -22,10 +22,8 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec, Shape
 from shoal.optim.codecs.mod4 import PairMessage, Reading, check_no_pair, for_pairs
-from shoal.optim.exchange.averaging import mean_of, pair_mean
-from shoal.optim.exchange.base import Mean, RoundKey
-from shoal.optim.exchange.pairing import common, groups
-from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
+from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen, mean_of, pair_mean
+from shoal.optim.exchange.base import Mean, RoundKey, common, groups
 
 T = TypeVar("T")
 

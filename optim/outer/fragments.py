@@ -1,11 +1,53 @@
-"""Division of a model into fragments that are exchanged one after another."""
+"""Division of a model into fragments that are exchanged one after another.
+
+Weights of contributions in the mean, as functions of the tokens and inner steps since a peer last sent the fragment.
+
+    opt = DiLoCo(inner, exchange, weight=by_tokens)
+    ... opt.count(batch.numel()); opt.step()
+
+By default every peer counts the same, even if tokens were counted: the weighting decides what some methods send (NoLoCo), so it
+must not depend on the calls of a training loop. A node of a swarm weighs by tokens if rounds are seconds. All peers must use the
+same function. A weight of 0 keeps a peer out of the mean for that round, as if it were absent: nobody waits for it, and it receives
+nothing. ``OuterOptimizer.listen`` takes part without counting.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+
+Weight = Callable[[int, int], float]
+"""(tokens, steps) -> weight, at least 0 and finite."""
+
+
+def equal(tokens: int, steps: int) -> float:
+    """Weigh all peers equally."""
+    return 1.0
+
+
+def by_steps(tokens: int, steps: int) -> float:
+    """Weigh a contribution by its inner steps."""
+    return float(steps)
+
+
+def by_tokens(tokens: int, steps: int) -> float:
+    """Weigh a contribution by its tokens. ValueError if none were counted."""
+    _check_counted(tokens, steps)
+    return float(tokens)
+
+
+def by_rate(tokens: int, steps: int) -> float:
+    """Weigh by tokens^2 / steps, so tokens times batch size (Decoupled DiLoCo, 2604.21428). ValueError if none were counted."""
+    _check_counted(tokens, steps)
+    return tokens * tokens / steps if steps else 0.0
+
+
+def _check_counted(tokens: int, steps: int) -> None:
+    if steps > 0 and tokens == 0:
+        raise ValueError("no tokens were counted: call opt.count(tokens) before each opt.step(), or weigh by steps")
+
 
 Fragment = nn.Module | Iterable[nn.Module | Tensor]
 """The parameters of one fragment: those of a module, or of a list of modules and parameters."""

@@ -1,19 +1,126 @@
-"""The inner optimizers that an outer one wraps: one, several side by side (Muon for matrices, AdamW for the rest), a stand-in."""
+"""The inner optimizers that an outer one wraps: one, several side by side (Muon for matrices, AdamW for the rest), a stand-in.
+
+The parameters of inner optimizers: all, those that are averaged, and those that stay a peer's own; averaged buffers.
+
+The outer rate and momentum in parameter groups, as torch has them, and rules with the groups' present values.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from shoal.optim.device import wide
-from shoal.optim.outer.fsdp import local
-from shoal.optim.outer.parameters import Inner
+from shoal.optim.exchange.base import Exchange, OrdersParameters
+from shoal.optim.outer.weights import local
+from shoal.optim.rules.base import RoundContext, Rule, State
+
+Inner = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""An optimizer, or several of different parameters."""
+
+Exclude = Sequence[str | Tensor]
+"""Parameters, their names, names of modules, or patterns of names, in which "*" stands for any characters."""
+
+_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
+"""Parts of names that come from wrappers of a model: DistributedDataParallel, torch.compile, FSDP."""
+
+
+def all_parameters(inner: Inner) -> list[Tensor]:
+    """Return the parameters of an optimizer, or of several, in the order of their groups: frozen ones too."""
+    several = [inner] if isinstance(inner, torch.optim.Optimizer) else inner
+    return [parameter for one in several for group in one.param_groups for parameter in group["params"]]
+
+
+def trained(inner: Inner, exchange: Exchange, but: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Return the parameters that require a gradient, ``but`` for some: those that are averaged.
+
+    They are in the order of ``exchange`` if it has one (that of a session's model), else in that of ``all_parameters``, unless the
+    optimizer has an ``order`` of its own, as `shoal.muon` makes it.
+    """
+    every, left_out = all_parameters(inner), set(but)
+    if order := getattr(inner, "order", ()):
+        known = set(every)
+        every = [parameter for parameter in order if parameter in known]
+    found = [parameter for parameter in every if parameter.requires_grad and parameter not in left_out]
+    return exchange.ordered(found) if isinstance(exchange, OrdersParameters) else found
+
+
+def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Tensor]:
+    """Return the parameters of ``inner`` that ``exclude`` means.
+
+    ValueError if a parameter is not in ``inner``, a name fits none of ``model`` (buffers included), or there is no model.
+    """
+    if isinstance(exclude, str):
+        raise ValueError(f"exclude must be a list of names, patterns or parameters, got {exclude!r}: put it into brackets")
+    every, found = set(all_parameters(inner)), set()
+    for item in exclude:
+        if isinstance(item, Tensor):
+            if item not in every:
+                raise ValueError(f"a parameter to exclude, of shape {tuple(item.shape)}, is not in the inner optimizer")
+            found.add(item)
+            continue
+        if model is None:
+            raise ValueError(f"to exclude {item!r} by name hand in model=, or exclude the parameters themselves")
+        named = [tensor for name, tensor in _named(model) if fits(name, item)]
+        if not named:
+            raise ValueError(f"no parameter of the model fits {item!r}, which was to be excluded")
+        found |= every.intersection(named)
+    return found
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Return True if a parameter's or buffer's name is the pattern, lies in the module of that name, or matches it."""
+    name = ".".join(part for part in name.split(".") if part not in _WRAPPED)
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def float_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the model's floating-point buffers that are in its state_dict, each once; so no counters and masks."""
+    return AveragedBuffers(model).now()
+
+
+class AveragedBuffers:
+    """The buffers of ``float_buffers`` by name: ``model.to`` and modules that assign to a buffer put another tensor in its place.
+
+    Without a model there are none. Those whose names are in ``exclude`` are left out.
+    """
+
+    def __init__(self, model: nn.Module | None, exclude: Exclude = ()) -> None:
+        self._model = nn.Module() if model is None else model
+        saved = self._model.state_dict(keep_vars=True)
+        own = [pattern for pattern in exclude if isinstance(pattern, str)]
+        self._shapes = {
+            name: buffer.shape
+            for name, buffer in self._model.named_buffers()
+            if name in saved and buffer.is_floating_point() and not any(fits(name, pattern) for pattern in own)
+        }
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def now(self) -> list[Tensor]:
+        """Return the model's present tensors. ValueError if one is gone or has another shape than at first."""
+        buffers = dict(self._model.named_buffers(remove_duplicate=False)) if self._shapes else {}
+        for name, shape in self._shapes.items():
+            if name not in buffers or buffers[name].shape != shape:
+                raise ValueError(
+                    f"the averaged buffer {name!r} is not of shape {tuple(shape)} any more: keep it so, or ignore buffers"
+                )
+        return [buffers[name] for name in self._shapes]
+
 
 _OF_EARLIER_WEIGHTS = ("LBFGS", "ASGD", "ScheduleFree")
 """Parts of the names of optimizers whose state holds earlier weights, or differences to them."""
@@ -229,3 +336,105 @@ class Stepped(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do nothing but call ``closure``: what this optimizer stands for is stepped elsewhere."""
         return None if closure is None else closure()
+
+
+SETTINGS = ("lr", "momentum")
+"""Numbers of a rule that schedulers may change."""
+
+Parts = list[tuple[Rule, list[int]]]
+"""Rules, and for each the places of its parameters in a fragment."""
+
+
+class OuterGroups(Stepped):
+    """The slow weights as a torch optimizer, whose groups hold the outer ``lr`` and ``momentum``: ``OuterOptimizer.outer``.
+
+        schedule = CosineAnnealingLR(opt.outer, T_max=100)      # step() it once a round
+
+    There is one group for each of the inner optimizer's. A rule that has no outer rate (local SGD, SPARTA), or was made without
+    momentum, has no such key. ``step`` does nothing; it is called whenever a mean was applied, so that hooks and schedulers see it.
+    A change counts from the next contribution on. All peers must follow the same schedule.
+    """
+
+    def __init__(self, rule: Rule, slow: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> None:
+        self._rule = self._latest = rule
+        self._made_with = {name: getattr(rule, name) for name in SETTINGS if hasattr(rule, name)}
+        if self._made_with.get("momentum") == 0 and rule.initial([]) != replace(rule, momentum=0.5).initial([]):  # type: ignore[type-var]
+            del self._made_with["momentum"]  # it has no buffer
+        self._group_of = {index: number for number, group in enumerate(groups) for index in group}
+        super().__init__([{"params": [slow[index] for index in group]} for group in groups], dict(self._made_with))
+
+    def values(self, index: int) -> dict[str, float]:
+        """Return the present settings of a parameter, by its position in the slow weights."""
+        group = self.param_groups[self._group_of[index]]
+        return {name: float(group[name]) for name in self._made_with}
+
+    def rules(self, part: Sequence[int]) -> Parts:
+        """Return the rules for the parameters ``part``: one, unless groups differ. ValueError for values that no rule takes."""
+        places: dict[tuple[float, ...], list[int]] = {}
+        groups = [tuple(float(group[name]) for name in self._made_with) for group in self.param_groups]
+        for place, index in enumerate(part):
+            places.setdefault(groups[self._group_of[index]], []).append(place)
+        return [(self._with(values), found) for values, found in places.items()]
+
+    def _with(self, values: tuple[float, ...]) -> Rule:
+        wanted = dict(zip(self._made_with, values, strict=True))
+        if wanted == self._made_with:
+            return self._rule
+        if any(getattr(self._latest, name) != value for name, value in wanted.items()):
+            self._latest = replace(self._rule, **wanted)  # type: ignore[type-var]
+        return self._latest
+
+    def again(self, saved: Sequence[tuple[dict[str, float], list[int]]]) -> Parts:
+        """Return the rules of saved settings and places. KeyError or ValueError for settings that no rule takes."""
+        return [(self._with(tuple(float(values[name]) for name in self._made_with)), list(places)) for values, places in saved]
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return each group without its parameters, to be saved."""
+        return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
+
+    def restore(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take over what ``settings`` returned."""
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name not in SETTINGS or name in self._made_with})
+
+
+def contribution_of(parts: Parts, slow: list[Tensor], fast: list[Tensor], state: State, context: RoundContext) -> Sequence[Tensor]:
+    """Return a fragment's contribution: whole multiples of its parameters, in their order.
+
+    ValueError if the groups' rules send unequally many tensors.
+    """
+    if len(parts) == 1:
+        return parts[0][0].contribution(slow, fast, state, context)
+    sent = [rule.contribution(*_cut(places, slow, fast, state), replace(context, places=places)) for rule, places in parts]
+    times = {len(tensors) // len(places) for tensors, (_, places) in zip(sent, parts, strict=True)}
+    if len(times) != 1:
+        raise ValueError("the outer settings of the parameter groups send unequally many tensors: leave out pull, or make lr equal")
+    found = {
+        number * len(slow) + place: tensors[number * len(places) + at]
+        for tensors, (_, places) in zip(sent, parts, strict=True)
+        for at, place in enumerate(places)
+        for number in range(max(times))
+    }
+    return [found[place] for place in sorted(found)]
+
+
+def apply_mean(
+    parts: Parts, slow: list[Tensor], fast: list[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
+) -> None:
+    """Let each rule apply its part of the mean."""
+    if len(parts) == 1:
+        parts[0][0].apply(slow, fast, mean, state, context)
+        return
+    for rule, places in parts:
+        own_slow, own_fast, own_state = _cut(places, slow, fast, state)
+        own_mean, sent = (
+            [tensors[first + at] for first in range(0, len(tensors), len(slow)) for at in places]
+            for tensors in (mean, context.sent)
+        )
+        kept = [context.fast[at] for at in places] if context.fast else []
+        rule.apply(own_slow, own_fast, own_mean, own_state, replace(context, sent=sent, fast=kept, places=places))
+
+
+def _cut(places: list[int], slow: list[Tensor], fast: list[Tensor], state: State) -> tuple[list[Tensor], list[Tensor], State]:
+    own = {name: [tensors[at] for at in places] for name, tensors in state.items()}
+    return [slow[at] for at in places], [fast[at] for at in places], own

@@ -4,6 +4,9 @@ It shares the inner optimizer's ``param_groups`` and ``state``, so learning-rate
 any optimizer. When the schedule says so, it hands a contribution to the exchange, applies the outer rule to the slow weights
 (float32, or float64 if a parameter is; on the CPU by default) and copies the fast weights back into the model. If no peer answers,
 the rule is applied to the own contribution alone: local progress is never lost.
+
+
+Comparison of two outer optimizers in everything that peers must have in common.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -20,20 +23,26 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import FLOAT32, Codec
-from shoal.optim.exchange.base import Borrows, Exchange, Handle, HasShards, KnowsOptimizer, RoundKey
-from shoal.optim.exchange.on_demand import OnDemand
-from shoal.optim.outer import param_groups
-from shoal.optim.outer.fragments import Fragment, positions
+from shoal.optim.exchange.base import Borrows, Exchange, Handle, HasShards, KnowsOptimizer, OnDemand, RoundKey
+from shoal.optim.outer.fragments import Fragment, Weight, equal, positions
 from shoal.optim.outer.in_flight import InFlight, RoundInfo
-from shoal.optim.outer.inner import accumulates, as_one, initialises, step_unless_overflow
-from shoal.optim.outer.parameters import AveragedBuffers, Exclude, Inner, all_parameters, excluded, trained
+from shoal.optim.outer.inner import (
+    AveragedBuffers,
+    Exclude,
+    Inner,
+    OuterGroups,
+    accumulates,
+    all_parameters,
+    as_one,
+    excluded,
+    initialises,
+    step_unless_overflow,
+    trained,
+)
 from shoal.optim.outer.rounds import OuterRounds
-from shoal.optim.outer.weighting import Weight, equal
 from shoal.optim.outer.weights import ModelWeights, Processes
 from shoal.optim.rules.base import START, Rule, State, assign
-from shoal.optim.schedule.auto_lag import AutoLag
-from shoal.optim.schedule.round_length import RoundLength, Steps
-from shoal.optim.schedule.schedule import Delayed, Every, Schedule, Streaming
+from shoal.optim.schedule import AutoLag, Delayed, Every, RoundLength, Schedule, Steps, Streaming
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,7 +66,7 @@ class OuterOptimizer(OuterRounds):
         on_round: called with a ``RoundInfo`` after each applied exchange.
         fragments: of each the module, or a list of modules and parameters; None: one fragment with all parameters.
         weight: of a contribution: a number, or a function of the tokens (``count``) and inner steps since the fragment was last
-            sent (`shoal.optim.outer.weighting`). 0: stay out of this round's mean, as if absent.
+            sent (`shoal.optim.outer.fragments`). 0: stay out of this round's mean, as if absent.
         length: of a round: in the schedule's steps, tokens or seconds (``RoundLength``). Optimizers must not share one.
         buffers: "average" replaces the model's floating-point buffers (BatchNorm's statistics) by their mean whenever fragment 0
             is applied; they are sent as float32. "ignore" leaves every peer its own. All peers must choose the same.
@@ -144,7 +153,7 @@ class OuterOptimizer(OuterRounds):
         self.rule_state: State = self._weights.housed(rule.initial(self.slow))
         place = {parameter: index for index, parameter in enumerate(self._params)}
         groups = [[place[p] for p in group["params"] if p in place] for group in self.param_groups]
-        self.outer = param_groups.OuterGroups(rule, self.slow, groups)
+        self.outer = OuterGroups(rule, self.slow, groups)
         """The slow weights as an optimizer, whose groups hold the outer ``lr`` and ``momentum``, for schedulers of torch."""
         self._codecs = [codec] + [codec.fresh() for _ in self._parts[1:]]
         self.steps = 0
@@ -312,3 +321,57 @@ class OuterOptimizer(OuterRounds):
             "an outer optimizer cannot be copied or pickled: make another around the copied model's inner optimizer, with an "
             "exchange of its own, and load this one's state_dict()"
         )
+
+
+def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
+    """Return the first difference of ``mine`` to ``other`` that matters for averaging ("every is 20 and not 50"), or None.
+
+    Compares rule, present outer rate and momentum of each parameter, schedule but for the lag (each peer may have its own), codec,
+    weight, length of a round, number of buffers, and fragments. Tensors are not read, so ``other`` may be on the device "meta".
+    """
+    for index in range(min(len(mine.slow), len(other.slow))) if type(mine.rule) is type(other.rule) else ():
+        present, expected = mine.outer.values(index), other.outer.values(index)
+        for name in present.keys() & expected.keys():
+            if present[name] != expected[name]:
+                return f"{name} is {present[name]} and not {expected[name]}"
+    for one, two in ((mine.rule, other.rule), (_sending(mine.schedule), _sending(other.schedule))):
+        if type(one) is not type(two):
+            return f"it is {_name(one)} and not {_name(two)}"
+        for item in fields(one):  # type: ignore[arg-type]
+            found = _differ(item.name, getattr(one, item.name), getattr(two, item.name))
+            if found is not None and item.name not in mine.outer.defaults.keys() & other.outer.defaults.keys():
+                return found
+    pairs = {
+        "the codec": (mine.codec.name, other.codec.name),
+        "the weight": (_shown(mine.weight), _shown(other.weight)),
+        "the round": (_length(mine), _length(other)),
+        "the number of averaged buffers": (len(mine._buffers), len(other._buffers)),
+        "the number of fragments": (mine.fragments, other.fragments),
+    }
+    differing = (found for what, (one, two) in pairs.items() if (found := _differ(what, one, two)) is not None)
+    shapes = [[parameter.shape for parameter in opt.parameters] for opt in (mine, other)]
+    cut = None if mine._parts == other._parts and shapes[0] == shapes[1] else "its fragments hold other parameters"
+    return next(differing, cut)
+
+
+def _sending(schedule: Schedule) -> Schedule:
+    known = isinstance(schedule, (Every, Streaming))
+    return Streaming(schedule.every, getattr(schedule, "fragments", 1)) if known else schedule
+
+
+def _differ(what: str, one: object, two: object) -> str | None:
+    return None if one == two else f"{what} is {one} and not {two}"
+
+
+def _name(thing: object) -> str:
+    return type(thing).__name__.removesuffix("Rule")
+
+
+def _shown(weight: Any) -> str:
+    return getattr(weight, "__name__", str(weight))
+
+
+def _length(opt: OuterOptimizer) -> str:
+    """Return the kind of the length, and its number if it is one; a function of seconds gives all peers the same."""
+    public = {name: value for name, value in vars(opt.length).items() if not name.startswith("_")}
+    return " ".join([_name(opt.length), *(f"{value:g}" for value in public.values() if not callable(value))])

@@ -1,17 +1,25 @@
-"""Rounds of an outer optimizer: sending a fragment, and applying its mean."""
+"""Rounds of an outer optimizer: sending a fragment, and applying its mean.
+
+Equal slow weights again, after a round that some peers missed.
+
+Rules that send displacements (`Anchored`) rely on equal slow weights, of which nothing is sent. So each contribution goes with a
+``sketch`` of them. If the sketches of a round's members differ, its members average once more, before they apply the mean: the slow
+weights and the shared state of those that are right, with weight 1; the others take the result with weight 0.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
-from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.device import accelerator_of, to_device, to_host
 from shoal.optim.exchange.base import (
     AnnouncesAbsence,
@@ -22,16 +30,73 @@ from shoal.optim.exchange.base import (
     Lasting,
     Mean,
     NoPartner,
+    OnDemand,
     RoundKey,
 )
-from shoal.optim.exchange.on_demand import OnDemand
-from shoal.optim.outer import param_groups
-from shoal.optim.outer.equalise import equalise, sources
+from shoal.optim.outer.fragments import Weight
 from shoal.optim.outer.in_flight import PendingExchange, RoundInfo, Sent
+from shoal.optim.outer.inner import apply_mean, contribution_of
 from shoal.optim.outer.state import OuterState
-from shoal.optim.outer.weighting import Weight
+from shoal.optim.outer.weights import distance
 from shoal.optim.rules.base import AveragesEvenly, KeepsFast, RoundContext, State, assign
-from shoal.optim.schedule.schedule import Apply, Send
+from shoal.optim.schedule import Apply, Send
+
+logger = logging.getLogger(__name__)
+
+SAME = 1e-6
+"""Distance of two sketches, in parts of their largest number, up to which they differ by rounding alone."""
+
+
+def sources(states: Mapping[str, Sequence[float]], *, first: bool = False) -> list[str]:
+    """Return the peers whose slow weights all others should take the mean of; none if all hold the same.
+
+    Of those that hold the same, the largest part is right: one of it stands for it. Among several parts of that size none is
+    nearer to the truth. After a round that failed for everyone each peer has gone on alone, and the mean of their slow weights is
+    what that round would have given (exactly so under a linear rule). ``first``: nothing was averaged yet, so there is nothing in
+    common; then the first part is right, since a mean of independent initial weights is worse than any.
+    """
+    parts: list[list[str]] = []
+    for peer in sorted(states):
+        for part in parts:
+            here, there = states[peer], states[part[0]]
+            if distance(here, there) <= SAME * max(map(abs, (*here, *there))):
+                part.append(peer)
+                break
+        else:
+            parts.append([peer])
+    if len(parts) < 2:
+        return []
+    most = max(map(len, parts))
+    largest = [part[0] for part in parts if len(part) == most]
+    return largest[:1] if first else largest
+
+
+def equalise(opt: OuterState, exchange: ComparesStates, key: RoundKey, mean: Mean) -> None:
+    """Equalise the slow weights and the shared state of the fragment ``key.fragment`` among those that take the mean.
+
+    The fast weights move with the slow ones, so that progress since the last send is kept. What a peer of a smaller part learnt
+    while it was apart is lost. If this exchange has no partner either, nothing changes, and the next round tries again.
+    """
+    part = opt.positions(key.fragment)
+    right = sources(mean.states, first=opt.applied[key.fragment] < 0)
+    if not right:
+        return
+    held = [opt.slow, *opt.shared.values()]
+    mine = [tensors[index].float() for tensors in held for index in part]
+    outcome = exchange.among(key, mean.states, mine, float(exchange.peer in right)).result()
+    if outcome is None:
+        return
+    logger.info(
+        "round %d, fragment %d: the slow weights of %s differed; all have those of %s now.",
+        key.round, key.fragment, ", ".join(sorted(mean.states)), ", ".join(right),
+    )  # fmt: skip
+    rows = [outcome.tensors[start : start + len(part)] for start in range(0, len(mine), len(part))]
+    for index, slow in zip(part, rows[0], strict=True):
+        opt.move(index, slow)
+    for tensors, row in zip(opt.shared.values(), rows[1:], strict=True):
+        for index, tensor in zip(part, row, strict=True):
+            tensors[index].copy_(tensor)
+
 
 LASTS = 2  # rounds that an exchange may take while its bytes move (lag "auto")
 
@@ -147,7 +212,7 @@ class OuterRounds(OuterState):
         own_weight = 1.0 if listening or not weight else weight
         context = self._context(RoundKey(self.run, self.round, fragment), weight=own_weight, total=own_weight)
         rules = self.outer.rules(self._parts[fragment])
-        contribution = param_groups.contribution(rules, slow, fast, state, context)
+        contribution = contribution_of(rules, slow, fast, state, context)
         lends = isinstance(self.exchange, Borrows)
         if not (lends and at_once):  # otherwise nothing that it is made of changes before its outcome is applied
             contribution = self._detached(list(contribution)) if lends else list(contribution)
@@ -218,7 +283,7 @@ class OuterRounds(OuterState):
             self._detach()
             with torch.no_grad():
                 context = self._context(exchanges[-1].context.key, members=0)
-                param_groups.apply(exchanges[-1].rules, slow, fast, [], state, context)
+                apply_mean(exchanges[-1].rules, slow, fast, [], state, context)
             self._weights.restart(self._parts[fragment])
 
     def _detach(self) -> None:
@@ -253,7 +318,7 @@ class OuterRounds(OuterState):
         tensors: Sequence[Tensor] = pending.sent.contribution
         if mean is not None:
             tensors = [t.to(self.slow[0]) for t in to_device(mean.tensors[:count], self.slow[0].device)]
-        param_groups.apply(pending.rules, slow, fast, tensors, state, context)
+        apply_mean(pending.rules, slow, fast, tensors, state, context)
         self._weights.restart(part)
         if mean is not None and fragment == 0:
             buffers, tail = self._buffers.now(), mean.tensors[count:]

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Shape
-from shoal.optim.outer.flights_state import FlightsState
-from shoal.optim.outer.inner import Stepped
-from shoal.optim.outer.param_groups import SETTINGS
-from shoal.optim.outer.parameters import all_parameters
-from shoal.optim.outer.state_checks import (
+from shoal.optim.outer.in_flight import (
+    FlightsState,
     check_given,
     check_keys,
     check_rank,
@@ -25,9 +22,10 @@ from shoal.optim.outer.state_checks import (
     settings_changed,
     settings_of,
 )
+from shoal.optim.outer.inner import SETTINGS, Stepped, all_parameters
 from shoal.optim.outer.torch_form import TorchForm
 from shoal.optim.rules.base import START, Anchored, State, assign, kind_of, same_memory
-from shoal.optim.schedule.round_length import RoundLength
+from shoal.optim.schedule import RoundLength
 
 
 class OuterState(FlightsState):
@@ -112,7 +110,7 @@ class OuterState(FlightsState):
         tensors of sharded parameters are DTensors, so
         torch.distributed.checkpoint and its ``get_optimizer_state_dict`` save and restore them, also into another layout.
         In a peer of several ranks it is this rank's part in lists, which the same rank of as many loads again;
-        ``shoal.optim.ranks.whole.whole_state`` gathers what one process would have.
+        ``shoal.optim.ranks.orders.whole_state`` gathers what one process would have.
         ``copy=False``: slow weights, the rule's state and what is in flight are the optimizer's own tensors, for callers that copy
         or write them at once.
         """

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.outer.fsdp import local, sharded_like
 from shoal.optim.outer.in_flight import Record
+from shoal.optim.outer.weights import local, sharded_like
 
 OUTER, PROGRESS = "outer", "progress"
 _PLAIN = (

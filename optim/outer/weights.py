@@ -1,8 +1,23 @@
-"""The weights of a model as an outer optimizer sees them: slow ones, fast ones in staging, and those in the model itself."""
+"""The weights of a model as an outer optimizer sees them: slow ones, fast ones in staging, and those in the model itself.
+
+Access to sharded parameters (FSDP2, tensor parallel): the outer optimizer works on the local part only.
+
+Sketches: a few numbers by which two peers compare their weights without sending them.
+
+``sketch`` is made to find any difference at all; its sums are far from the norm where values have a mean, as the gains of a norm
+layer do. In ``projection`` random signs take the mean out, so that norms and distances are right on average.
+
+Tensors in files that are mapped into memory, of which the system keeps there what there is room for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import math
+import os
+import random
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -13,11 +28,170 @@ from torch import Tensor, nn
 from shoal.optim.codecs.base import Shape, alike
 from shoal.optim.device import copies_beside, pinned_bytes, pinned_like, to_host, wait_for
 from shoal.optim.exchange.base import Exchange
-from shoal.optim.outer.fsdp import check_whole, local, reshard
-from shoal.optim.outer.offload import in_file
-from shoal.optim.outer.sketch import projection, sketch
 from shoal.optim.rules.base import State
-from shoal.optim.schedule.round_length import RoundLength
+from shoal.optim.schedule import RoundLength
+
+
+def local(param: Tensor) -> Tensor:
+    """Return the part of ``param`` in this process, sharing its memory; ``param`` itself if it is not sharded.
+
+    Call it each time: FSDP2 may move the part. (A DTensor is recognised by its method: its module takes seconds to import.)
+    """
+    if not hasattr(param, "to_local"):
+        return param
+    with torch.no_grad():
+        part: Tensor = param.to_local()
+        return part
+
+
+def check_whole(params: Iterable[Tensor], model: nn.Module | None) -> None:
+    """Raise ValueError if there are shards and no ``model`` to call ``reshard`` with."""
+    if model is None and any(hasattr(param, "to_local") for param in params):
+        raise ValueError("the parameters are cut into shards: hand in model=, or FSDP2 goes on with copies of weights that changed")
+
+
+def reshard(model: nn.Module | None) -> None:
+    """Make FSDP2 gather the weights again in the next forward pass; it may hold whole copies from the last one."""
+    for module in model.modules() if model is not None else ():
+        again = getattr(module, "reshard", None)
+        if callable(again):
+            again()
+
+
+@torch.no_grad()
+def sharded_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return this process's ``tensor`` as a part of a DTensor on the mesh of ``parameter``; ``tensor`` itself if that is whole.
+
+    With the shape of the local part of ``parameter`` it has its placements. Another one, such as a scalar, is this process's own:
+    then the DTensor has the mesh's shape in front, one entry a process. The memory is shared, on whatever device.
+    """
+    if not hasattr(parameter, "to_local"):
+        return tensor
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    assert isinstance(parameter, DTensor)
+    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    if tensor.shape != local(parameter).shape:
+        shape = torch.Size([*mesh.shape, *tensor.shape])
+        stride = torch.empty(shape, device="meta").stride()
+        placements = tuple(Shard(dimension) for dimension in range(mesh.ndim))
+        tensor = tensor.reshape([1] * mesh.ndim + list(tensor.shape))
+    # Not by from_local, which moves the tensor to the mesh's device: the slow weights are in main memory.
+    meta = TensorMeta(shape, stride, tensor.dtype)
+    made: Tensor = DTensor(tensor, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
+    return made
+
+
+NUMBERS = 4
+PROJECTED = 16  # the relative error of a distance of two peers is about 1 / sqrt(2 PROJECTED), 18 %
+BLOCK = 1 << 16  # values for which there are signs; the blocks after it have the same ones, some of the sums turned
+WIDTH, CHUNK = 1024, 1 << 20
+"""Values in a row and in a chunk. A chunk has few enough rows to sum them in float32."""
+
+
+def sketch(tensors: Iterable[Tensor]) -> tuple[float, ...]:
+    """Return the sums over every fourth value of each tensor, one for each of the four starting positions, in float64.
+
+    It is linear, so the distance of two sketches is the norm of the sketch of the difference, which is about the norm of the
+    difference if its values are independent. Two machines that round differently differ by about 1e-7 of the weights; two swarms
+    that learnt from different data, by as much as they have moved.
+    """
+    return total(sketches(tensors))
+
+
+def total(rows: Iterable[Tensor]) -> tuple[float, ...]:
+    """Return the sketch of several tensors from those of each, in their order."""
+    sums = torch.zeros(NUMBERS, dtype=torch.float64, device="cpu")
+    for row in rows:
+        sums += row
+    return tuple(sums.tolist())
+
+
+def sketches(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the sums of each tensor, (4,) float64 on the CPU. A device is waited for once; it need not have float64."""
+    chunks: list[list[Tensor]] = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        whole = flat.numel() // WIDTH * WIDTH
+        rows = [chunk.view(-1, WIDTH).float().sum(0) for chunk in torch.split(flat[:whole], CHUNK)]
+        chunks.append([*rows, flat[whole:]])
+    read = iter(to_host([piece for pieces in chunks for piece in pieces]))
+    found = []
+    for pieces in chunks:
+        mine = torch.zeros(NUMBERS, dtype=torch.float64, device="cpu")
+        for _ in pieces[:-1]:
+            mine += next(read).view(-1, NUMBERS).sum(0, dtype=torch.float64)
+        rest = next(read)
+        for place in range(NUMBERS):
+            mine[place] += rest[place::NUMBERS].sum(dtype=torch.float64)
+        found.append(mine)
+    return found
+
+
+def distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the Euclidean distance of two sketches."""
+    return math.dist(one, other)
+
+
+def projection(tensors: Iterable[Tensor]) -> tuple[float, ...]:
+    """Return `PROJECTED` sums of the values of ``tensors``, each value with a random sign, alike on every peer; and then the norm.
+
+    The sums are linear, so the norm of the difference of two peers' sums estimates that of the difference of their weights.
+    """
+    found: list[Tensor] = []
+    for tensor in tensors:
+        for block in torch.split(tensor.detach().reshape(-1), BLOCK):
+            values = block.float()
+            signed = values * _signs(block.device)[: block.numel()]
+            padded = torch.nn.functional.pad(signed, (0, -block.numel() % PROJECTED))
+            found += [padded.view(-1, PROJECTED).sum(0), values.square().sum()]
+    read = to_host(found)
+    sums, square = torch.zeros(PROJECTED, dtype=torch.float64, device="cpu"), 0.0
+    for number, (row, squares) in enumerate(zip(read[::2], read[1::2], strict=True)):
+        sums += row.double() * _turns(number)
+        square += squares.item()
+    return (*sums.tolist(), math.sqrt(square))
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    signs = torch.randint(0, 2, (BLOCK,), generator=torch.Generator().manual_seed(0), device="cpu").float() * 2 - 1
+    return signs.to(device)
+
+
+def _turns(number: int) -> Tensor:
+    """Return for the block of this number a sign for each sum, so that two blocks do not have the same signs."""
+    drawn = random.Random(number).getrandbits(PROJECTED)
+    return torch.tensor([1.0 if drawn >> bit & 1 else -1.0 for bit in range(PROJECTED)], dtype=torch.float64, device="cpu")
+
+
+ALIGNED = 64  # bytes
+
+
+def in_file(folder: Path, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros of the same types and shapes in a file of their own in ``folder``, which is made if it is missing.
+
+    The file has no name, so nothing is left of it when the tensors are gone, however the process ends.
+
+    Raises:
+        OSError: the folder cannot be written, or has no room for all of them.
+    """
+    sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in like]
+    total = max(sum(sizes), ALIGNED)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, path = tempfile.mkstemp(prefix=".shoal-offload-", dir=folder)
+    try:
+        if hasattr(os, "posix_fallocate"):  # a disk that fills up later would end the process without a word
+            os.posix_fallocate(descriptor, 0, total)
+        storage = torch.UntypedStorage.from_file(path, True, total)
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[arg-type]  # torch's own annotation is too narrow
+    pieces = torch.split(flat, [*sizes, total - sum(sizes)])
+    return [piece[: t.nbytes].view(t.dtype).view(t.shape) for piece, t in zip(pieces, like, strict=False)]
+
 
 T = TypeVar("T")
 

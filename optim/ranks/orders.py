@@ -2,7 +2,13 @@
 
 What a node or a session does between two steps (to answer peers, to take over weights, to save) only rank 0 can know, and it needs
 all ranks where it needs whole weights. So rank 0 does it with a ``LeadOptimizer``, whose calls are orders to the others, which
-``obey`` meanwhile: each makes the same call of `shoal.optim.ranks.whole`.
+``obey`` meanwhile: each makes the same call of `shoal.optim.ranks.orders`.
+
+
+The whole of a peer of several ranks, which rank 0 gets and gives in the forms that one process has.
+
+Each function is called by all ranks at the same place. What rank 0 passes counts; the others pass nothing and get nothing. With an
+optimizer of one process they do the same.
 """
 
 from __future__ import annotations
@@ -15,11 +21,230 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.optim.ranks import whole
-from shoal.optim.ranks.group import RankFailed, RankGroup, RankLost
+from shoal.optim.codecs.base import Shape
+from shoal.optim.outer.in_flight import Record, check_given, check_keys, check_record, groups_of
+from shoal.optim.outer.state import OuterState
+from shoal.optim.ranks.group import RankFailed, RankGroup, RankLost, RankWeights, cut_like
+from shoal.optim.rules.base import State
 
 if TYPE_CHECKING:
     from shoal.optim.outer.optimizer import OuterOptimizer
+
+PARTS = ("inner", "slow", "rule", "rounding", "codecs", "in_flight")
+"""What in saved state is not the same on all ranks."""
+DEALT = ("sent", "fast", "start")
+"""Tensors of an exchange in flight that are distributed as the parameters are."""
+
+
+def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """Return copies of the slow weights on rank 0, taken one tensor at a time; [] on the others.
+
+    ``into``: contiguous tensors on the CPU, of ``opt.shapes`` and the dtype of ``opt.slow``, that are filled instead of fresh ones.
+    """
+    weights = opt._weights
+    if not isinstance(weights, RankWeights) or weights.first:
+        found = (
+            [torch.empty(shape, dtype=weights.slow[0].dtype, device="cpu") for shape in opt.shapes] if into is None else list(into)
+        )
+        for index, target in enumerate(found):
+            if isinstance(weights, RankWeights) and not weights.owns(index):
+                weights.group.take(target, weights.owners[index])
+            else:
+                target.copy_(weights.slow[index])
+        return found
+    for index in weights.everything:
+        if weights.owns(index):
+            weights.group.give(weights.slow[index], 0)
+    return []
+
+
+def whole_slow_of(opt: OuterState, fragment: int) -> list[Tensor]:
+    """Return the slow weights of a fragment on rank 0, not copied where they are its own; [] on the others."""
+    return list(opt._weights.whole(opt.positions(fragment), opt.slow_of(fragment)))
+
+
+def whole_shared(opt: OuterState) -> State:
+    """Return copies of the ``shared`` state on rank 0; {} on the others."""
+    weights = opt._weights
+    found = {name: weights.whole(weights.everything, tensors) for name, tensors in opt.shared.items()}
+    return {name: [tensor.clone() for tensor in tensors] for name, tensors in found.items()} if weights.first else {}
+
+
+def adopt(
+    opt: OuterState,
+    slow: Sequence[Tensor] = (),
+    *,
+    round: int = 0,
+    into_model: bool = False,
+    shared: Mapping[str, Sequence[Tensor]] | None = None,
+    applied: Sequence[int] | None = None,
+    rebase: Collection[int] = (),
+) -> list[int]:
+    """Adopt what rank 0 gives, as ``OuterState.adopt`` does; return the adopted fragments, on all ranks.
+
+    Raises:
+        ValueError: it does not fit; all ranks raise it, and nothing has changed in any.
+    """
+    weights = opt._weights
+    if not isinstance(weights, RankWeights):
+        return opt.adopt(slow, round=round, into_model=into_model, shared=shared, applied=applied, rebase=rebase)
+    given = dict(shared or {})
+    own_shared = {name: _outlines(opt, shapes) for name, shapes in opt.shared_shapes.items()}
+    whole = _outlines(opt, opt.shapes)
+    weights.group.tried(lambda: check_given(slow, given, applied, whole, own_shared, opt.fragments))
+    names, round, into_model, applied, rebase = weights.agreed((list(given), round, into_model, applied, rebase))
+    opt.applied[:] = weights.agreed(opt.applied)  # a resynchronisation notes there, on rank 0, what was counted later
+    own = _cut(weights, slow, weights.slow)
+    kept = {name: _cut(weights, given.get(name, ()), opt.shared[name]) for name in names}
+    weights.group.barrier()  # all have all of it
+    return opt.adopt(own, shared=kept, round=round, into_model=into_model, applied=applied, rebase=rebase)
+
+
+def whole_state(opt: OuterState) -> dict[str, Any]:
+    """Return the ``state_dict`` that one process would have, on rank 0, in tensors of its own; {} on the others."""
+    weights, state = opt._weights, opt.whole_state()
+    if not isinstance(weights, RankWeights):
+        return state
+    every = weights.everything
+    state["inner"] = _whole_inner(weights.group, opt.inner)
+    state["slow"] = weights.whole(every, state["slow"])
+    state["rule"] = {name: weights.whole(every, tensors) for name, tensors in state["rule"].items()}
+    state["rounding"] = _whole_rounding(weights, state["rounding"])
+    for record in state["in_flight"]:
+        part, tensors = opt.positions(record["facts"]["fragment"]), record["tensors"]
+        tensors |= {name: list(weights.whole(part, tensors[name])) for name in DEALT}
+        tensors["tail"] = [weights.group.sum(tensor / weights.group.size) for tensor in tensors["tail"]]
+    return state if weights.first else {}
+
+
+def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
+    """Load the ``state_dict`` of one process, or a ``whole_state``, that rank 0 gives (the model's weights are up to the caller).
+
+    Raises:
+        ValueError: it does not fit; all ranks raise it, and nothing has changed in any.
+    """
+    weights = opt._weights
+    if not isinstance(weights, RankWeights):
+        opt.load_state_dict(dict(state or {}))
+        return
+    found: dict[str, Any] = {}
+    weights.group.tried(lambda: found.update(_checked(opt, dict(state or {}))))
+    rules, roundings = found.get("rule", {}), found.get("rounding", {})
+    plan = {name: value for name, value in found.items() if name not in PARTS}
+    names, places, plan = weights.agreed((list(rules), sorted(int(index) for index in roundings), plan))
+    initial = opt.rule.initial(weights.slow)
+    plan["rank"] = weights.rank
+    plan["inner"] = _given_inner(weights.group, opt.inner, found.get("inner", {}))
+    plan["slow"] = _cut(weights, found.get("slow", ()), weights.slow)
+    plan["rule"] = {name: _cut(weights, rules.get(name, ()), initial[name]) for name in names}
+    plan["rounding"] = {}
+    for index in places:
+        (error,) = _cut(weights, [roundings[index]] if weights.first else (), [weights.slow[index]], [index])
+        if weights.owns(index):
+            plan["rounding"][index] = error
+    plan["in_flight"] = _given_in_flight(opt, weights, found.get("in_flight", ()))
+    plan["codecs"] = found.get("codecs", []) if weights.first else []
+    weights.group.barrier()  # all have all of it
+    opt.load_state_dict(plan)
+
+
+def _checked(opt: OuterState, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole state to load. ValueError unless it fits."""
+    state = check_keys(opt._whole(state))
+    groups_of(state, len(opt.outer.param_groups))
+    opt._checked_rule(state, _outlines(opt, opt.shapes))
+    opt._loaded_codecs(state)
+    for record in state.get("in_flight", ()):
+        check_record(record, opt.fragments, int(state["steps"]), int(state.get("position", state["steps"])), opt.schedule.every)
+        opt._check_record_tensors(record, opt.shapes)
+    groups = (opt.inner.state_dict()["param_groups"], state["inner"]["param_groups"])
+    mine, theirs = ([len(group["params"]) for group in some] for some in groups)
+    if mine != theirs:
+        raise ValueError(f"the saved inner optimizer has groups of {theirs} parameters, this one of {mine}")
+    return {**state, "rounding": {int(index): error for index, error in state.get("rounding", {}).items()}}
+
+
+def _given_in_flight(opt: OuterState, weights: RankWeights, records: Sequence[Record]) -> list[Record]:
+    """Return this rank's part of the exchanges in flight that rank 0 gives; a codec's memory stays with rank 0."""
+    plan = [(r["facts"], {name: [tuple(t.shape) for t in some] for name, some in r["tensors"].items()}) for r in records]
+    found: list[Record] = []
+    for number, (facts, shapes) in enumerate(weights.agreed(plan)):
+        part = opt.positions(facts["fragment"])
+        given = records[number]["tensors"] if weights.first else dict.fromkeys(shapes, ())
+        tensors: dict[str, list[Tensor]] = {}
+        for name in DEALT:
+            own = [
+                torch.empty((), device="cpu") if shape == () else weights.slow[part[at % len(part)]]
+                for at, shape in enumerate(shapes[name])
+            ]
+            tensors[name] = _cut(weights, given[name], own, part)
+        tail = given["tail"] if weights.first else [torch.empty(shape, device="cpu") for shape in shapes["tail"]]
+        tensors["tail"] = [weights.group.spread(tensor, 0) for tensor in tail]
+        tensors |= {name: list(given[name]) for name in ("error", "payload")}
+        found.append({"facts": facts, "tensors": tensors})
+    return found
+
+
+def _outlines(opt: OuterState, shapes: Sequence[Shape]) -> list[Tensor]:
+    return [torch.empty(shape, dtype=opt.slow[0].dtype, device="meta") for shape in shapes]
+
+
+def _cut(weights: RankWeights, whole: Sequence[Tensor], own: Sequence[Tensor], part: Sequence[int] | None = None) -> list[Tensor]:
+    """Return this rank's part of what rank 0 gives, shaped as ``own``, of the parameters ``part`` (None: all)."""
+    part = weights.everything if part is None else part
+    return weights.scatter(part, whole, weights.shapes_of(part, own), [tuple(t.shape) for t in own], weights.slow[0].dtype)
+
+
+def _whole_rounding(weights: RankWeights, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    noted = weights.group.sum(torch.tensor([float(index in own) for index in weights.everything], device="cpu"))
+    found: dict[int, Tensor] = {}
+    for index in noted.nonzero().flatten().tolist():
+        error = weights.whole([index], [own.get(index, weights.slow[index].new_empty(0))])
+        found.update(zip([index], error, strict=False))
+    return found
+
+
+@torch.no_grad()
+def _whole_inner(group: RankGroup, inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return ``inner.state_dict()`` of one process, on the CPU, on rank 0; the others take part and get {}.
+
+    Sharded tensors are gathered one at a time; of those that all ranks have, rank 0's count. No tensor is the optimizer's own.
+    """
+    own = inner.state_dict()
+    state: dict[Any, Any] = {}
+    for index, facts in own["state"].items():
+        for name, value in facts.items():
+            if isinstance(value, Tensor):
+                whole = getattr(value, "full_tensor", value.clone)()
+                value = whole.detach().cpu() if group.first else None
+            state.setdefault(index, {})[name] = value
+    return {**own, "state": state} if group.first else {}
+
+
+@torch.no_grad()
+def _given_inner(group: RankGroup, inner: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, to be loaded into each rank's inner optimizer, what rank 0 gives as ``_whole_inner`` returned it.
+
+    Each tensor of a parameter's shape is cut as the parameter is. ``state`` of the other ranks is not used.
+    """
+    params = [parameter for part in inner.param_groups for parameter in part["params"]]
+    given = state["state"] if group.first else {}
+    plan = {i: {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in facts.items()} for i, facts in given.items()}
+    rest = {name: value for name, value in state.items() if name != "state"}
+    plan, rest = group.agreed((plan, rest))
+    found: dict[Any, dict[str, Any]] = {}
+    for index, facts in plan.items():
+        for name, outline in facts.items():
+            if isinstance(outline, Tensor):
+                tensor = given[index][name] if group.first else torch.empty_like(outline, device="cpu")
+                outline = _like(group.spread(tensor, 0), params[index])
+            found.setdefault(index, {})[name] = outline
+    return {**rest, "state": found}
+
+
+def _like(whole: Tensor, param: Any) -> Tensor:
+    return cut_like(whole, param) if whole.shape == param.shape else whole.clone()  # rank 0's may be the caller's
+
 
 FRAME = 256  # bytes of a message that need no second one
 IDLE_S = 2 * 86400.0
@@ -107,18 +332,18 @@ class LeadOptimizer:
         """The whole slow weights, gathered now, on the CPU."""
         self._channel.send("whole_slow")
         self.gathers += 1
-        return whole.whole_slow(self._opt)
+        return whole_slow(self._opt)
 
     @property
     def shared(self) -> dict[str, list[Tensor]]:
         """The whole shared state, gathered now, on the CPU."""
         self._channel.send("whole_shared")
-        return whole.whole_shared(self._opt)
+        return whole_shared(self._opt)
 
     def slow_of(self, fragment: int) -> list[Tensor]:
         """Return the whole slow weights of a fragment, gathered now."""
         self._channel.send("whole_slow_of", fragment=fragment)
-        return whole.whole_slow_of(self._opt, fragment)
+        return whole_slow_of(self._opt, fragment)
 
     def sketch_of(self, fragment: int) -> tuple[float, ...]:
         self._channel.send("sketch_of", fragment=fragment)
@@ -136,20 +361,20 @@ class LeadOptimizer:
     ) -> list[int]:
         """Adopt whole weights of the swarm on all ranks, as ``OuterOptimizer.adopt`` does."""
         self._channel.send("adopt")
-        return whole.adopt(self._opt, slow, round=round, into_model=into_model, shared=shared, applied=applied, rebase=rebase)
+        return adopt(self._opt, slow, round=round, into_model=into_model, shared=shared, applied=applied, rebase=rebase)
 
 
 def obey(opt: OuterOptimizer, name: str, fields: Mapping[str, Any]) -> None:
     """Make the call that rank 0 makes. ValueError if there is no such order."""
     if name == "whole_slow":
-        whole.whole_slow(opt)
+        whole_slow(opt)
     elif name == "whole_slow_of":
-        whole.whole_slow_of(opt, fields["fragment"])
+        whole_slow_of(opt, fields["fragment"])
     elif name == "whole_shared":
-        whole.whole_shared(opt)
+        whole_shared(opt)
     elif name == "sketch_of":
         opt.sketch_of(fields["fragment"])
     elif name == "adopt":
-        whole.adopt(opt)
+        adopt(opt)
     else:
         raise ValueError(f"rank 0 has sent an unknown order {name!r}")

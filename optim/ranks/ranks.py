@@ -9,11 +9,19 @@
 Every rank trains with its part of the batch and calls the same methods of its optimizer in the same order. Rank 0 speaks to the
 other peers. Slow weights and outer state are distributed to the ranks by whole parameters, so what the ranks have together is what
 one process would have, bit by bit, and peers of any layout average with each other.
+
+
+The exchange of a peer of several ranks: rank 0 averages with other peers for all of them.
+
+Rank 0 takes the others' tensors of a contribution one at a time, hands all of them to the real exchange, and gives each owner its
+tensors of the mean. In its own right it holds one contribution until the real exchange has copied it, and one mean until it is
+given away: so two fragments at most beyond its own part. All ranks take the same outcome, or all raise ``RankLost``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -21,12 +29,159 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.optim.exchange.base import ComparesStates, Exchange
-from shoal.optim.ranks.exchange import ComparingRankExchange, RankExchange
-from shoal.optim.ranks.group import RankGroup
-from shoal.optim.ranks.weights import RankWeights
-from shoal.optim.schedule.round_length import RoundLength, Steps
-from shoal.optim.schedule.schedule import Schedule
+from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Codec, Shape
+from shoal.optim.exchange.base import (
+    AnnouncesAbsence,
+    Closable,
+    ComparesStates,
+    Exchange,
+    Handle,
+    KnowsOptimizer,
+    Lasting,
+    Mean,
+    RoundKey,
+)
+from shoal.optim.outer.state import OuterState
+from shoal.optim.ranks.group import RankGroup, RankWeights, in_thread
+from shoal.optim.rules.base import SendsValues
+from shoal.optim.schedule import RoundLength, Schedule, Steps
+
+
+class RankExchange:
+    """``Exchange`` of one rank, for the outer optimizer of that rank; all ranks start and await the same rounds in the same order.
+
+    Args:
+        group: the ranks.
+        real: the exchange with other peers; only rank 0's is used, but each rank's gets its optimizer if it is to know it.
+    """
+
+    def __init__(self, group: RankGroup, real: Exchange) -> None:
+        self._group, self._real = group, real
+        self._opt: OuterState | None = None
+
+    def attach(self, optimizer: OuterState) -> None:
+        """Take note of this rank's optimizer, whose parameters are distributed to the ranks."""
+        self._opt = optimizer
+        if isinstance(self._real, KnowsOptimizer):
+            self._real.attach(optimizer)
+
+    def start(
+        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, *even: int, **options: Any
+    ) -> Handle:
+        """Begin an exchange. ValueError, on all ranks, if the real exchange raises it, or RuntimeError if it raises another."""
+        tail = codec.count if isinstance(codec, BufferTailCodec) else 0
+        return self._begin(key, tensors, tail, lambda whole: self._real.start(key, whole, weight, codec, *even, **options))
+
+    def absent(self, key: RoundKey) -> None:
+        if self._group.first and isinstance(self._real, AnnouncesAbsence):
+            self._real.absent(key)
+
+    def _begin(self, key: RoundKey, tensors: Sequence[Tensor], tail: int, begin: Callable[[list[Tensor]], Handle]) -> Handle:
+        assert self._opt is not None
+        parcel = _Parcel(self._group, self._opt, key, tensors, tail)
+        whole = parcel.gather(tensors)
+        return RankHandle(self._group, parcel, self._group.tried(lambda: begin(whole)))
+
+
+class ComparingRankExchange(RankExchange):
+    """``RankExchange`` around one of ``ComparesStates``."""
+
+    def __init__(self, group: RankGroup, real: Exchange) -> None:
+        super().__init__(group, real)
+        self.peer: str = group.agreed(real.peer if isinstance(real, ComparesStates) else "")
+        """The id of this peer."""
+
+    def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> Handle:
+        real: Any = self._real
+        return self._begin(key, tensors, 0, lambda whole: real.among(key, members, whole, weight))
+
+
+class RankHandle:
+    """Handle of an exchange of all ranks. ``result`` is for all of them; ``done`` asks nobody, so that it differs between them."""
+
+    def __init__(self, group: RankGroup, parcel: _Parcel, real: Handle | None) -> None:
+        self._group, self._parcel, self._real = group, parcel, real
+        self._over = False
+        self._mean: Mean | None = None
+
+    def done(self) -> bool:
+        """Return True if this rank need not wait for the real exchange."""
+        return self._over or (self._real is not None and self._real.done())
+
+    def leave_out(self) -> bool:
+        """Leave the fragment out of its next round if bytes of the real exchange move; False but on rank 0."""
+        return isinstance(self._real, Lasting) and self._real.leave_out()
+
+    def result(self, deadline: float | None = None) -> Mean | None:
+        """Wait for rank 0's outcome and return this rank's part of it. RuntimeError, on all ranks, if the real exchange raises."""
+        if self._over:
+            return self._mean
+        real = self._real  # in a thread of its own: ``Handle.result`` with a short deadline would end the exchange
+        outcome = None if real is None else in_thread(lambda: real.result(deadline))
+        # Rank 0 lets the others know that it still lives.
+        while self._group.agreed(outcome is not None and not wait([outcome], self._group.timeout / 3).done):
+            pass
+        self._over, self._real = True, None
+        mean = self._group.tried(lambda: None if outcome is None else outcome.result())
+        names = ("weight", "members", "counted", "limit", "states")
+        facts = self._group.agreed(None if mean is None else {name: getattr(mean, name) for name in names})
+        if facts is not None:
+            tensors = self._parcel.scatter([] if mean is None else mean.tensors)
+            self._group.barrier()  # none takes the outcome unless all have it
+            self._mean = Mean(tensors, **facts)
+        return self._mean
+
+    def close(self) -> None:
+        """Give the real exchange up, on rank 0."""
+        if isinstance(self._real, Closable):
+            self._real.close()
+
+
+class _Parcel:
+    """How the tensors of one contribution, and of its mean, are shared out to ranks; each has the ``tail`` ones, the buffers."""
+
+    def __init__(self, group: RankGroup, opt: OuterState, key: RoundKey, tensors: Sequence[Tensor], tail: int) -> None:
+        assert isinstance(opt._weights, RankWeights)
+        self._group, self._weights = group, opt._weights
+        last = key.fragment >= opt.fragments  # the mean of the slow weights of all fragments, and of the buffers
+        self._part: Sequence[int] = self._weights.everything if last else opt.positions(key.fragment)
+        tail = len(tensors) - len(self._part) if last else tail
+        self._count = len(tensors) - tail
+        self._tail_shapes = [tuple(tensor.shape) for tensor in tensors[self._count :]]
+        self._values: list[int] | None = None
+        if isinstance(opt.rule, SendsValues) and not last:
+            self._values = opt.rule.counts(self._weights.sizes(self._part), key)
+        own = self._cut(tensors[: self._count])
+        self._mine = [tuple(tensor.shape) for tensor in own]
+        self._shapes: list[Shape] = self._weights.shapes_of(self._part, own)
+        if self._values is not None:
+            self._shapes = [(count,) for count in self._values]
+
+    def _cut(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's flat tensor of values as one tensor for each parameter; others as they are."""
+        if self._values is None:
+            return list(tensors)
+        held = zip(self._values, self._part, strict=True)
+        return list(torch.split(tensors[0], [n if self._weights.owns(index) else 0 for n, index in held]))
+
+    def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the whole contribution on rank 0, and an empty list on the others. Of each rank's tensors the mean counts."""
+        whole = self._weights.gather(self._part, self._cut(tensors[: self._count]), self._shapes)
+        if self._values is not None and self._group.first:
+            whole = [torch.cat(whole)]
+        own = [self._group.sum(tensor.detach() / self._group.size) for tensor in tensors[self._count :]]
+        return [*whole, *own] if self._group.first else []
+
+    def scatter(self, mean: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's part of a mean that rank 0 has."""
+        whole: Sequence[Tensor] = mean[: self._count]
+        if self._values is not None and self._group.first:
+            whole = torch.split(whole[0], self._values)
+        found = self._weights.scatter(self._part, whole, self._shapes, self._mine, torch.float32)
+        if self._values is not None:
+            found = [torch.cat(found)]
+        own = mean[self._count :] if self._group.first else [torch.empty(shape, device="cpu") for shape in self._tail_shapes]
+        return [*found, *(self._group.spread(tensor, 0) for tensor in own)]
 
 
 class Ranks(RankGroup):

@@ -29,13 +29,13 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import all_finite
 from shoal.optim.codecs.mod4 import Reading
+from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Mean, RoundKey
-from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience
 from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
-from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, Failure, Sketch
+from shoal.swarm.wire.envelope import FAILURES, MAX_BLAMED, Failure, Sketch
 
 if TYPE_CHECKING:
     from shoal.optim.exchange.base import RoundKey
@@ -105,7 +105,7 @@ class ExchangeStats:
             return len(peers)
 
     def report(self) -> dict[str, Any]:
-        """Return the fields of `shoal.swarm.wire.member.Member` that describe the exchanges."""
+        """Return the fields of `shoal.swarm.wire.messages.Member` that describe the exchanges."""
         with self._lock:
             events, seconds = list(self._events), list(self._seconds)
         kinds = Counter(kind for _, _, kind in events if kind is not None)

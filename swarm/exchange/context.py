@@ -19,13 +19,13 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.pacing.progress import slow_s
-from shoal.swarm.wire.member import Member
+from shoal.swarm.pacing import slow_s
+from shoal.swarm.wire.messages import Member
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
-LEAST_RATE = 1e6  # bytes a second: time for so many is given in any case, and more to what moves (`pacing.progress`)
+LEAST_RATE = 1e6  # bytes a second: time for so many is given in any case, and more to what moves (`shoal.swarm.pacing`)
 LARGEST_S = 6 * 3600.0  # seconds that a transfer may take however much it moves
 SHARE, LONGEST_S = 0.2, 300.0  # of the time from one round to the next, and seconds at most, that a node waits for others
 OVERLAPPED_S = 3600.0  # seconds at most that a node waits for others while that costs no training

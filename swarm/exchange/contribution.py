@@ -15,11 +15,9 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec, FloatCodec, Shape, buffer
 from shoal.optim.codecs.mod4 import PairMessage, for_pairs
-from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.on_demand import OnDemand, slabs
-from shoal.swarm.wire.digest import CHUNK, chunks, digest
-from shoal.swarm.wire.fields import MAX_WEIGHT, Sketch
-from shoal.swarm.wire.pair import MAX_REFUSED, Offer
+from shoal.optim.exchange.base import OnDemand, RoundKey, slabs
+from shoal.swarm.wire.envelope import CHUNK, MAX_WEIGHT, Sketch, chunks, digest
+from shoal.swarm.wire.messages import MAX_REFUSED, Offer
 
 
 class Payload(Protocol):

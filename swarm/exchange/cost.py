@@ -145,7 +145,7 @@ def expected_lag(work: Work, line: Line) -> int:
     if work.lag != "auto":
         return work.lag
     arrival = max(math.ceil(exchange_s(work, line) / work.step_s), 1)
-    return min(arrival + arrival // 8, work.every)  # as `shoal.optim.schedule.auto_lag` does from what it sees
+    return min(arrival + arrival // 8, work.every)  # as `shoal.optim.schedule` does from what it sees
 
 
 def waiting_s(work: Work, line: Line) -> float:

@@ -18,7 +18,7 @@ pair goes apart, each with its own step whole, and a group goes on without that 
 A peer that trained without partners for long may be refused where weights travel: its weights are far from everybody's, and nothing
 distinguishes it from a hostile one. It must take over the swarm's weights, as a newcomer does.
 
-**Robust rules** (``outer.robust``). ClippedGossip (pairs) and CenteredClip (groups) of `shoal.optim.exchange.robust` limit the
+**Robust rules** (``outer.robust``). ClippedGossip (pairs) and CenteredClip (groups) of `shoal.optim.exchange.averaging` limit the
 influence of a contribution that passed. Their cost:
 
 * *Pairs*: each side clips by its own radius, ``times`` the median of the distances that it saw, so partners no longer hold the
@@ -69,9 +69,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from shoal.optim.exchange.base import Mean, RoundKey, combined, weighted_mean
-from shoal.optim.exchange.on_demand import held_at_once
-from shoal.optim.exchange.robust import GRID, Contributions, centered_clip, clipped_gossip, norms, squared_distances
+from shoal.optim.exchange.averaging import GRID, Contributions, centered_clip, clipped_gossip, norms, squared_distances
+from shoal.optim.exchange.base import Mean, RoundKey, combined, held_at_once, weighted_mean
 
 Losses = Callable[[int, Sequence[Tensor], Sequence[Tensor]], tuple[float, float, float] | None]
 """Called with a fragment, the own contribution to it and another's. Returns the losses, on the same data, of the model with the own

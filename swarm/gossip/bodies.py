@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.gossip.bounded import BoundedQueue
-from shoal.swarm.gossip.envelope import BodyAnnouncement, BodyReply, BodyRequest, Encoding
-from shoal.swarm.p2p.multiaddr import by_turns, range_of
-from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
+from shoal.swarm.gossip.envelope import BodyAnnouncement, BodyReply, BodyRequest, BoundedQueue, Encoding
+from shoal.swarm.p2p.addresses import by_turns, range_of
+from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import pack, unpack
 

@@ -20,7 +20,7 @@ A bad record has no other effect than a count: each is counted as accepted or un
     unavailable     no peer served the announced body
     unwelcome       the access policy excludes its publisher or its author
 
-and those with which the handler refuses it, such as ``banned`` (`shoal.swarm.topics.rollout_pool`): its author is barred for a
+and those with which the handler refuses it, such as ``banned`` (`shoal.swarm.topics.rollout`): its author is barred for a
 while.
 """
 
@@ -37,14 +37,13 @@ from typing import TYPE_CHECKING, Any, Generic, cast
 
 from blake3 import blake3
 
-from shoal.swarm.access.policy import AccessPolicy
+from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.bodies import FETCH_S, MAX_STORED, BodyFetcher, BodyStore
-from shoal.swarm.gossip.bounded import BoundedQueue, LRUSet
-from shoal.swarm.gossip.envelope import Body, BodyAnnouncement, Encoding, GossipEnvelope, Opened, topic_of
+from shoal.swarm.gossip.envelope import Body, BodyAnnouncement, BoundedQueue, Encoding, GossipEnvelope, LRUSet, Opened, topic_of
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
+from shoal.swarm.p2p.limits import Counters, RateLimit, TokenBuckets
 from shoal.swarm.wire.envelope import MAX_MESSAGE, M, Message, pack
 
 if TYPE_CHECKING:

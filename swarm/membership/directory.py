@@ -1,7 +1,7 @@
 """The directory of a swarm: every node publishes a signed, expiring record of itself in the DHT, and reads the others'.
 
 Only `Directory.refresh`, `wait_for` and `leave` wait for the network. Records are published and read in the background on the
-host's loop, and `members` is the newest view. `shoal.swarm.membership.dht_record` explains why no key grows with the swarm.
+host's loop, and `members` is the newest view. `shoal.swarm.membership.dht` explains why no key grows with the swarm.
 
 **Room**: the members that a node keeps in view when the directory has more records than there is room for.
 
@@ -31,16 +31,15 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol, TypeVar
 
-from shoal.swarm.access.policy import AccessPolicy
+from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import dht_record
-from shoal.swarm.membership.buckets import Index
-from shoal.swarm.membership.dht_record import MAX_TTL, VerifiedRecord, bits_of, key_of, make_record, open_record
-from shoal.swarm.p2p.multiaddr import host_of, known_first
+from shoal.swarm.membership import dht
+from shoal.swarm.membership.dht import MAX_TTL, Index, VerifiedRecord, bits_of, key_of, make_record, open_record
+from shoal.swarm.p2p.addresses import host_of, known_first
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.fields import Reach, rate
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.envelope import Reach, rate
+from shoal.swarm.wire.messages import Member
 
 T = TypeVar("T")
 
@@ -132,7 +131,7 @@ class Directory:
         *,
         ttl: float = TTL,
         period: float = PERIOD,
-        cap: int = dht_record.CAP,
+        cap: int = dht.CAP,
         limit: int = ROOM,
         barred: Callable[[str], bool] = lambda peer: False,
         access_policy: AccessPolicy | None = None,
@@ -164,7 +163,7 @@ class Directory:
         self._waiting = 0
         self._look_soon = False
         self._prefix: str | None = None  # under which the own record is stored
-        self._keys: dict[str, dht_record.Names] = {}  # the trie as last read
+        self._keys: dict[str, dht.Names] = {}  # the trie as last read
         self._warned: set[str] = set()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -419,7 +418,7 @@ class Directory:
     async def _read(self) -> None:
         async def under(prefix: str) -> dict[str, Member]:
             values = await self._host.get(key_of(self._swarm, prefix))
-            first = heapq.nsmallest(dht_record.CROWD * self._cap, values, key=bits_of)
+            first = heapq.nsmallest(dht.CROWD * self._cap, values, key=bits_of)
             opened = ((peer, open_record(values[peer])) for peer in first)
             return {p: r.member for p, r in opened if r is not None and self._credible(p, prefix, r)}
 

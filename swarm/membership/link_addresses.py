@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
-from shoal.swarm.access.link import MAX_ADDRESSES, Link, address_problem
-from shoal.swarm.p2p.multiaddr import host_of, is_loopback, is_public_host, range_of
+from shoal.swarm.access import MAX_ADDRESSES, Link, address_problem
+from shoal.swarm.p2p.addresses import host_of, is_loopback, is_public_host, range_of
 
 MOST_OF_SEEDS = 4
 MOST_OWN = 4

@@ -14,26 +14,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from shoal.swarm.access.invitation import MAX_SHOWN, admission
-from shoal.swarm.access.link import Link
-from shoal.swarm.access.policy import AccessPolicy, PeerLists
+from shoal.swarm.access import MAX_SHOWN, AccessPolicy, Link, PeerLists, admission
 from shoal.swarm.errors import AdmissionError
 from shoal.swarm.gossip.bodies import MAX_STORED
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity, is_peer_id
-from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
+from shoal.swarm.manifest import Manifest, open_manifest, swarm_id
 from shoal.swarm.membership.admission import AdmissionHandshake, fetch_manifest, serve_manifest
-from shoal.swarm.membership.clock_check import ClockCheck
-from shoal.swarm.membership.dht_record import MemberValidator
+from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.link_addresses import lasting_link
+from shoal.swarm.membership.overview import ClockCheck
 from shoal.swarm.membership.peer_exchange import PeerExchange
-from shoal.swarm.membership.seed_announcer import SeedAnnouncer
+from shoal.swarm.membership.swarm_list import SeedAnnouncer
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
-from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
-from shoal.swarm.wire.member import Member
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, SPEED_PROTOCOL, ReachabilityProbe, ThroughputProbe
+from shoal.swarm.wire.messages import Member
 
 OWN_LOOP = "own-loop"
 """Task of a swarm whose members bring training loops of their own (`shoal.swarm.training.session.Session`)."""

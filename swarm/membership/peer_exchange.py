@@ -37,16 +37,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from shoal.swarm.access.link import address_problem
+from shoal.swarm.access import address_problem
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.directory import CLOCK, HERE, TTL
-from shoal.swarm.p2p.multiaddr import host_of, range_of
-from shoal.swarm.p2p.rate_limit import Counters, RateLimit, TokenBuckets
+from shoal.swarm.p2p.addresses import host_of, range_of
+from shoal.swarm.p2p.limits import Counters, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.wire.envelope import KIB, Message, pack, seal, unpack, unseal
-from shoal.swarm.wire.fields import Reason, SwarmId
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import Record
+from shoal.swarm.wire.envelope import KIB, Message, Reason, SwarmId, pack, seal, unpack, unseal
+from shoal.swarm.wire.messages import Member, Record
 
 if TYPE_CHECKING:
     from shoal.swarm.identity import Identity

@@ -22,6 +22,18 @@ from typing import Any, TypeVar
 
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity, b58encode
+from shoal.swarm.p2p.addresses import (
+    MAX_ID,
+    DialBackoff,
+    is_loopback,
+    origin,
+    peer_bytes,
+    to_bytes,
+    to_text,
+    unix_address,
+    varint,
+    without_peer,
+)
 from shoal.swarm.p2p.daemon_guard import GRACE
 from shoal.swarm.p2p.daemon_process import (
     GuardedProcess,
@@ -34,8 +46,6 @@ from shoal.swarm.p2p.daemon_process import (
     run_folder,
     start_guarded,
 )
-from shoal.swarm.p2p.multiaddr import MAX_ID, is_loopback, origin, peer_bytes, to_bytes, to_text, unix_address, varint, without_peer
-from shoal.swarm.p2p.peerstore import DialBackoff
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from shoal.swarm.errors import StartupError
 from shoal.swarm.p2p import daemon_guard as guard
-from shoal.swarm.p2p.multiaddr import is_loopback
+from shoal.swarm.p2p.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def options(
         "connHi": CONNECTIONS[1],
         "connGrace": "20s",
         "tls": 1,
-        "b": 0,  # `dial.connect_any` connects, and so learns which address failed and why
+        "b": 0,  # `connections.connect_any` connects, and so learns which address failed and why
     }
     if idle:
         chosen["idleTimeout"] = idle

@@ -55,7 +55,7 @@ class BoundedStorage(DHTLocalStorage):  # type: ignore[misc]
 
 
 def _rank(subkey: Any) -> bytes:
-    return hashlib.sha256(str(subkey).encode()).digest()  # the order of `shoal.swarm.membership.dht_record.bits_of`
+    return hashlib.sha256(str(subkey).encode()).digest()  # the order of `shoal.swarm.membership.dht.bits_of`
 
 
 class _Calls(P2P):  # type: ignore[misc]

@@ -7,7 +7,7 @@
 A second daemon does it, which speaks QUIC only and has a key of this run: the first, on which DHT and gossip stay, would take the
 port for proof that anybody can dial it and give up its relay. It starts when a member is connected by a relay alone. Bootstrap
 nodes tell from where its packets come, and members that listen on QUIC. Streams to a member so reached are opened there, unless
-exchanges go quicker over the relay (`shoal.swarm.pacing.meter.Ways`): the daemon's QUIC is Reno, whose rate falls with the root of
+exchanges go quicker over the relay (`shoal.swarm.pacing.Ways`): the daemon's QUIC is Reno, whose rate falls with the root of
 the loss and with the delay, which a relay halves. If it does not go, as between routers that take another port for each
 destination, it stays relayed.
 """
@@ -25,15 +25,13 @@ from pydantic import Field
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity, verify
+from shoal.swarm.p2p.addresses import by_quic, host_of
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, Incoming
-from shoal.swarm.p2p.multiaddr import by_quic, host_of
-from shoal.swarm.p2p.rate_limit import MINUTE, RateLimit, TokenBuckets
-from shoal.swarm.p2p.resource_manager import ResourceManager
+from shoal.swarm.p2p.limits import MINUTE, RateLimit, ResourceManager, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.wire.envelope import Message, pack, unpack
-from shoal.swarm.wire.fields import Address, PeerId
-from shoal.swarm.wire.seed import SEEN_PROTOCOL
+from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.wire.envelope import Address, Message, PeerId, pack, unpack
+from shoal.swarm.wire.messages import SEEN_PROTOCOL
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor

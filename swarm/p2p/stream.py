@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.pacing.meter import LARGE, TrafficMeter
-from shoal.swarm.pacing.progress import Progress
+from shoal.swarm.pacing import LARGE, Progress, TrafficMeter
 
 CHUNK = 1 << 20  # bytes offered to the socket, or read from it, at a time
 AHEAD = 1 << 16  # of what is sent ahead of a swap, which begins when the socket has taken such a piece
@@ -57,7 +56,7 @@ class Stream:
         self.way = way or peer_id
         """The id of the daemon at the other end: the peer's, or its second one, past the relay."""
         self.tries = False
-        """The exchange tries a way that is not the better one (`shoal.swarm.pacing.meter.Ways`): both ends' choice."""
+        """The exchange tries a way that is not the better one (`shoal.swarm.pacing.Ways`): both ends' choice."""
         self.origin = origin
         """The IP address from which the peer opened it; empty if it came through a relay, or this node opened it."""
         self.partner = False

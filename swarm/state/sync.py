@@ -1,7 +1,7 @@
 """Fetching the slow weights of a swarm, for a newcomer, a node that has diverged, or ``shoal pull``: whole, checked, or not at all.
 
 The offers of several peers decide which snapshot to take (`shoal.swarm.state.selection`). Its chunks then come from every peer that
-holds the very same bytes (`shoal.swarm.state.download`): those that offered it and, since all sources are asked, those that have
+holds the very same bytes (`shoal.swarm.state.snapshot`): those that offered it and, since all sources are asked, those that have
 downloaded it before. If these go away the sources are asked anew, and if one offers the same snapshot the download goes on.
 """
 
@@ -21,13 +21,26 @@ from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE
 from shoal.swarm.exchange.contribution import shapes_differ
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.pacing.progress import SLOWEST
-from shoal.swarm.state.download import ChunkSink, MemorySink, Peer, download, fetch_digests
+from shoal.swarm.pacing import SLOWEST
 from shoal.swarm.state.selection import ENOUGH, NoStateError, SnapshotOffer, UnconfirmedError, agreed, choose, collect, plausible
-from shoal.swarm.state.snapshot import DIGEST, Snapshot, State, chunks_in, digests_of, encode, read, shapes_digest, snapshot_id
-from shoal.swarm.wire.envelope import fresh_nonce
-from shoal.swarm.wire.fields import MAX_COUNT
-from shoal.swarm.wire.state import StateHeader, StateRequest
+from shoal.swarm.state.snapshot import (
+    DIGEST,
+    ChunkSink,
+    MemorySink,
+    Peer,
+    Snapshot,
+    State,
+    chunks_in,
+    digests_of,
+    download,
+    encode,
+    fetch_digests,
+    read,
+    shapes_digest,
+    snapshot_id,
+)
+from shoal.swarm.wire.envelope import MAX_COUNT, fresh_nonce
+from shoal.swarm.wire.messages import StateHeader, StateRequest
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host

@@ -1,33 +1,330 @@
-"""One training peer's duties towards its swarm, the same for ``shoal up``, loops of one's own and simulated peers."""
+"""One training peer's duties towards its swarm, the same for ``shoal up``, loops of one's own and simulated peers.
+
+A node's account of its own exchanges and of missing members, for its record in the directory and for its user.
+
+Members that vanish together, unlike crashed machines, which vanish one by one, show a network partition. A member vanishes when its
+record expires though it did not announce that it leaves. A node suspects a partition if at least two vanished at about the same
+moment, or all others did, even a single one: then this node may be the one that is cut off. The suspicion ends when a vanished
+member returns. It is no proof: one machine with two nodes looks the same when it loses power.
+
+Keep an outer optimizer in step with its swarm: the round it is in, the weights it takes over, and those it hands out.
+"""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.optim import OuterOptimizer, RoundInfo
+from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
+from shoal.swarm.exchange.attempt import RECENT, ExchangeStats
 from shoal.swarm.exchange.cost import every_that_fits
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.directory import State as DirectoryState
-from shoal.swarm.membership.membership import SHOAL_VERSION, MemberView
-from shoal.swarm.p2p.multiaddr import host_of, range_of
+from shoal.swarm.membership.membership import SHOAL_VERSION, DirectoryView, MemberView
+from shoal.swarm.p2p.addresses import host_of, range_of
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.state.snapshot import State
-from shoal.swarm.topics.status_reporter import StatusReporter
-from shoal.swarm.training.outer_sync import OuterSync
-from shoal.swarm.training.self_report import SelfReport
+from shoal.swarm.state.resync import DriftDetector, Resynchronizer, in_step
+from shoal.swarm.state.selection import StateServer
+from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, State
+from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.shard import Shard
-from shoal.swarm.wire.fields import Failure, rate, real, share
+from shoal.swarm.wire.envelope import Failure, Sketch, rate, real, share
+from shoal.swarm.wire.messages import MAX_MISSING, Member
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
+
+# A record is renewed every 5 s and read every 5 s: last signs of peers that were cut off together differ by both and a margin.
+WITHIN = 12.0
+CONFIRM = 10.0  # seconds that a member must be missing: a node that slept itself finds all records expired until it reads again
+FORGET = 3600.0  # seconds after which a missing member is forgotten
+
+
+@dataclass(frozen=True)
+class SuspectedPartition:
+    """Suspicion that members ``names`` of ``of`` were cut off: their last signs lie within ``within_s`` seconds."""
+
+    names: tuple[str, ...]
+    of: int
+    within_s: float
+
+    def __str__(self) -> str:
+        some = ", ".join(self.names[:MAX_MISSING]) + (", …" if len(self.names) > MAX_MISSING else "")
+        return (
+            f"a partition is suspected: {len(self.names)} of {self.of} members vanished within {self.within_s:.0f} s ({some}); "
+            f"training goes on with {self.of - len(self.names)}, and they come together again by themselves"
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a `Member` that report it."""
+        return {
+            "missing": len(self.names),
+            "missing_of": self.of,
+            "missing_within_s": self.within_s,
+            "missing_names": tuple(name[:16] for name in self.names[:MAX_MISSING]),
+        }
+
+
+@dataclass
+class _LastSign:
+    name: str
+    issued: float
+    heard: float
+    missing_since: float | None = None
+
+
+class PartitionDetector:
+    """Detector that follows the members in view. ``me``: the own peer id. Seconds are of a monotonic clock of the caller."""
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._seen: dict[str, _LastSign] = {}
+        self.suspected: SuspectedPartition | None = None
+
+    def look(
+        self,
+        members: Mapping[str, Member],
+        left: Collection[str],
+        now: float,
+        belongs: Callable[[str], bool] = lambda peer: True,
+    ) -> list[str]:
+        """Note the members in view and those that left on purpose; return what to report, in sentences.
+
+        ``belongs``: predicate of peers that would be in view if they were there; others were reassigned to another bucket.
+        """
+        back = []
+        for peer, member in members.items():
+            seen = self._seen.get(peer)
+            if seen is None or seen.issued != member.issued or seen.missing_since is not None:
+                if seen is not None and self._confirmed(seen, now):
+                    back.append(member.name)
+                self._seen[peer] = _LastSign(member.name, member.issued, now)
+        for peer in [peer for peer in self._seen if peer not in members]:
+            seen = self._seen[peer]
+            if seen.missing_since is None:
+                seen.missing_since = now
+            if peer in left or peer == self._me or not belongs(peer) or now - seen.missing_since > FORGET:
+                del self._seen[peer]
+        before, self.suspected = self.suspected, self._suspect(members, now)
+        if self.suspected is not None and (before is None or set(self.suspected.names) - set(before.names)):
+            return [str(self.suspected)]
+        if before is not None and (returned := sorted(set(back) & set(before.names))):
+            still = f"; {len(self.suspected.names)} are still missing" if self.suspected is not None else ""
+            return [f"together again with {', '.join(returned[:MAX_MISSING])}{', …' if len(returned) > MAX_MISSING else ''}{still}"]
+        return []
+
+    def _confirmed(self, seen: _LastSign, now: float) -> bool:
+        return seen.missing_since is not None and now - seen.missing_since >= CONFIRM
+
+    def _suspect(self, members: Mapping[str, Member], now: float) -> SuspectedPartition | None:
+        missing = sorted((seen for seen in self._seen.values() if self._confirmed(seen, now)), key=lambda seen: seen.heard)
+        together: list[_LastSign] = []
+        for first, earliest in enumerate(missing):
+            these = [seen for seen in missing[first:] if seen.heard - earliest.heard <= WITHIN]
+            together = max(together, these, key=len)
+        alone = not members.keys() - {self._me}
+        if len(together) < 2 and not (together and alone):
+            return None
+        names = tuple(sorted(seen.name for seen in together))
+        return SuspectedPartition(names, len(members.keys() | {self._me}) + len(names), together[-1].heard - together[0].heard)
+
+
+LOOK_S = 1.0  # seconds between two looks at the members: records change every five
+AGAIN_S = 600.0  # seconds between two sentences about weights that differ: a hostile peer may say so of its own in each round
+
+
+class SelfReport:
+    """One node's account. ``sketch`` gives a sketch of the slow weights (``shoal.swarm.state.resync``); ``clock``: seconds."""
+
+    def __init__(
+        self,
+        stats: ExchangeStats,
+        directory: DirectoryView,
+        me: str,
+        sketch: Callable[[], Sketch | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats, self._directory, self._sketch, self._clock = stats, directory, sketch, clock
+        self.absence = PartitionDetector(me)
+        self._waits: deque[float] = deque(maxlen=RECENT)
+        self._looked = float("-inf")
+        self._apart: dict[bool, float] = {}
+        """When it was said last that weights differ, by whether this node gives way."""
+        self._news: list[str] = []
+
+    def waited(self, seconds: float) -> None:
+        """Note that training stood still for ``seconds`` in the round that has just ended."""
+        self._waits.append(seconds)
+
+    def apart(self, peers: Collection[str], members: Mapping[str, Member], gives_way: bool) -> None:
+        """Note, for ``news``, that the weights of ``peers`` differ from this node's; once for each event."""
+        now = self._clock()
+        if not peers or now - self._apart.get(gives_way, float("-inf")) < AGAIN_S:
+            return
+        self._apart[gives_way] = now
+        names = [members[peer].name if peer in members else short(peer) for peer in sorted(peers)]
+        them = "1 other member" if len(names) == 1 else f"{len(names)} other members"
+        them += f" ({', '.join(names[:MAX_MISSING])}{', …' if len(names) > MAX_MISSING else ''})"
+        who = (
+            f"this node's weights differ from those of {them}, so it takes over theirs"
+            if gives_way
+            else f"the weights of {them} differ from this node's, and are to give way to them"
+        )
+        self._news.append(f"{who}; to load other weights on purpose, call opt.restart_from_model() on all members")
+
+    def news(self) -> list[str]:
+        """Return the sentences about differing weights that were not returned yet."""
+        news, self._news = self._news, []
+        return news
+
+    def details(self) -> dict[str, Any]:
+        """Return the fields of this node's ``Member`` that have defaults."""
+        suspected = self.absence.suspected
+        return {
+            **self.stats.report(),
+            "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
+            "sketch": self._sketch(),
+            **(suspected.fields() if suspected is not None else {}),
+        }
+
+    def events(self) -> list[str]:
+        """Return sentences about members that vanished or came back. Looks at most once a second, and touches no network."""
+        now = self._clock()
+        if now - self._looked < LOOK_S:
+            return []
+        self._looked = now
+        return self.absence.look(self._directory.everyone(), self._directory.departed(), now, self._directory.belongs)
+
+
+log = logging.getLogger(__name__)
+
+
+class OuterSync:
+    """One optimizer's link to its swarm; hands out its slow weights from now on. All is for the thread that trains.
+
+    Args:
+        membership: this peer's place in the swarm.
+        model: digest of the model's shapes.
+        exchange: the optimizer's.
+        screen: the screen by which that exchange refuses updates.
+        clock: seconds; a simulation has its own.
+    """
+
+    def __init__(
+        self,
+        membership: MemberView,
+        model: str,
+        opt: OuterOptimizer,
+        exchange: PairExchange | GroupExchange,
+        screen: DistanceScreen,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._opt, self._exchange, self._screen, self._directory = opt, exchange, screen, membership.directory
+        host, me = membership.host, membership.identity.peer_id
+        shapes = opt.shapes
+        host.resource_manager.meter(CHUNKS_PROTOCOL, max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1))
+        self._server = StateServer(host, membership.swarm, model, shapes, clock)
+        self._resynchronizer = Resynchronizer(
+            membership, model, self._server, opt, exchange.stats, self._took_over, clock, lambda: exchange.partners
+        )
+        self._drift = DriftDetector(me, model, membership.manifest.outer.max_group)
+        self._restarts = opt.restarts
+        self.self_report = SelfReport(exchange.stats, membership.directory, me, self._sketch, clock)
+        """This node's account of its own exchanges, for its record in the directory."""
+        exchange.sketch = self._sketch
+
+    def begin_from(self, state: State) -> None:
+        """Take over the weights and the round of ``state``: of a swarm that is under way, or those that it begins with."""
+        round = in_step(self._opt, state)
+        self._opt.adopt(state.slow, round=round, into_model=True, shared=state.extra, applied=state.applied)
+        if state.round > 0:
+            self._opt.listen()  # others' weights, not yet trained here: the first round has weight 0
+        self._resynchronizer.joined(state)
+        self._server.keep(state)
+
+    def begin(self) -> None:
+        """Set the exchange to the round that the optimizer hands in next; before the first step, when all else is loaded.
+
+        That is the oldest of the rounds in flight, if a checkpoint has any, for the first step begins them anew. Set to a later
+        one, the exchange would send ahead a partner that calls for them before.
+        """
+        opt = self._opt
+        begun_anew = itertools.chain.from_iterable(opt.in_flight(fragment) for fragment in range(opt.fragments))
+        self._exchange.next_round = min(begun_anew, default=opt.round)
+
+    def on_round(self, info: RoundInfo) -> None:
+        """Follow a round that is over: the optimizer's ``on_round``."""
+        opt = self._opt
+        self._follow_restart()
+        # A node that fell behind met the others in a later round than its own: go on from there.
+        behind = max(self._exchange.next_round - opt.round, 0)
+        opt.round = max(opt.round, self._exchange.next_round)
+        self._exchange.next_round = opt.round
+        if (ahead_of := self._exchange.back(opt.round)) is not None:
+            log.warning(
+                "no other peer is near round %d: this node goes back to round %d, where the others are", opt.round, ahead_of
+            )
+            opt.go_back(ahead_of)
+            self._drift.moved()
+        if behind:  # the contribution was counted in another round than its own
+            self._drift.moved()
+        elif opt.anchored and info.key.fragment < opt.fragments:
+            self._drift.finished(info.key.round, info.key.fragment, opt.sketch_of(info.key.fragment))
+        split = None
+        # A node that knows that its weights have diverged, or that was alone just now, knows why they differ.
+        explained = behind or len(info.members) < 2 or self._resynchronizer.diverged
+        if opt.anchored and info.key.fragment < opt.fragments and not explained:
+            members = self._directory.members()
+            split = self._drift.split(members, self._exchange.sketches, self._exchange.partners)
+            self.self_report.apart(self._drift.apart, members, split is not None)
+        self._resynchronizer.on_round(info, behind=behind, split=split)
+
+    def after_step(self) -> bool:
+        self._follow_restart()
+        back = self._resynchronizer.adopt_fetched()
+        if back:
+            self._exchange.next_round = self._opt.round
+        self.offer()
+        return back
+
+    def _follow_restart(self) -> None:
+        """Forget what is known of the weights before, if others were loaded on purpose: no fetched ones must replace these."""
+        if self._opt.restarts != self._restarts:
+            self._restarts = self._opt.restarts
+            self._resynchronizer.restarted()
+            self._took_over()
+
+    def offer(self) -> None:
+        """Hand out the slow weights if a peer waits for them."""
+        self._server.offer(self._state)
+
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Return a block in which the slow weights do not change: peers that ask for them need not wait for its end."""
+        return self._server.at_rest(self._state)
+
+    def _state(self) -> State:
+        opt = self._opt
+        slow, shared = opt.slow, opt.shared
+        applied = [min(applied, opt.round) for applied in opt.applied]  # later ones may end after it went back
+        return State(opt.round, slow, shared, applied, gathers=getattr(opt, "gathers", 0))
+
+    def _sketch(self) -> Sketch | None:
+        return None if self._resynchronizer.diverged else self._drift.newest  # no peer should give way to diverged weights
+
+    def _took_over(self) -> None:
+        self._drift.moved()
+        if not self._opt.anchored:  # it was refused for being far away, and is no longer
+            self._screen.forget()
+
 
 MBIT = 125_000  # bytes
 FULL = 8  # exchanges in a row that took a whole round, after which the user is informed
@@ -68,7 +365,7 @@ class LagReport:
             self._waits.clear()
 
     def details(self) -> dict[str, Any]:
-        """Return the fields of `shoal.swarm.wire.member.Member` about the lag."""
+        """Return the fields of `shoal.swarm.wire.messages.Member` about the lag."""
         return {"lag": self._opt.lag, "lag_auto": self._opt.lag_auto, "late": self.late}
 
     def events(self) -> list[str]:

@@ -32,25 +32,32 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim import Alone, OuterOptimizer, Ranks, RoundInfo, Stepped, config_diff
-from shoal.optim.outer.parameters import Inner
+from shoal.optim.outer.inner import Inner
 from shoal.optim.ranks.orders import Channel, LeadOptimizer, obey
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import LossCheck
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.manifest import OuterSettings
 from shoal.swarm.membership import membership as members
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.state.catch_up import check_model
-from shoal.swarm.topics.status_reporter import StatusReporter
-from shoal.swarm.training.exchange_factory import make_exchange, make_screen
-from shoal.swarm.training.loss_trial import LossTrial
+from shoal.swarm.state.resync import check_model
+from shoal.swarm.topics.status import StatusReporter
+from shoal.swarm.training.factories import (
+    LossTrial,
+    StepRate,
+    announced_speeds,
+    make_exchange,
+    make_outer,
+    make_screen,
+    round_length,
+    steps_of_rounds,
+)
 from shoal.swarm.training.member import RoundReport, TrainingMember
-from shoal.swarm.training.outer_factory import StepRate, announced_speeds, make_outer, round_length, steps_of_rounds
 from shoal.swarm.training.session_setup import EPOCH_S, SessionError, SessionExchange, begin, new_swarm, parameters_of
 from shoal.swarm.training.shard import Shard, least_used
 
@@ -174,7 +181,7 @@ class Session:
         Raises as ``exchange`` and ``shoal.swarm.training.session_setup.begin`` do, and ValueError if ``resume`` does not fit.
         """
         if resume is not None and self._ranks is not None:
-            raise SessionError("An outer state is resumed in a peer of one process: load it with shoal.optim.ranks.whole instead.")
+            raise SessionError("An outer state is resumed in a peer of one process: load it with shoal.optim.ranks.orders instead.")
         if unknown := options.keys() - {"slow_device", "on_round", "ranks"}:
             name = sorted(unknown)[0]
             has = {**self.settings.knobs(), "method": self.settings.method, "codec": self.settings.codec}

@@ -18,18 +18,16 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer, RoundKey
-from shoal.optim.exchange.base import NoPartner
-from shoal.optim.exchange.on_demand import OnDemand
+from shoal.optim.exchange.base import NoPartner, OnDemand
 from shoal.optim.outer.fragments import Fragment, even, positions, possible
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
-from shoal.swarm.state.catch_up import catch_up
+from shoal.swarm.state.resync import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.wire.envelope import seal

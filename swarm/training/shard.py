@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 
 
 @dataclass(frozen=True)

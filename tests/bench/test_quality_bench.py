@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.optim.methods.registry import METHODS as REGISTRY
+from shoal.optim.methods import METHODS as REGISTRY
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # not installed, unlike the packages

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.optim.schedule.schedule import Apply, Send, Streaming
+from shoal.optim.schedule import Apply, Send, Streaming
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # not installed, unlike the packages

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from shoal.node.demo.nodes import ForkServer
-from shoal.optim.exchange.pairing import rank
+from shoal.optim.exchange.base import rank
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTUP_S = 120.0

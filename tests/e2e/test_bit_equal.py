@@ -16,9 +16,9 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.blocking import blocking
 
 PEERS = 4

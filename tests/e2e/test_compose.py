@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from shoal.swarm.p2p.listen import obtain_ports
+from shoal.swarm.p2p.connections import obtain_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,7 +16,7 @@ from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Simulation
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 
 OPTIONS = {"width": 16, "heads": 2, "layers": 2, "context": 16, "batch": 4}
 SEED = 3

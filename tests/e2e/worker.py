@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench._attacks import ATTACKS, Scene
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import NoLoCo, RoundKey, codec_named
-from shoal.optim.exchange.robust import TRUSTING
+from shoal.optim.exchange.averaging import TRUSTING
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import DecisionLog
@@ -35,15 +35,12 @@ from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.state import download as download_module
-from shoal.swarm.state.download import MemorySink
-from shoal.swarm.state.server import StateServer
-from shoal.swarm.state.snapshot import State
+from shoal.swarm.state import snapshot as download_module
+from shoal.swarm.state.selection import StateServer
+from shoal.swarm.state.snapshot import MemorySink, State
 from shoal.swarm.state.sync import StateQuery, begin_fetch
-from shoal.swarm.wire import digest as digest_module
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.pair import Commit, Ready
-from shoal.swarm.wire.state import StateRequest
+from shoal.swarm.wire import envelope
+from shoal.swarm.wire.messages import Commit, Member, Ready, StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EVERY = 2
@@ -212,7 +209,7 @@ class Worker:
             os.kill(os.getpid(), number)
             threading.Event().wait(60)  # a stop reaches this thread a little after the call
 
-        offer, advance = calls.make_offer, digest_module.HashList.advance
+        offer, advance = calls.make_offer, envelope.HashList.advance
         hear, tell = PairTransfer._receive, PairTransfer._send
 
         def at_offer(*args):
@@ -276,7 +273,7 @@ class Worker:
             "part": (_Runner, "_received", at_part),
             "settle": (DecisionLog, "settle", at_settle),
             "offer": (calls, "make_offer", at_offer),
-            "chunk": (digest_module.HashList, "advance", at_chunk),
+            "chunk": (envelope.HashList, "advance", at_chunk),
             "ready": (PairTransfer, "_receive", at_ready),
             "decided": (PairTransfer, "_send", at_decided),
             "commit": (PairTransfer, "_send", at_commit),

@@ -25,13 +25,13 @@ import script
 import torch.distributed as dist
 
 from shoal.optim import Faults, Simulation, partner_of
-from shoal.optim.exchange.pairing import order
+from shoal.optim.exchange.base import order
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 
 RANK = Path(__file__).parent / "rank.py"
 LIMIT_S = 60.0

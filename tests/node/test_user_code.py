@@ -22,8 +22,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import open_manifest
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings, open_manifest
 
 TASK = """
 import torch

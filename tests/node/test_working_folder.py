@@ -19,7 +19,7 @@ from shoal.node.verify.history.history import EvidenceFile
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.file_lock import FileLock
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.peerstore import Peerstore
+from shoal.swarm.p2p.addresses import Peerstore
 
 PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim.device import copies_beside, current_device, pieces, to_host, wide
-from shoal.optim.outer.sketch import projection, sketch, sketches
+from shoal.optim.outer.weights import projection, sketch, sketches
 
 CPU = torch.device("cpu")
 
@@ -117,7 +117,7 @@ def test_a_sketch_waits_for_the_device_once_whatever_the_size(of):
 WITHOUT_FLOAT64 = """
 import torch
 from shoal.optim import Simulation, codec_named
-from shoal.optim.methods.registry import METHODS
+from shoal.optim.methods import METHODS
 
 try:
     torch.ones(1, dtype=torch.float64, device="cuda")

@@ -42,22 +42,18 @@ from shoal.node.watch.events import ReplayError, Unreachable, event_of, line_of
 from shoal.optim import Alone
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.registry import codec_named
-from shoal.swarm.access.invitation import admission, entry_of, issue
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link, admission, entry_of, issue
 from shoal.swarm.errors import AdmissionError, LinkError, MessageError
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
 from shoal.swarm.gossip import envelope
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest, is_public, open_manifest, swarm_id, title_of
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
-from shoal.swarm.membership.dht_record import MemberValidator, make_record, open_record
+from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings, is_public, open_manifest, swarm_id, title_of
+from shoal.swarm.membership.dht import MemberValidator, make_record, open_record
 from shoal.swarm.membership.swarm_list import read_listed
-from shoal.swarm.p2p import multiaddr
+from shoal.swarm.p2p import addresses as multiaddr
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import Message, diagnose, pack, peek, seal, unpack, unseal
-from shoal.swarm.wire.group import GroupFormed, GroupReady
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import Announcement, ListedSwarm
+from shoal.swarm.wire.messages import Announcement, GroupFormed, GroupReady, ListedSwarm, Member
 from shoal.verification.calibration.calibration import (
     Calibration,
     CalibrationError,
@@ -468,12 +464,10 @@ def decoders():
         Decoder(
             "fields of a sealed message", (), lambda data: peek(data, 4096), lambda: [seal(member(), ME)], MSGPACK, (MessageError,)
         ),
-        Decoder(
-            "manifest", ("swarm/manifest/manifest.py:open_manifest",), open_manifest, lambda: [manifest()], MSGPACK, (MessageError,)
-        ),
+        Decoder("manifest", ("swarm/manifest.py:open_manifest",), open_manifest, lambda: [manifest()], MSGPACK, (MessageError,)),
         Decoder(
             "title of a manifest",
-            ("swarm/manifest/manifest.py:title_of",),
+            ("swarm/manifest.py:title_of",),
             title_of,
             lambda: [manifest()],
             MSGPACK,
@@ -481,7 +475,7 @@ def decoders():
         ),
         Decoder(
             "whether it is public",
-            ("swarm/manifest/manifest.py:is_public",),
+            ("swarm/manifest.py:is_public",),
             is_public,
             lambda: [manifest()],
             MSGPACK,
@@ -497,14 +491,14 @@ def decoders():
         ),
         Decoder(
             "record of the directory",
-            ("swarm/membership/dht_record.py:open_record",),
+            ("swarm/membership/dht.py:open_record",),
             open_record,
             lambda: [make_record("", member(), ME)],
             MSGPACK,
         ),
         Decoder(
             "value to store",
-            ("swarm/membership/dht_record.py:_unpacked",),
+            ("swarm/membership/dht.py:_unpacked",),
             dht,
             lambda: [msgpack.packb(make_record("", member(), ME)), msgpack.packb("subkey")],
             MSGPACK,
@@ -535,7 +529,7 @@ def decoders():
         ),
         Decoder(
             "link",
-            ("swarm/access/link.py:Link.parse", "swarm/access/link.py:_is_relay_id"),
+            ("swarm/access.py:Link.parse", "swarm/access.py:_is_relay_id"),
             text(Link.parse),
             lambda: [
                 LINK.encode(),
@@ -547,7 +541,7 @@ def decoders():
         ),
         Decoder(
             "invitation",
-            ("swarm/access/invitation.py:_parts", "swarm/access/invitation.py:admission"),
+            ("swarm/access.py:_parts", "swarm/access.py:admission"),
             text(lambda invite: admission(invite, OTHER)),
             lambda: [INVITED.encode()],
             INVITE,
@@ -555,14 +549,14 @@ def decoders():
         ),
         Decoder(
             "shown invitation",
-            ("swarm/access/invitation.py:entry_of",),
+            ("swarm/access.py:entry_of",),
             lambda data: entry_of(data, OTHER.peer_id, SWARM, ME.peer_id),
             lambda: [admission(INVITED, OTHER)],
             MSGPACK,
         ),
         Decoder(
             "address",
-            ("swarm/p2p/multiaddr.py:to_text",),
+            ("swarm/p2p/addresses.py:to_text",),
             multiaddr.to_text,
             lambda: [ADDRESS],
             refuses=(ValueError,),
@@ -570,7 +564,7 @@ def decoders():
         ),
         Decoder(
             "address in words",
-            ("swarm/p2p/multiaddr.py:peer_bytes",),
+            ("swarm/p2p/addresses.py:peer_bytes",),
             text(multiaddr.to_bytes),
             lambda: [multiaddr.to_text(ADDRESS).encode()],
             PARTS,

@@ -17,9 +17,9 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 from shoal.node.cli import main as cli  # noqa: E402
 from shoal.swarm.exchange.pair.calls import CallAnswerer, Caller  # noqa: E402
 from shoal.swarm.identity import Identity  # noqa: E402
-from shoal.swarm.membership.dht_record import bits_of, key_of, make_record  # noqa: E402
+from shoal.swarm.membership.dht import bits_of, key_of, make_record  # noqa: E402
 from shoal.swarm.membership.directory import Directory  # noqa: E402
-from shoal.swarm.wire.pair import Answer  # noqa: E402
+from shoal.swarm.wire.messages import Answer  # noqa: E402
 
 FAR = 9 * 10**15
 A_KEY = 20  # records under one key of the directory, which takes 32

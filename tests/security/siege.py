@@ -15,10 +15,18 @@ import time
 from collections import Counter
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.manifest.manifest import Manifest, swarm_id
+from shoal.swarm.manifest import Manifest, swarm_id
 from shoal.swarm.wire.envelope import pack, seal, unpack
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import SEED_PROTOCOL, SWARMS_PROTOCOL, Announcement, SeedReply, SeedRequest, SwarmsReply, SwarmsRequest
+from shoal.swarm.wire.messages import (
+    SEED_PROTOCOL,
+    SWARMS_PROTOCOL,
+    Announcement,
+    Member,
+    SeedReply,
+    SeedRequest,
+    SwarmsReply,
+    SwarmsRequest,
+)
 from tests.security.bare_client import Connection, Key
 
 PLACES = 4  # swarms in which one peer is noted

@@ -104,8 +104,8 @@ DIGESTS = {
     "node/data/dealing.py:number", "node/data/dealing.py:held_out", "node/rl/environment.py:Gym.question",
     "node/rl/task.py:RLTask._number", "node/task.py:LoadedBatches._begin_epoch",
     "node/tasks/text.py:_digest", "node/verify/completions/material.py:seed_of",
-    "optim/rules/sparta.py:chosen", "swarm/membership/dht_record.py:bits_of",
-    "swarm/membership/dht_record.py:bits_in", "swarm/state/resync.py:_order", "verification/consensus/sortition.py:must_plant",
+    "optim/rules/gossip.py:chosen", "swarm/membership/dht.py:bits_of",
+    "swarm/membership/dht.py:bits_in", "swarm/state/resync.py:_order", "verification/consensus/sortition.py:must_plant",
     "verification/consensus/sortition.py:is_audited",
     "swarm/identity.py:", "swarm/identity.py:b58encode",
 }  # fmt: skip
@@ -121,8 +121,8 @@ OWN = {
     "node/templates/finetune/task.py:Finetune.tokens_of",
     "node/templates/pretrain/task.py:Pretrain.text", "node/verify/history/history.py:EvidenceFile.series",
     "node/verify/history/history.py:EvidenceFile.claims", "optim/codecs/base.py:buffer",
-    "optim/exchange/store_agreement.py:StoreConsensus._offered", "optim/outer/torch_form.py:TorchForm.unpack",
-    "optim/ranks/orders.py:Channel.send", "optim/ranks/orders.py:Channel.receive", "swarm/p2p/peerstore.py:Peerstore._load",
+    "optim/exchange/gloo_groups.py:StoreConsensus._offered", "optim/outer/torch_form.py:TorchForm.unpack",
+    "optim/ranks/orders.py:Channel.send", "optim/ranks/orders.py:Channel.receive", "swarm/p2p/addresses.py:Peerstore._load",
     "swarm/training/session.py:FollowingSession.__init__", "swarm/state/snapshot.py:Spool.mapped",
 }  # fmt: skip
 """Files and processes of the user's own: settings, data, a node's folder, the ranks of one job."""
@@ -137,7 +137,7 @@ ELSEWHERE = {
     "swarm/wire/envelope.py:diagnose": "diagnosis",
     "swarm/topics/rollout.py:_parts": "message rollout, and test_message_fields",
     "swarm/topics/rollout.py:_tensor": "message rollout, and test_message_fields",
-    "swarm/wire/fields.py:_shapes": "message offer, and test_message_fields",
+    "swarm/wire/envelope.py:_shapes": "message offer, and test_message_fields",
     "swarm/identity.py:public_key_of": "link, and every peer id of a message",
 }  # fmt: skip
 

@@ -25,23 +25,21 @@ from shoal.node.config.endpoint import Address
 from shoal.node.config.settings import load
 from shoal.node.metrics.prometheus import Endpoint
 from shoal.node.watch import web
-from shoal.swarm.access.policy import AccessPolicy
+from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.gossip.bodies import BodyRequest, BodyStore
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import admission, peer_exchange
 from shoal.swarm.membership.peer_exchange import Shuffle
+from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.punch import Punch, Puncher
-from shoal.swarm.p2p.reachability import DialRequest, ReachabilityProbe
-from shoal.swarm.p2p.resource_manager import ResourceManager
+from shoal.swarm.p2p.reachability import DialRequest, ReachabilityProbe, SpeedRequest, ThroughputProbe
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.p2p.throughput import SpeedRequest, ThroughputProbe
-from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.seed.server import Seed
-from shoal.swarm.topics.log_sync import LogRequest, LogServer
+from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.seed import Seed
+from shoal.swarm.topics.attestation import LogRequest, LogServer
 from shoal.swarm.wire.envelope import pack
-from shoal.swarm.wire.member import ManifestRequest
-from shoal.swarm.wire.seed import SeedRequest, SwarmsRequest
+from shoal.swarm.wire.messages import ManifestRequest, SeedRequest, SwarmsRequest
 from tests.security.hostile import CANNOT, MSGPACK, ODD, SIGNERS, WHOLE, at, near, places, put
 from tests.security.message_kinds import good
 from tests.sim.memory_stream import stream_pair

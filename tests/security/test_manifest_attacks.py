@@ -20,8 +20,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest, open_manifest, swarm_id
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings, open_manifest, swarm_id
 from shoal.swarm.wire.envelope import seal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,9 +22,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.swarm.errors import MessageError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest, is_public, open_manifest, title_of
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
-from shoal.swarm.manifest.verify import Terms, VerifySettings
+from shoal.swarm.manifest import Manifest, OuterSettings, Terms, TrainSettings, VerifySettings, is_public, open_manifest, title_of
 
 CREATOR = Identity.ephemeral()
 TINY = {"layers": 1, "width": 8, "heads": 2, "context": 8, "batch": 1}

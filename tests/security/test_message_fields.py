@@ -11,9 +11,8 @@ import msgpack
 import pytest
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.wire.envelope import Message, pack, unpack
-from shoal.swarm.wire.fields import MAX_DIMS, MAX_RANK, MAX_TENSORS
+from shoal.swarm.manifest import Manifest
+from shoal.swarm.wire.envelope import MAX_DIMS, MAX_RANK, MAX_TENSORS, Message, pack, unpack
 from shoal.verification.consensus.records import decode
 from tests.security.message_kinds import ME, good, kinds, leaves
 

@@ -13,7 +13,7 @@ from shoal.node.verify.audit.finding import Finding
 from shoal.node.verify.peers import rules_of
 from shoal.optim.codecs.base import FLOAT32
 from shoal.optim.exchange.base import RoundKey
-from shoal.swarm.access.invitation import MAX_USES, admission, entry_of, expiry, issue
+from shoal.swarm.access import MAX_USES, admission, entry_of, expiry, issue
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import WINDOW, ExchangeStats
 from shoal.swarm.exchange.contribution import encode_contribution
@@ -21,25 +21,19 @@ from shoal.swarm.exchange.group.roster import ready_message
 from shoal.swarm.exchange.pair.calls import make_offer
 from shoal.swarm.exchange.robust import Newcomers
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.verify import VerifySettings
-from shoal.swarm.membership.seed_announcer import SeedAnnouncer
-from shoal.swarm.p2p.multiaddr import origin
-from shoal.swarm.p2p.reachability import DialSeen
-from shoal.swarm.p2p.throughput import SpeedReply
+from shoal.swarm.manifest import VerifySettings
+from shoal.swarm.membership.swarm_list import SeedAnnouncer
+from shoal.swarm.p2p.addresses import origin
+from shoal.swarm.p2p.reachability import DialSeen, SpeedReply
 from shoal.swarm.state.resync import DriftDetector
 from shoal.swarm.state.snapshot import State, encode, make
 from shoal.swarm.state.sync import LAST_ROUND
-from shoal.swarm.topics.log_sync import LogReply, LogServer
-from shoal.swarm.topics.status_reporter import StatusReporter
-from shoal.swarm.training.member import TrainingMember
-from shoal.swarm.training.self_report import SelfReport
+from shoal.swarm.topics.attestation import LogReply, LogServer
+from shoal.swarm.topics.status import StatusReporter
+from shoal.swarm.training.member import SelfReport, TrainingMember
 from shoal.swarm.training.shard import Shard
-from shoal.swarm.wire.envelope import Message, pack, seal, unpack, unseal
-from shoal.swarm.wire.fields import FAILURES, MAX_COUNT
-from shoal.swarm.wire.group import GroupReady, GroupReceipt
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.pair import Abort, Answer, Offer
-from shoal.swarm.wire.seed import SwarmsReply
+from shoal.swarm.wire.envelope import FAILURES, MAX_COUNT, Message, pack, seal, unpack, unseal
+from shoal.swarm.wire.messages import Abort, Answer, GroupReady, GroupReceipt, Member, Offer, SwarmsReply
 from shoal.verification.consensus.log import Log, decode_log
 from shoal.verification.consensus.log import encode as encode_log
 from shoal.verification.consensus.records import ATTEMPTS, MAX_ROUND, Commitment, Reveal, Verdict, View, hide

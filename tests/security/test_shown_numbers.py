@@ -10,13 +10,12 @@ from shoal.node.watch.swarm_view import SwarmView
 from shoal.node.watch.tui import headline, peer_rows
 from shoal.node.watch.web import picture
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest
-from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.manifest import Manifest, OuterSettings
 from shoal.swarm.membership.overview import overview, totals_said
 from shoal.swarm.topics.status import Status
-from shoal.swarm.training.outer_factory import steps_of_rounds
-from shoal.swarm.wire.fields import MAX_RATE, MIN_RATE
-from shoal.swarm.wire.member import Member
+from shoal.swarm.training.factories import steps_of_rounds
+from shoal.swarm.wire.envelope import MAX_RATE, MIN_RATE
+from shoal.swarm.wire.messages import Member
 from tests.security.message_kinds import good, largest
 
 NOW = 1e9

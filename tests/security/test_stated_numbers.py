@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest import Manifest
 from tests.security.message_kinds import kinds, leaves
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"

@@ -12,9 +12,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from shoal.optim.exchange.pairing import partner_of
-from shoal.swarm.membership.buckets import LOOK
-from shoal.swarm.membership.dht_record import bits_in, bucket_prefix
+from shoal.optim.exchange.base import partner_of
+from shoal.swarm.membership.dht import LOOK, bits_in, bucket_prefix
 from shoal.swarm.membership.directory import PERIOD, TTL
 from tests.sim.bucket_swarm import EPOCH_S, FIRST, SWARM, BucketSwarm
 from tests.sim.directory import EPOCH

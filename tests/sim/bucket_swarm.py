@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from shoal.swarm.membership.directory import PERIOD, TTL
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH, Board, Posted, SimDirectory
 from tests.sim.memory_stream import NOTHING

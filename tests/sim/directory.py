@@ -1,6 +1,6 @@
 """Membership on a simulated network: a `Directory` with its trie, bounds and rate, over a DHT that is one table.
 
-Real: the keys of records and of reads (`shoal.swarm.membership.buckets`, `shoal.swarm.membership.dht_record`), the number and rate
+Real: the keys of records and of reads (`shoal.swarm.membership.dht`, `shoal.swarm.membership.dht`), the number and rate
 of reads, the lifetime and size of records, and each peer's own view, seconds old. Not simulated: the DHT itself, with its routing
 and replicas. A key is read, or a record stored, in one round trip, and nothing of that is ever lost.
 """
@@ -13,10 +13,9 @@ import random
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
-from shoal.swarm.membership.buckets import Index
-from shoal.swarm.membership.dht_record import CAP, Names, bits_of, make_record
+from shoal.swarm.membership.dht import CAP, Index, Names, bits_of, make_record
 from shoal.swarm.membership.directory import GAP, HASTE, HERE, PERIOD, ROOM, TTL
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import SimHost, SimNetwork
 
@@ -73,7 +72,7 @@ class Board:
 
 
 class SimDirectory:
-    """A peer's view and its own record: the part of a `Directory` that exchanges and `shoal.swarm.training.outer_sync.OuterSync`
+    """A peer's view and its own record: the part of a `Directory` that exchanges and `shoal.swarm.training.member.OuterSync`
     use.
 
     ``record``: returns the peer's current record. ``chance``: source of random numbers. ``limit``: about as many records are read.

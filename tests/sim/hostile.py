@@ -12,10 +12,8 @@ from shoal.swarm.errors import ShoalError
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
-from shoal.swarm.wire.fields import MAX_COUNT
-from shoal.swarm.wire.group import GroupReady, GroupReceipt
-from shoal.swarm.wire.pair import Answer, Offer
+from shoal.swarm.wire.envelope import ENVELOPE, MAX_COUNT, pack, seal, unseal
+from shoal.swarm.wire.messages import Answer, GroupReady, GroupReceipt, Offer
 from tests.sim.peers import MODEL, SWARM, SimPeer, SimSwarm
 
 FREE = (0, 4, 20)

@@ -29,9 +29,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.resource_manager import ResourceManager
+from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import nonces_from
 from tests.sim.clock import Process, Stuck, VirtualLoop
 from tests.sim.memory_stream import NOTHING, MemoryLink, MemoryTransport, streams_of

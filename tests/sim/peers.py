@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
-from shoal.optim.codecs.tail import BufferTailCodec
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.optim.outer.rounds import LASTS
 from shoal.swarm.exchange.attempt import ExchangeHandle
@@ -26,7 +26,7 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.sim.network import SimHost, SimNetwork
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from shoal.swarm.membership import buckets
-from shoal.swarm.membership.buckets import DEEPEST, Index
+from shoal.swarm.membership import dht
+from shoal.swarm.membership.dht import DEEPEST, Index
 from tests.sim.bucket_scenarios import SCENARIOS, run_scenario
 
 FIRST, SEEDS, BLOCK = 1, 500, 50
@@ -56,22 +56,22 @@ def test_one_seed_is_one_trace(monkeypatch):
 
 def never_deeper(patch):
     """No epoch begins deeper, and no full bucket is split."""
-    patch.setattr(buckets, "depth_for", lambda size, depth, most: depth)
-    agreed = buckets.agreed
-    patch.setattr(buckets, "agreed", lambda depth, bits, there, at, most: min(agreed(depth, bits, there, at, most), depth))
+    patch.setattr(dht, "depth_for", lambda size, depth, most: depth)
+    agreed = dht.agreed
+    patch.setattr(dht, "agreed", lambda depth, bits, there, at, most: min(agreed(depth, bits, there, at, most), depth))
 
 
 def never_higher(patch):
     """Who is deep stays deep, however few are left."""
-    deeper, agreed = buckets.depth_for, buckets.agreed
-    patch.setattr(buckets, "depth_for", lambda size, depth, most: max(deeper(size, depth, most), depth))
-    patch.setattr(buckets, "agreed", lambda depth, bits, there, at, most: max(agreed(depth, bits, there, at, most), depth))
+    deeper, agreed = dht.depth_for, dht.agreed
+    patch.setattr(dht, "depth_for", lambda size, depth, most: max(deeper(size, depth, most), depth))
+    patch.setattr(dht, "agreed", lambda depth, bits, there, at, most: max(agreed(depth, bits, there, at, most), depth))
 
 
 def no_handover(patch):
     """The keys of the next epoch are neither written nor read ahead of it."""
-    patch.setattr(buckets, "LEAD", 0.0)
-    patch.setattr(buckets, "LOOK", 0.0)
+    patch.setattr(dht, "LEAD", 0.0)
+    patch.setattr(dht, "LOOK", 0.0)
 
 
 def changes_when_it_has_read(patch):
@@ -97,8 +97,8 @@ def beside_alone(patch):
 
 def same_buckets_for_ever(patch):
     """Positions do not depend on the epoch."""
-    bits_in = buckets.bits_in
-    patch.setattr(buckets, "bits_in", lambda swarm, epoch, peer: bits_in(swarm, 33_333_334, peer))
+    bits_in = dht.bits_in
+    patch.setattr(dht, "bits_in", lambda swarm, epoch, peer: bits_in(swarm, 33_333_334, peer))
 
 
 def first_records_alone(patch):

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.sim.report import run_sim
-from shoal.swarm.membership.buckets import LEAD
+from shoal.swarm.membership.dht import LEAD
 from shoal.swarm.membership.directory import PERIOD, TTL
 from tests.sim.bucket_swarm import BUCKET, EPOCH_S, FIRST, BucketSwarm
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from shoal.swarm.membership.dht_record import CAP
-from shoal.swarm.wire.member import Member
+from shoal.swarm.membership.dht import CAP
+from shoal.swarm.wire.messages import Member
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH, PERIOD, TTL, Board, SimDirectory
 from tests.sim.memory_stream import NOTHING

@@ -16,7 +16,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
 from shoal.swarm.p2p import stream
 from shoal.swarm.wire.envelope import seal, unseal
-from shoal.swarm.wire.group import GroupDecision, GroupReply
+from shoal.swarm.wire.messages import GroupDecision, GroupReply
 from tests.sim.faults import Fault
 from tests.sim.peers import Setting
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
-from shoal.optim.exchange.pairing import order
+from shoal.optim.exchange.base import order
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.resource_manager import ResourceManager
+from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.wire.member import Member
+from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.wire.messages import Member
 
 SWARM, MODEL = "a" * 52, "0" * 64
 

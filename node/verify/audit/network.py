@@ -17,8 +17,7 @@ from shoal.node.verify.audit.auditing import Bodies
 from shoal.node.verify.audit.finding import VerifyError
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.topics.attestation import Attestations, EvidenceStore, Handler, sign_record, verify_record
-from shoal.swarm.topics.log_sync import LogServer, fetch_log
+from shoal.swarm.topics.attestation import Attestations, EvidenceStore, Handler, LogServer, fetch_log, sign_record, verify_record
 
 # A policy's trained weights as bytes, so that others can compute what it computed.
 #

@@ -21,7 +21,7 @@ from shoal.node.verify.audit.finding import VerifyError
 from shoal.node.verify.audit.network import AuditNetwork, digest, snapshot
 from shoal.node.verify.completions.checker import ACTIVATIONS, SAMPLING, Checker, ProvenGroup, examine, make_claim, prove, write
 from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, Dtype, newest_claims, save_claim, seed_of
-from shoal.swarm.manifest.verify import Terms
+from shoal.swarm.manifest import Terms
 from shoal.verification.calibration.calibration import (
     FEWEST,
     RATE,

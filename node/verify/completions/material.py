@@ -27,8 +27,7 @@ from shoal.node.verify.audit.network import MOST_BYTES
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import verify
 from shoal.swarm.topics.rollout import EnvConfig, EnvName, Finish, Finishes, Numbers, QuestionSeed, pack_tokens
-from shoal.swarm.wire.envelope import KIB, Message, pack, unpack
-from shoal.swarm.wire.fields import Count, Label
+from shoal.swarm.wire.envelope import KIB, Count, Label, Message, pack, unpack
 from shoal.verification.consensus.records import LIMIT as MOST_RECORD
 from shoal.verification.consensus.records import Claim, Signed, decode
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.mod4 import check_no_pair
+from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import ExchangeAttempt, ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext, TrainingTime
@@ -42,10 +42,9 @@ from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Attempt, Outcome, PeerStreams, Reduction
 from shoal.swarm.exchange.group.roster import HeartbeatChannel, Roster, open_roster, ready_message
 from shoal.swarm.p2p.stream import Stream, short
-from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.wire.envelope import Message, seal, unpack
-from shoal.swarm.wire.fields import Sketch
-from shoal.swarm.wire.group import LARGEST_GROUP, GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
+from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.wire.envelope import Message, Sketch, seal, unpack
+from shoal.swarm.wire.messages import LARGEST_GROUP, GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
 
 TRIED = 8  # leaders tried in one round
 LINGER_S = 1.0  # seconds beyond a member's patience that its leader's last message may take

@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.optim.exchange.pairing import common, order
+from shoal.optim.exchange.base import common, order
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext, TrainingTime
 from shoal.swarm.exchange.contribution import BARRED
@@ -33,10 +33,10 @@ from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.reduction import fits
 from shoal.swarm.exchange.group.roster import HeartbeatChannel, difference, encode_roster
 from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.wire.envelope import ENVELOPE, Message, fresh_nonce, pack, seal, unpack, unseal
-from shoal.swarm.wire.group import (
+from shoal.swarm.wire.messages import (
     MAX_GROUP,
     GroupDecision,
     GroupFormed,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from shoal.optim.exchange.pairing import order
+from shoal.optim.exchange.base import order
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.round_evidence import PassedOver, RoundEvidence
 

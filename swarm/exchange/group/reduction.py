@@ -35,19 +35,17 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from torch import Tensor
 
 from shoal.optim.codecs.base import FloatCodec, all_finite, buffer
-from shoal.optim.exchange.averaging import mean_of
+from shoal.optim.exchange.averaging import UpdateScreen, mean_of
 from shoal.optim.exchange.base import Mean
-from shoal.optim.exchange.robust import UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.roster import Roster, stop
+from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.p2p.stream_places import StreamPlaces
-from shoal.swarm.wire.digest import HashList
-from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.group import GroupHello
+from shoal.swarm.wire.envelope import HashList, pack, unpack
+from shoal.swarm.wire.messages import GroupHello
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host

@@ -13,9 +13,8 @@ from shoal.optim.exchange.base import counted_weights
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import Contribution
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.envelope import M, Message, fresh_nonce, pack, unpack, unseal
-from shoal.swarm.wire.fields import pack_shapes
-from shoal.swarm.wire.group import MAX_PATIENCE, GroupAlive, GroupFormed, GroupReady
+from shoal.swarm.wire.envelope import M, Message, fresh_nonce, pack, pack_shapes, unpack, unseal
+from shoal.swarm.wire.messages import MAX_PATIENCE, GroupAlive, GroupFormed, GroupReady
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream

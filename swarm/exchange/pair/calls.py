@@ -18,10 +18,10 @@ from shoal.swarm.exchange.context import OVERLAPPED_S, PeerContext
 from shoal.swarm.exchange.contribution import BARRED, Contribution
 from shoal.swarm.exchange.pair.meeting import MAX_HELD, PairingAttempt, PairState
 from shoal.swarm.exchange.pair.transfer import Incoming, PartnerContribution, Withdrawn
+from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.p2p.stream_places import StreamPlaces
 from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
-from shoal.swarm.wire.pair import Answer, Offer
+from shoal.swarm.wire.messages import Answer, Offer
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host

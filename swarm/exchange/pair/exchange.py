@@ -6,7 +6,7 @@ See `shoal.swarm.exchange.pair.calls` for the calls and their answers, `transfer
 The matchmaking (`PairMatchmaker`) is of peers that finish a round at different times, without a coordinator and without waiting for
 the dead.
 
-Each peer computes its partner of the round (`shoal.optim.exchange.pairing`) and calls it. A call is answered
+Each peer computes its partner of the round (`shoal.optim.exchange.base`) and calls it. A call is answered
 
     accept    I am at that round and free for you
     (held)    I am not at that round yet: the answer comes when I am
@@ -54,9 +54,8 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.mod4 import Reading, for_pairs
-from shoal.optim.exchange.averaging import mean_of, pair_mean
+from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen, mean_of, pair_mean
 from shoal.optim.exchange.base import Mean, RoundKey
-from shoal.optim.exchange.robust import TRUSTING, UpdateScreen
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import ExchangeAttempt, ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext, TrainingTime
@@ -66,7 +65,7 @@ from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
 OTHERS = 1  # of those in rounds that are short against the wait, if the partner lives: nearly all are with theirs, or through

@@ -8,14 +8,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.pairing import rank
+from shoal.optim.exchange.base import RoundKey, rank
 from shoal.swarm.exchange.context import LEAST_S, OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext, TrainingTime
 from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
 from shoal.swarm.exchange.pair.transfer import Attempt, Incoming, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.pair import Offer
+from shoal.swarm.wire.messages import Offer
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream

@@ -22,10 +22,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 
-from shoal.optim.exchange.pairing import candidates, groups, partner_of
+from shoal.optim.exchange.base import candidates, groups, partner_of
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.round_evidence import PassedOver
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 
 
 class PairSelector:

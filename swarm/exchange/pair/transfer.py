@@ -39,9 +39,8 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import ExchangeAttempt, Problem, Received
 from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.digest import HashList
-from shoal.swarm.wire.envelope import KIB, M, Message, fresh_nonce, pack, unpack
-from shoal.swarm.wire.pair import Abort, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
+from shoal.swarm.wire.envelope import KIB, HashList, M, Message, fresh_nonce, pack, unpack
+from shoal.swarm.wire.messages import Abort, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host

@@ -18,7 +18,7 @@ from shoal.node.config.settings import ConfigError
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.envelope import pack, seal
-from shoal.swarm.wire.pair import Answer
+from shoal.swarm.wire.messages import Answer
 
 SMALL = {"peers": 4, "minutes": 0.3, "parameters": 64, "overrides": {"outer.every": 10}}
 

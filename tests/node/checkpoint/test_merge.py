@@ -20,7 +20,7 @@ from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 
 
 def tensors(seed, dtype=torch.float32):

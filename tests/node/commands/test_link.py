@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from shoal.node.cli.main import cli
 from shoal.node.commands.link import STALE_S, current_link, folder_of
 from shoal.node.config.links import KNOWN_PEERS, LINK, read_link
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import ID_HEADER, b58encode
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 
 SWARM = swarm_id(b"a swarm")
 

@@ -15,19 +15,19 @@ from shoal.node.config.settings import load
 from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import new_manifest
 from shoal.optim.codecs.base import FLOAT32
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import open_manifest
-from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.manifest import open_manifest
+from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.state import sync
 from shoal.swarm.state.selection import SnapshotOffer
 from shoal.swarm.state.snapshot import DIGEST, State, chunk_size, encode
 from shoal.swarm.state.snapshot import make as snapshot_of
 from shoal.swarm.state.sync import ModelDiffersError
-from shoal.swarm.wire.digest import CHUNK
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.envelope import CHUNK
+from shoal.swarm.wire.messages import Member
 
 ME = Identity.ephemeral()
 LINK = Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{ME.peer_id}",))

@@ -5,9 +5,9 @@ from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
 from shoal.node.commands.swarms import chosen, described, report, table
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import LinkError
-from shoal.swarm.manifest.manifest import Title
+from shoal.swarm.manifest import Title
 from shoal.swarm.membership.swarm_list import PublicSwarm
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"

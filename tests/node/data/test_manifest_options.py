@@ -9,7 +9,7 @@ from shoal.node.data.manifest_options import flags
 from shoal.node.runtime.door import swarm_settings
 from shoal.node.runtime.join import new_manifest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import open_manifest
+from shoal.swarm.manifest import open_manifest
 
 ME = Identity.ephemeral()
 DIGEST = {"tokenizer_digest": "f" * 64}

@@ -14,7 +14,7 @@ from shoal.node.task import Shard
 from shoal.node.tasks.text import DataError, TextTask
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 from tests.blocking import blocking
 from tests.node.data.tokenizers_made_here import train
 

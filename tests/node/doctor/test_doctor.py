@@ -25,25 +25,22 @@ from shoal.node.doctor.swarm_checks import diagnose
 from shoal.node.exit_codes import ExitCode
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.loader import load_task
-from shoal.swarm.access.invitation import issue
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link, issue
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 from shoal.swarm.membership.admission import serve_manifest
-from shoal.swarm.membership.dht_record import MemberValidator
+from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.membership import OWN_LOOP, SHOAL_VERSION
-from shoal.swarm.p2p import seed_client
 from shoal.swarm.p2p.daemon import Daemon
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, ReachabilityProbe
-from shoal.swarm.p2p.throughput import SPEED_PROTOCOL, ThroughputProbe
-from shoal.swarm.seed.server import Seed
-from shoal.swarm.state.server import StateServer
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, SPEED_PROTOCOL, DialBackView, ReachabilityProbe, ThroughputProbe, ask_seed
+from shoal.swarm.seed import Seed
+from shoal.swarm.state.selection import StateServer
 from shoal.swarm.wire.envelope import seal
-from shoal.swarm.wire.seed import SEED_PROTOCOL
+from shoal.swarm.wire.messages import SEED_PROTOCOL
 
 NOBODY = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
 
@@ -266,7 +263,7 @@ def test_members_are_found_through_a_seed_which_dials_back_too(healthy, seed):
     async def report():
         stream = await healthy.host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, addresses=(seed,), timeout=10.0)
         try:
-            await seed_client.ask(stream, healthy.swarm, seal(healthy.directory.own(), healthy.identity))
+            await ask_seed(stream, healthy.swarm, seal(healthy.directory.own(), healthy.identity))
         finally:
             stream.close()
 

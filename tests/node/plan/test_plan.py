@@ -16,16 +16,15 @@ from shoal.node.config.settings import load
 from shoal.node.plan import table
 from shoal.node.plan.table import FIXED_BYTES, OVERLAPPED, WAITING, advise, amount, choices, rows, work_of
 from shoal.optim import METHODS, Alone
-from shoal.optim.schedule.schedule import Delayed
-from shoal.swarm.access.link import Link
+from shoal.optim.schedule import Delayed
+from shoal.swarm.access import Link
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange import cost
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
 from shoal.swarm.exchange.group.reduction import SMALLEST, fits
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.outer import OuterSettings
-from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView
-from shoal.swarm.p2p.throughput import MAX_BYTES, Throughput
+from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, MAX_BYTES, DialBackView, Throughput
 
 MEASURED = Path(__file__).resolve().parents[3] / "bench" / "results" / "memory.jsonl"
 LINE = Line(12.5e6, 0.1)

@@ -12,7 +12,7 @@ from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import END, Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 from tests.gpu import STANDIN, assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("same_adam")]

@@ -15,7 +15,7 @@ from shoal.node.rl.remote_rollouts import RolloutGroup, make_update
 from shoal.node.rl.task import RLTask
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = ["a", "reverse: abc", "the longest of all the prompts"]

@@ -15,8 +15,8 @@ from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
-from shoal.optim.rl.losses import LOSSES
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.optim.rl import LOSSES
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
 
 SHARD = Shard(0, 1, 0)

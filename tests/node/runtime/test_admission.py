@@ -10,22 +10,17 @@ from shoal.node.commands.link import check
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.run_options import create, join
-from shoal.swarm.access.invitation import issue
-from shoal.swarm.access.link import Link
-from shoal.swarm.access.policy import AccessPolicy
+from shoal.swarm.access import AccessPolicy, Link, issue
 from shoal.swarm.errors import AdmissionError, NetworkError
 from shoal.swarm.gossip.bodies import BODY_PROTOCOL
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import open_manifest
-from shoal.swarm.membership.admission import fetch_manifest
-from shoal.swarm.membership.visitor import visited
-from shoal.swarm.state.selection import STATE_PROTOCOL
-from shoal.swarm.state.server import StateServer
-from shoal.swarm.topics.rollout_pool import RolloutPool
+from shoal.swarm.manifest import open_manifest
+from shoal.swarm.membership.admission import fetch_manifest, visited
+from shoal.swarm.state.selection import STATE_PROTOCOL, StateServer
+from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.pair import Answer
-from shoal.swarm.wire.state import StateRequest
+from shoal.swarm.wire.messages import Answer, StateRequest
 
 MODEL = "0" * 64
 SHAPES = [(4,)]

@@ -14,7 +14,7 @@ from shoal.node.training import resources
 from shoal.node.training.resources import GB, MemoryBudgetError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import open_manifest
+from shoal.swarm.manifest import open_manifest
 from shoal.swarm.state.sync import ModelDiffersError
 
 ME = Identity.ephemeral()

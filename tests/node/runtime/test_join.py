@@ -16,11 +16,10 @@ from shoal.node.runtime.make_trainer import with_own_lag
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import HookError
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import open_manifest
-from shoal.swarm.manifest.outer import TrainSettings
-from shoal.swarm.wire.member import Member
+from shoal.swarm.manifest import TrainSettings, open_manifest
+from shoal.swarm.wire.messages import Member
 
 ME = Identity.ephemeral()
 

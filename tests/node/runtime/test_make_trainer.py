@@ -10,7 +10,7 @@ from shoal.node.runtime.make_trainer import follow_schedule, schedule_steps
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 from tests.node.training.loops import Small
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -25,11 +25,11 @@ from shoal.optim import (
     method_named,
     methods_with,
 )
-from shoal.optim.codecs.tail import BufferTailCodec
+from shoal.optim.codecs.base import BufferTailCodec
 from shoal.swarm.errors import OuterError
-from shoal.swarm.manifest.outer import KNOBS, OuterSettings, TrainSettings
-from shoal.swarm.training.outer_factory import make_outer
-from shoal.swarm.wire.pair import Offer
+from shoal.swarm.manifest import KNOBS, OuterSettings, TrainSettings
+from shoal.swarm.training.factories import make_outer
+from shoal.swarm.wire.messages import Offer
 from tests.blocking import blocking
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"

@@ -13,8 +13,7 @@ from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import open_manifest, swarm_id
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings, open_manifest, swarm_id
 from shoal.swarm.state.snapshot import State
 from tests.blocking import blocking
 

@@ -6,7 +6,7 @@ from shoal.node.config.settings import load
 from shoal.node.runtime import join as node_membership
 from shoal.node.runtime.join import await_others, new_manifest
 from shoal.node.runtime.run_options import create, join
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
 

@@ -10,7 +10,7 @@ from shoal.node.task import Shard, Task
 from shoal.node.training.inner_step import check_precision
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import TrainSettings
+from shoal.swarm.manifest import TrainSettings
 from tests.blocking import blocking
 
 STEPS, CPU = 9, torch.device("cpu")

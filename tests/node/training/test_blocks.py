@@ -11,8 +11,8 @@ from shoal.node.task import Shard, Task
 from shoal.node.tasks.gpt import GPT, Block
 from shoal.node.training.trainer import Trainer, TrainingError, recompute
 from shoal.optim import Alone
-from shoal.optim.inner.blocks import repeated_blocks
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.optim.inner import repeated_blocks
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 
 STEPS = 4
 

@@ -6,11 +6,11 @@ import torch
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import Simulation
-from shoal.optim.methods.registry import METHODS
-from shoal.optim.outer.sketch import projection, sketch
-from shoal.optim.rules import stability
-from shoal.swarm.manifest.outer import OuterSettings
-from shoal.swarm.training.outer_factory import make_outer
+from shoal.optim.methods import METHODS
+from shoal.optim.outer.weights import projection, sketch
+from shoal.optim.rules import diloco
+from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.training.factories import make_outer
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def clean():
 
 def trained(device, **settings):
     """Return what two peers have after two rounds, each in a thread of its own: the default device is each thread's."""
-    stability.limit.cache_clear()
+    diloco.limit.cache_clear()
 
     def peer(exchange):
         generator = torch.Generator().manual_seed(ord(exchange.peer[0]))

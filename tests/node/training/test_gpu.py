@@ -9,7 +9,7 @@ from shoal.node.task import Shard
 from shoal.node.tasks.gpt import GPT
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import TrainSettings
+from shoal.swarm.manifest import TrainSettings
 from tests.blocking import blocking
 from tests.gpu import assert_same
 from tests.node.training.loops import Overflows, Small, trainer

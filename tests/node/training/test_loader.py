@@ -23,7 +23,7 @@ from shoal.node.training.loader import Loader, LoadingError, _in_pieces
 from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import TrainSettings
+from shoal.swarm.manifest import TrainSettings
 from tests.blocking import blocking
 
 SHARD = Shard(0, 1, 0)

@@ -13,8 +13,8 @@ from shoal.node.runtime.make_trainer import try_partners
 from shoal.node.task import Shard, Task
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.exchange.robust import DistanceScreen
-from shoal.swarm.training import loss_trial
-from shoal.swarm.training.loss_trial import LossTrial
+from shoal.swarm.training import factories
+from shoal.swarm.training.factories import LossTrial
 
 SHARD = Shard(0, 1, 3)
 
@@ -73,10 +73,10 @@ def test_a_fragment_is_tried_with_the_slow_weights_of_the_others():
 def test_trials_that_take_too_long_become_rarer_until_one_does_not(monkeypatch):
     said, model = [], Line().model()
     found = trial(model, around(model), said.append)
-    usual = loss_trial.TOO_LONG_S
+    usual = factories.TOO_LONG_S
 
     def tried(limit, count):
-        monkeypatch.setattr(loss_trial, "TOO_LONG_S", limit)
+        monkeypatch.setattr(factories, "TOO_LONG_S", limit)
         before = len(said)
         untried = [found(0, weights(1, 0), weights(1, 0)) is None for _ in range(count)]
         return sum(untried), len(said) - before

@@ -12,7 +12,7 @@ from shoal.node.runtime.make_trainer import make_trainer
 from shoal.node.task import Shard
 from shoal.node.training.schedule import factor
 from shoal.node.training.trainer import TrainingError
-from shoal.swarm.manifest.outer import TrainSettings
+from shoal.swarm.manifest import TrainSettings
 from tests.node.training.loops import CPU, STEPS, Small, float16, near, run, same, trainer
 
 

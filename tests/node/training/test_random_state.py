@@ -10,7 +10,7 @@ from shoal.node.checkpoint import store
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer, random_state, restore_random_state
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 
 
 class Draws(Task):

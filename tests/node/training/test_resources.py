@@ -14,7 +14,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.optim import device as of_device
 from shoal.swarm.errors import OuterError
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 
 
 class Wide(Task):

@@ -8,7 +8,7 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import TrainSettings
+from shoal.swarm.manifest import TrainSettings
 from tests.blocking import blocking
 from tests.node.training.loops import Small
 

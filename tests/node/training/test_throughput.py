@@ -9,7 +9,7 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training.throughput import FlopCount, Rates, Throughput, peak_flops, peak_of
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 
 CPU = torch.device("cpu")
 OPTIONS = {"layers": 2, "width": 16, "heads": 2, "context": 8, "batch": 4}

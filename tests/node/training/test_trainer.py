@@ -13,7 +13,7 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training import trainer as trainer_module
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import Alone, Simulation
-from shoal.swarm.manifest.outer import TrainSettings
+from shoal.swarm.manifest import TrainSettings
 from tests.blocking import blocking
 
 STEPS = 12

@@ -11,7 +11,7 @@ from shoal.node.training import trainer as trainer_module
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, RoundInfo, Simulation, by_rate, by_tokens, equal
 from shoal.swarm.errors import OuterError
-from shoal.swarm.manifest.outer import OuterSettings, TrainSettings
+from shoal.swarm.manifest import OuterSettings, TrainSettings
 from tests.blocking import blocking
 
 

@@ -11,7 +11,7 @@ from shoal.node.verify import peers
 from shoal.node.verify.peers import read_peers, reasons, rules_of, summary, table_of
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.verify import VerifySettings
+from shoal.swarm.manifest import VerifySettings
 from shoal.swarm.topics.attestation import sign_record
 from shoal.verification.consensus.log import Log, encode
 from shoal.verification.consensus.records import Claim, Entry, Ledger, Signed

@@ -8,7 +8,7 @@ import pytest
 from shoal.node.watch.events import Heard
 from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 from shoal.swarm.topics.status import TAIL, RoundStatus, Status
 
 SWARM = swarm_id(b"")

@@ -17,10 +17,10 @@ import pytest
 from shoal.node.watch import light_client
 from shoal.node.watch.light_client import LightClient
 from shoal.node.watch.source import Live
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import StartupError
 from shoal.swarm.gossip.envelope import make_body, make_envelope, topic_of
-from shoal.swarm.manifest.manifest import Manifest, swarm_id
+from shoal.swarm.manifest import Manifest, swarm_id
 from shoal.swarm.membership.admission import serve_manifest
 from shoal.swarm.p2p import daemon, daemon_process
 from shoal.swarm.p2p.host import Host

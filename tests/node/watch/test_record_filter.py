@@ -7,7 +7,7 @@ import pytest
 from shoal.node.watch.light_client import OLD_S, QUOTA, RecordFilter
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import Body, make_body, make_envelope
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
 from tests.node.watch.conftest import NOW, SWARM, Author
 

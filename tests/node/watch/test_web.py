@@ -12,7 +12,7 @@ import pytest
 from shoal.node.watch.events import Described, MessageRefused, Unreachable
 from shoal.node.watch.source import Recorder, WatchError
 from shoal.node.watch.swarm_view import SwarmView
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from tests.node.watch.conftest import NOW, SWARM
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.optim import BFLOAT16, E3M0, FLOAT32, INT8, SIGN, TOPK2, AutoCodec, codec_named
-from shoal.optim.codecs.bit_allocation import allocate, greedy, total
+from shoal.optim.codecs.adaptive import allocate, greedy, total
 
 MENU = (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2)
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.codecs.bitpack import byte_table, look_up, pack, pack12, packed_bytes, unpack, unpack12
+from shoal.optim.codecs.quantized import byte_table, look_up, pack, pack12, packed_bytes, unpack, unpack12
 
 
 def codes_of(width, size=200):

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.optim import E3M0, INT8, SIGN, TOPK2, codec_named
-from shoal.optim.codecs.bitpack import pack12
+from shoal.optim.codecs.quantized import pack12
 
 SHAPES = st.one_of(
     st.lists(st.integers(0, 9), max_size=3).map(tuple),
@@ -358,7 +358,7 @@ def test_a_payload_anywhere_in_memory(codec):
 def test_slabs_do_not_show(codec, monkeypatch):
     x = [tensor((192, 128), "heavy", 1), tensor((3 * 4096 + 5,), "gaussian", 2)]
     before = codec.encode(x)
-    monkeypatch.setattr("shoal.optim.codecs.blockwise.CPU_SLAB", 4096)
+    monkeypatch.setattr("shoal.optim.codecs.quantized.CPU_SLAB", 4096)
     monkeypatch.setattr("shoal.optim.codecs.topk.CPU_SLAB", 4096)
     assert torch.equal(codec.encode(x), before)
     for a, b in zip(codec.decode(before, shapes_of(x)), through(codec, x), strict=True):

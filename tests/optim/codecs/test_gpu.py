@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from shoal.optim import codec_named
-from shoal.optim.codecs.base import FLOAT32, Checks
-from shoal.optim.codecs.tail import BufferTailCodec
+from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Checks
 
 NAMES = ["float32", "float16", "bfloat16", "int8", "e3m0", "sign", "topk2", "auto:3", "topk2+ef:0.95", "auto:3+ef"]
 

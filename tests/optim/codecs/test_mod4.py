@@ -11,11 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.codecs.base import Codec
+from shoal.optim.codecs.base import BufferTailCodec, Codec, Resendable
 from shoal.optim.codecs.mod4 import Mod4Codec, for_pairs
 from shoal.optim.codecs.registry import codec_named
-from shoal.optim.codecs.state import Resendable
-from shoal.optim.codecs.tail import BufferTailCodec
 
 C, LEVELS, BLOCK, SLAB = 4.5, 16, 64, 512
 

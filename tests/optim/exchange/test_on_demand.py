@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
-from shoal.optim.exchange.base import combined, weighted_mean
-from shoal.optim.exchange.on_demand import SLAB, OnDemand, differences, slabs
+from shoal.optim.exchange.base import SLAB, OnDemand, combined, differences, slabs, weighted_mean
 
 SHAPES = [(3, 5), (), (SLAB + 7,), (0,), (2, 2)]
 

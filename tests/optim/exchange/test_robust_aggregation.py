@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.exchange.robust import CUTOFF, GRID, centered_clip, clipped_gossip, norms, squared_distances
+from shoal.optim.exchange.averaging import CUTOFF, GRID, centered_clip, clipped_gossip, norms, squared_distances
 from tests.verification import reference_robust as robust
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.exchange.store_agreement import ProcessCoordinates, RoundTicket, StoreConsensus, StoreOffer
+from shoal.optim.exchange.gloo_groups import ProcessCoordinates, RoundTicket, StoreConsensus, StoreOffer
 
 PEERS, SHARDS = 3, 2
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from shoal.optim import Faults, Simulation, by_steps, codec_named
-from shoal.optim.inner.muon import muon
-from shoal.optim.methods.registry import METHODS
+from shoal.optim.inner import muon
+from shoal.optim.methods import METHODS
 from tests.gpu import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("same_adam")]

@@ -31,7 +31,7 @@ from shoal.optim import (
     codec_named,
     float_buffers,
 )
-from shoal.optim.codecs.tail import BufferTailCodec
+from shoal.optim.codecs.base import BufferTailCodec
 
 PEERS, EVERY, STEPS = ["a", "b", "c"], 4, 13
 

@@ -5,9 +5,8 @@ import inspect
 import pytest
 import torch
 
-from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo, OuterOptimizer, Simulation, codec_named, method_named, methods_with
-from shoal.optim.methods import optimizers as methods
-from shoal.optim.methods.optimizers import GOSSIP_LAG
+from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo, OuterOptimizer, Simulation, codec_named, method_named, methods, methods_with
+from shoal.optim.methods import GOSSIP_LAG
 
 SIGN, BF16 = codec_named("sign"), codec_named("bfloat16")
 

@@ -5,7 +5,7 @@ import torch
 
 from shoal.optim import Simulation, method_named
 from shoal.optim.exchange.base import weighted_mean
-from shoal.optim.outer.weighting import by_tokens
+from shoal.optim.outer.fragments import by_tokens
 
 PAIRS, GROUPS = ("noloco", "local", "gasloc"), ("diloco", "eager", "co2", "sparseloco")
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from shoal.optim import CO2, DiLoCo, NoLoCo, StreamingDiLoCo
-from shoal.optim.exchange.base import NoPartner
-from shoal.optim.exchange.on_demand import OnDemand
+from shoal.optim.exchange.base import NoPartner, OnDemand
 
 
 class Lender:

@@ -10,7 +10,7 @@ import torch
 
 from shoal.optim import CO2, DiLoCo, NoLoCo
 from shoal.optim.exchange.base import Alone
-from shoal.optim.outer.offload import in_file
+from shoal.optim.outer.weights import in_file
 
 CPU = torch.device("cpu")
 
@@ -90,7 +90,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path):
     code = f"""
 import os, signal, torch
 from pathlib import Path
-from shoal.optim.outer.offload import in_file
+from shoal.optim.outer.weights import in_file
 in_file(Path({str(tmp_path)!r}), [torch.ones(1000)])
 os.kill(os.getpid(), signal.SIGKILL)
 """

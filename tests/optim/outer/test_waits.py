@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.optim import Simulation, codec_named
-from shoal.optim.methods.registry import METHODS
+from shoal.optim.methods import METHODS
 
 pytestmark = pytest.mark.gpu(standin=True)
 MOST = 3

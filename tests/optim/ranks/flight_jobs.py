@@ -4,8 +4,8 @@ import torch.distributed as dist
 from rank_jobs import batches, full, groups, laid_out, make, make_model, numbers, step_of
 
 from shoal.optim import Alone, Mean
+from shoal.optim.ranks.orders import load_whole, whole_slow, whole_state
 from shoal.optim.ranks.ranks import Ranks
-from shoal.optim.ranks.whole import load_whole, whole_slow, whole_state
 
 
 class Polled:

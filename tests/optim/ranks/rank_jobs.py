@@ -19,10 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.optim import Alone, Distributed, Seconds, codec_named, method_named, muon
-from shoal.optim.ranks.group import RankLost
+from shoal.optim.ranks.group import RankLost, cut_like
+from shoal.optim.ranks.orders import adopt, load_whole, whole_shared, whole_slow, whole_slow_of, whole_state
 from shoal.optim.ranks.ranks import Ranks
-from shoal.optim.ranks.weights import cut_like
-from shoal.optim.ranks.whole import adopt, load_whole, whole_shared, whole_slow, whole_slow_of, whole_state
 
 STEPS, BATCH = 12, 8
 KNOBS = {
@@ -312,7 +311,7 @@ def relay(dtype, kinds, method="streaming"):
 
 def dies(kind):
     """Let rank 1 die when it is to take its part of the second mean. Return what the others see."""
-    from shoal.optim.ranks import weights as module
+    from shoal.optim.ranks import group as module
 
     exchange = Alone() if dist.get_rank() == 1 else Distributed(groups()["peers"], wait=5.0)
     if dist.get_rank() == 2:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim.rl.losses import (
+from shoal.optim.rl import (
     LOSSES,
     Completions,
     decoupled,

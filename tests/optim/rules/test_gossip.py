@@ -27,7 +27,7 @@ from shoal.optim import (
     SpartaRule,
     groups,
 )
-from shoal.optim.rules.sparta import chosen
+from shoal.optim.rules.gossip import chosen
 
 EVERY, ROUNDS = 4, 9
 STEPS = EVERY * ROUNDS
@@ -149,7 +149,7 @@ builtin_round = round
 def test_the_mask_follows_from_the_key_alone():
     """Other processes get the same mask, whatever their random state; other keys give others. The numbers are the protocol's."""
     code = (
-        "import torch; torch.manual_seed(5); from shoal.optim import RoundKey; from shoal.optim.rules.sparta import chosen;"
+        "import torch; torch.manual_seed(5); from shoal.optim import RoundKey; from shoal.optim.rules.gossip import chosen;"
         "print(chosen(RoundKey('r', 7, 1), 1000, 0.008).tolist())"
     )
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout.strip()

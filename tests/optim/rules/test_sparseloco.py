@@ -87,7 +87,7 @@ def test_weights_count_among_the_senders_and_who_has_none_is_not_asked():
 
 
 def test_averaged_buffers_are_a_plain_mean_beside_it():
-    from shoal.optim.codecs.tail import BufferTailCodec
+    from shoal.optim.codecs.base import BufferTailCodec
 
     def peer(exchange):
         value = {"a": 2.0, "b": 8.0}[exchange.peer]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shoal.optim import Alone, Faults, NoLoCo, Seconds, Simulation, StreamingDiLoCo, Tokens
 from shoal.optim.exchange.base import Mean
-from shoal.optim.schedule.auto_lag import WINDOW, AutoLag
+from shoal.optim.schedule import WINDOW, AutoLag
 
 
 def found(arrivals, every=100):

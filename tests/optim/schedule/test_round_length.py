@@ -25,7 +25,7 @@ from shoal.optim import (
     by_tokens,
 )
 from shoal.optim.rules.diloco import DiLoCoRule
-from shoal.optim.schedule.auto_length import GRID, LONGEST_S, SHORTEST_S, STEPS, agreed_seconds
+from shoal.optim.schedule import GRID, LONGEST_S, SHORTEST_S, STEPS, agreed_seconds
 
 
 class Clock:

@@ -6,10 +6,8 @@ import itertools
 import msgpack
 import pytest
 
-from shoal.swarm.access import invitation as invitations
-from shoal.swarm.access.invitation import Admission, AdmittedBy, admission, entry_of, expiry, issue
-from shoal.swarm.access.link import Link
-from shoal.swarm.access.policy import SOON_S, AccessPolicy, PeerLists
+from shoal.swarm import access
+from shoal.swarm.access import SOON_S, AccessPolicy, Admission, AdmittedBy, Link, PeerLists, admission, entry_of, expiry, issue
 from shoal.swarm.errors import AdmissionError
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.envelope import pack, seal, unpack
@@ -36,7 +34,7 @@ def test_the_holder_of_a_link_is_admitted_and_shows_only_what_is_of_no_use_to_ot
     assert isinstance(found, AdmittedBy)
     assert (found.since, found.expires, found.uses) == (NOW + 5, NOW + DAY, 2)
     assert "used by another peer" in entry(text, BERT, shown=shown)
-    _, seed = invitations._parts(text)
+    _, seed = access._parts(text)
     assert len(seed) == 32
     assert seed not in shown
     stolen = unpack(shown, Admission).model_copy(update={"since": NOW})  # an earlier moment, for a better place
@@ -64,8 +62,8 @@ def test_each_wrong_invitation_is_named():
 def test_a_late_clock_is_no_reason_to_be_refused_but_a_moment_before_the_invitation_is():
     text = issue(CREATOR, SWARM, lives=DAY, now=NOW)
     assert entry(text, ANNA, now=NOW - 1000).since == NOW
-    sealed, seed = invitations._parts(text)
-    signature = invitations._one_time(seed).sign("shoal/entry/1", invitations._entry(sealed, ANNA.peer_id, 5.0))
+    sealed, seed = access._parts(text)
+    signature = access._one_time(seed).sign("shoal/entry/1", access._entry(sealed, ANNA.peer_id, 5.0))
     early = pack(Admission(invitation=sealed, since=5.0, signature=signature))
     assert "before it was made" in entry(text, ANNA, shown=early)
 
@@ -168,7 +166,7 @@ def test_an_invited_peer_is_out_when_its_invitation_expires_which_is_reported_be
 
 
 def test_what_is_noted_of_peers_is_bounded(monkeypatch):
-    monkeypatch.setattr("shoal.swarm.access.policy.MAX_PEERS", 3)
+    monkeypatch.setattr("shoal.swarm.access.MAX_PEERS", 3)
     at = access_policy()
     for _ in range(5):
         who = Identity.ephemeral()

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.access.link import MAX_CHARS, Link, address_problem
+from shoal.swarm.access import MAX_CHARS, Link, address_problem
 from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import ID_HEADER, b58encode
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 
 SWARM = swarm_id(b"a swarm")
 PEER = b58encode(ID_HEADER + bytes(range(32)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.optim import RoundKey
-from shoal.optim.exchange.pairing import partner_of
+from shoal.optim.exchange.base import partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 

@@ -5,10 +5,9 @@ import torch
 
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.registry import codec_named
-from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.on_demand import OnDemand, differences
+from shoal.optim.exchange.base import OnDemand, RoundKey, differences
 from shoal.swarm.exchange.contribution import BorrowedPayload, EncodedPayload, encode_contribution, float32_digest
-from shoal.swarm.wire.digest import CHUNK, chunks, digest
+from shoal.swarm.wire.envelope import CHUNK, chunks, digest
 
 SHAPES = [(3,), (CHUNK // 4 - 3,), (5, 7), (0,), (CHUNK // 2 + 11,), ()]
 

@@ -5,10 +5,10 @@ import pytest
 from shoal.optim.codecs.base import FLOAT32
 from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE, LONGEST_S, ExchangeTimeouts, Patience
 from shoal.swarm.exchange.group.leader import moved
-from shoal.swarm.pacing.progress import SLOW_S, SLOWEST
+from shoal.swarm.pacing import SLOW_S, SLOWEST
 from shoal.swarm.state.selection import MAKE_S, making_s
 from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, StateQuery, _fetching_s
-from shoal.swarm.wire.state import StateRequest
+from shoal.swarm.wire.messages import StateRequest
 
 TIMEOUTS = ExchangeTimeouts(10.0, 5.0, 120.0)
 SMALL, REAL = 2_000_000, 538_060_032  # bytes: of a toy, and of 135 million parameters in float32

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from shoal.optim.exchange.averaging import GRID
 from shoal.optim.exchange.base import RoundKey
-from shoal.optim.exchange.robust import GRID
 from shoal.swarm.exchange.robust import KNOWN, PATIENCE, SHOWN, TAKEN, DistanceScreen, Newcomers
 
 HALF = GRID // 2

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.round_evidence import ALONE, QUICKER, RoundEvidence
 from shoal.swarm.identity import Identity
-from shoal.swarm.wire.fields import MAX_COUNT
-from shoal.swarm.wire.pair import Answer
+from shoal.swarm.wire.envelope import MAX_COUNT
+from shoal.swarm.wire.messages import Answer
 
 MODEL, OTHER = "0" * 64, "1" * 64
 FAR = 9 * 10**15

@@ -14,7 +14,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, Failure
+from shoal.swarm.wire.envelope import FAILURES, MAX_BLAMED, Failure
 
 SWARM, MODEL = "a" * 52, "0" * 64
 

@@ -11,7 +11,7 @@ from bench._attacks import ATTACKS, Board, Honest, Hostile
 from shoal.node.config.settings import ConfigError, load
 from shoal.optim import DiLoCo, LocalSGD, NoLoCo, RoundKey, Simulation, weighted_mean
 from shoal.swarm.exchange.robust import COLD, FIRST, LAST, LEAST, RECENT, WIDER, DistanceScreen
-from shoal.swarm.training.exchange_factory import make_screen
+from shoal.swarm.training.factories import make_screen
 
 RUN = "run"
 SIZES = (40, 7)

@@ -23,8 +23,8 @@ from shoal.swarm.gossip.envelope import (
     room_for,
 )
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.p2p.pubsub import MAX_MESSAGE
+from shoal.swarm.manifest import swarm_id
+from shoal.swarm.p2p.host import MAX_MESSAGE
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import MAX_ITEMS, diagnose, pack, seal
 

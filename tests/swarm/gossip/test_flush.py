@@ -10,7 +10,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.gossip import gossip as module
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
-from shoal.swarm.topics.rollout_pool import RolloutPool
+from shoal.swarm.topics.rollout import RolloutPool
 
 ME = Identity.ephemeral()
 LONG = 30.0

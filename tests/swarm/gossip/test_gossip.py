@@ -13,10 +13,9 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_announcement, make_body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.pubsub import MAX_MESSAGE
-from shoal.swarm.p2p.rate_limit import RateLimit
+from shoal.swarm.manifest import swarm_id
+from shoal.swarm.p2p.host import MAX_MESSAGE, Host
+from shoal.swarm.p2p.limits import RateLimit
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import pack
 

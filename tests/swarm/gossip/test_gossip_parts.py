@@ -7,11 +7,10 @@ import pytest
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import bodies as bodies_module
 from shoal.swarm.gossip.bodies import FETCHERS, MAX_PER_PUBLISHER, MAX_SOURCES, MAX_WAITING, BodyFetcher, BodyStore
-from shoal.swarm.gossip.bounded import BoundedQueue, LRUSet
-from shoal.swarm.gossip.envelope import BodyAnnouncement
+from shoal.swarm.gossip.envelope import BodyAnnouncement, BoundedQueue, LRUSet
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.p2p.rate_limit import RateLimit, TokenBuckets
+from shoal.swarm.manifest import swarm_id
+from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
 
 SWARM = swarm_id(b"")
 PEERS = [Identity.ephemeral().peer_id for _ in range(6)]

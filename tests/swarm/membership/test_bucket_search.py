@@ -7,9 +7,8 @@ import pytest
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.buckets import DEEPEST, is_in_its_bucket
-from shoal.swarm.membership.dht_record import bits_in, bits_of, bucket_prefix, key_of, make_record
-from shoal.swarm.wire.member import Member
+from shoal.swarm.membership.dht import DEEPEST, bits_in, bits_of, bucket_prefix, is_in_its_bucket, key_of, make_record
+from shoal.swarm.wire.messages import Member
 from tests.swarm.membership.conftest import ABOUT
 
 SWARM, EPOCH = "a" * 52, 7

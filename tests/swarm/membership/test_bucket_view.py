@@ -6,9 +6,9 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.dht_record import bits_in, bucket_prefix, key_of, make_record
+from shoal.swarm.membership.dht import bits_in, bucket_prefix, key_of, make_record
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.swarm.membership.conftest import ABOUT, Quiet
 
 SWARM, EPOCH_S = "a" * 52, 3600.0

@@ -11,10 +11,23 @@ from hypothesis import strategies as st
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import dht_record
-from shoal.swarm.membership.buckets import DEEPEST, FULL, LEAD, LOOK, SPARSE, Index, agreed, depth_for
-from shoal.swarm.membership.dht_record import bits_in, bits_of, bucket_prefix, make_record, open_record
-from shoal.swarm.wire.member import Member
+from shoal.swarm.membership import dht
+from shoal.swarm.membership.dht import (
+    DEEPEST,
+    FULL,
+    LEAD,
+    LOOK,
+    SPARSE,
+    Index,
+    agreed,
+    bits_in,
+    bits_of,
+    bucket_prefix,
+    depth_for,
+    make_record,
+    open_record,
+)
+from shoal.swarm.wire.messages import Member
 from tests.swarm.membership.conftest import ABOUT
 
 SWARM = "a" * 52
@@ -174,10 +187,10 @@ def test_without_buckets_the_whole_trie_is_read_and_written():
     shelf.keys = {"": {f"peer{number}": 1.0 for number in range(40)}}
     index, plain = shelf.index("me", bucket=0), Shelf()
     plain.keys = shelf.keys
-    expected = asyncio.run(dht_record.read(plain.get, bits_of("me"), now=None))
+    expected = asyncio.run(dht.read(plain.get, bits_of("me"), now=None))
     assert shelf.read(index) == expected
     assert shelf.asked == plain.asked
-    assert index.places(None, expected, 0.5) == (dht_record.place("me", None, expected, chance=0.5),)
+    assert index.places(None, expected, 0.5) == (dht.place("me", None, expected, chance=0.5),)
     assert (index.depth, index.size(41), index.shows("peer1")) == (0, 41, True)
 
 

@@ -14,12 +14,12 @@ from hivemind.dht.validation import DHTRecord
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import dht_record as records
-from shoal.swarm.membership.dht_record import AHEAD, MAX_TTL, MemberValidator, bits_of, key_of, make_record, open_record
+from shoal.swarm.membership import dht
+from shoal.swarm.membership.dht import AHEAD, MAX_TTL, MemberValidator, bits_of, key_of, make_record, open_record
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import seal
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.swarm.membership.conftest import ABOUT, Quiet
 
 SWARM = "a" * 52
@@ -55,11 +55,11 @@ class Shelf:
         return next((prefix for prefix, names in self.keys.items() if peer in names), None)
 
     def look(self, peer, **options):
-        return asyncio.run(records.read(self.get, bits_of(peer), **options))
+        return asyncio.run(dht.read(self.get, bits_of(peer), **options))
 
     def settle(self, peer, cap, chance=0.99):
         seen = self.look(peer, now=self.where(peer), cap=cap, limit=10**6)
-        self.put(records.place(peer, self.where(peer), seen, cap=cap, chance=chance), peer)
+        self.put(dht.place(peer, self.where(peer), seen, cap=cap, chance=chance), peer)
 
 
 @pytest.mark.parametrize(("count", "cap"), [(1, 2), (3, 2), (40, 2), (1000, 32)])
@@ -107,11 +107,11 @@ def test_peers_below_a_key_that_empties_stay_in_view_and_move_up():
     lose(5)  # less than half is left, but more than a quarter
     assert in_view() == set(peers)
     below = next(iter(next(names for prefix, names in shelf.keys.items() if len(prefix) == 1 and names)))
-    shelf.settle(below, cap, chance=records.RISE)
+    shelf.settle(below, cap, chance=dht.RISE)
     assert len(shelf.where(below)) == 1  # not all at once
     lose(2)
     assert in_view() == set(first)
-    shelf.settle(below, cap, chance=records.RISE)
+    shelf.settle(below, cap, chance=dht.RISE)
     assert shelf.where(below) == ""  # now it is urgent
     assert in_view() == set(peers)
 
@@ -121,7 +121,7 @@ def test_a_reader_is_bounded():
     for i in range(500):
         shelf.settle(f"peer{i}", 4)
     seen = shelf.look("peer0", cap=4, limit=100)
-    assert 100 <= sum(map(len, seen.values())) < 100 + 4 * records.AT_ONCE
+    assert 100 <= sum(map(len, seen.values())) < 100 + 4 * dht.AT_ONCE
     assert shelf.where("peer0") in seen  # the own place is always looked at first
 
 
@@ -135,7 +135,7 @@ def test_a_key_that_cannot_be_read_hides_only_what_is_below():
             raise NetworkError("no answer")
         return await shelf.get(prefix)
 
-    seen = asyncio.run(records.read(get, "1" * 48, cap=2))
+    seen = asyncio.run(dht.read(get, "1" * 48, cap=2))
     assert "1" in seen
     assert not any(prefix.startswith("0") for prefix in seen)
 
@@ -143,11 +143,11 @@ def test_a_key_that_cannot_be_read_hides_only_what_is_below():
         raise NetworkError("no answer")
 
     with pytest.raises(NetworkError):
-        asyncio.run(records.read(nothing, "1" * 48))
+        asyncio.run(dht.read(nothing, "1" * 48))
 
 
 def test_a_peer_whose_key_was_not_read_stays():
-    assert records.place("peer", "0101", {"": {}}, cap=2) == "0101"
+    assert dht.place("peer", "0101", {"": {}}, cap=2) == "0101"
 
 
 # -- records ---------------------------------------------------------------------------------------------------------------

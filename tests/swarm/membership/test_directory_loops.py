@@ -10,9 +10,9 @@ import pytest
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import directory as directory_module
-from shoal.swarm.membership.dht_record import bits_of, key_of, make_record
+from shoal.swarm.membership.dht import bits_of, key_of, make_record
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.swarm.membership.conftest import ABOUT
 
 SWARM = "a" * 52

@@ -5,8 +5,8 @@ import pytest
 from shoal.node.commands.status import table
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.overview import FAILS, REMEDY, SILENT_S, SLOW_EXCHANGE_S, SLOW_STEP, health_report, totals
-from shoal.swarm.wire.fields import FAILURES
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.envelope import FAILURES
+from shoal.swarm.wire.messages import Member
 
 NOW = 1e9
 IDS = {name: Identity.ephemeral().peer_id for name in ("anna", "bert", "carl", "dora", "emil")}

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import pytest
 
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import ID_HEADER, b58encode
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 from shoal.swarm.membership.link_addresses import lasting_link
 
 SWARM = swarm_id(b"a swarm")

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.manifest.manifest import Manifest, swarm_id
+from shoal.swarm.manifest import Manifest, swarm_id
 from shoal.swarm.membership.admission import MANIFEST_PROTOCOL, fetch_manifest, serve_manifest
 from shoal.swarm.wire.envelope import pack, seal
-from shoal.swarm.wire.member import ManifestReply
+from shoal.swarm.wire.messages import ManifestReply
 
 MODEL = "0" * 64
 

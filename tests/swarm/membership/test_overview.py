@@ -4,9 +4,9 @@ import pytest
 
 from shoal.node.commands.status import MOST, table
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.overview import overview, totals, totals_said
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 
 
 def members(count, **fields):

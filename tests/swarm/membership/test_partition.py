@@ -13,10 +13,10 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.manifest.outer import OuterSettings
+from shoal.swarm.manifest import OuterSettings
 from shoal.swarm.membership.membership import NetworkOptions
-from shoal.swarm.training.exchange_factory import make_screen
-from shoal.swarm.training.outer_sync import OuterSync
+from shoal.swarm.training.factories import make_screen
+from shoal.swarm.training.member import OuterSync
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EVERY = 4

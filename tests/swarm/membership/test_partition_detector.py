@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.training.self_report import CONFIRM, FORGET, PartitionDetector
-from shoal.swarm.wire.member import Member
+from shoal.swarm.training.member import CONFIRM, FORGET, PartitionDetector
+from shoal.swarm.wire.messages import Member
 
 PERIOD, TTL = 5.0, 30.0
 PEERS = {name: Identity.ephemeral().peer_id for name in ("me", "anna", "bert", "carl", "dora")}

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from shoal.swarm.access.invitation import admission, issue
-from shoal.swarm.access.policy import AccessPolicy, PeerLists
+from shoal.swarm.access import AccessPolicy, PeerLists, admission, issue
 from shoal.swarm.membership.directory import TTL
 from shoal.swarm.membership.peer_exchange import (
     ACTIVE,
@@ -25,7 +24,7 @@ from shoal.swarm.membership.peer_exchange import (
     ShuffleReply,
 )
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH
 from tests.sim.memory_stream import NOTHING

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import peer_exchange
-from shoal.swarm.membership.dht_record import MemberValidator
+from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.p2p.host import Host

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.seed_announcer import FIRST, LONGEST, REDIAL_S, TRIED, Reconnector
+from shoal.swarm.membership.swarm_list import FIRST, LONGEST, REDIAL_S, TRIED, Reconnector
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(10)]
 

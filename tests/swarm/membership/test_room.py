@@ -9,12 +9,12 @@ import pytest
 from hivemind.dht.routing import DHTID
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import dht_record
-from shoal.swarm.membership.dht_record import bits_of, key_of, make_record, open_record
+from shoal.swarm.membership import dht
+from shoal.swarm.membership.dht import bits_of, key_of, make_record, open_record
 from shoal.swarm.membership.directory import NEWCOMERS, Directory, Room
+from shoal.swarm.p2p.addresses import range_of
 from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS, BoundedStorage
-from shoal.swarm.p2p.multiaddr import range_of
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 from tests.swarm.membership.test_directory_loops import ABOUT, SWARM
 
 MOST = 64
@@ -92,7 +92,7 @@ def grind(prefix, count, rng):
 def test_members_that_were_met_are_read_below_keys_full_of_strangers():
     rng, cap, limit = random.Random(3), 4, 40
     shelf = {f"{k:0{depth}b}" if depth else "": None for depth in range(6) for k in range(2**depth)}
-    shelf = {prefix: dict.fromkeys(grind(prefix, cap * dht_record.CROWD, rng), True) for prefix in shelf}
+    shelf = {prefix: dict.fromkeys(grind(prefix, cap * dht.CROWD, rng), True) for prefix in shelf}
     honest = [f"honest{n}" for n in range(12)]
     for peer in honest:  # a level below those that are full
         shelf.setdefault(bits_of(peer)[:6], {})[peer] = True
@@ -104,14 +104,14 @@ def test_members_that_were_met_are_read_below_keys_full_of_strangers():
 
     def look(known):
         reads.clear()
-        keys = asyncio.run(dht_record.read(get, bits_of("me"), cap=cap, limit=limit, known=known))
+        keys = asyncio.run(dht.read(get, bits_of("me"), cap=cap, limit=limit, known=known))
         return {peer for names in keys.values() for peer in names}
 
     assert not look([]) & set(honest)
     assert set(honest) <= look(honest)
-    assert len(reads) == len(set(reads)) <= dht_record.MAX_KEYS
+    assert len(reads) == len(set(reads)) <= dht.MAX_KEYS
     look([f"someone{n}" for n in range(4000)])
-    assert len(reads) < dht_record.MAX_KEYS + dht_record.AT_ONCE
+    assert len(reads) < dht.MAX_KEYS + dht.AT_ONCE
 
 
 class Board:
@@ -165,7 +165,7 @@ def test_a_directory_opens_a_bounded_part_of_a_key_and_keeps_who_it_met(monkeypa
         directory.refresh(10)
         assert last.peer_id in directory.members()
         assert len(directory._seen) <= 8
-        assert len(opened) <= board.reads * 4 * dht_record.CROWD
+        assert len(opened) <= board.reads * 4 * dht.CROWD
 
 
 def test_a_node_stores_a_bounded_number_of_records_under_a_key_the_same_as_any_other():

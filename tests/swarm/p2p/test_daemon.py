@@ -17,12 +17,12 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p import daemon, daemon_process, dial
+from shoal.swarm.p2p import connections, daemon, daemon_process
 from shoal.swarm.p2p import daemon_guard as guard
+from shoal.swarm.p2p.addresses import is_loopback, peer_bytes, to_bytes, to_text, varint
+from shoal.swarm.p2p.connections import fixed_ports, obtain_ports
 from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.listen import fixed_ports, obtain_ports
-from shoal.swarm.p2p.multiaddr import is_loopback, peer_bytes, to_bytes, to_text, varint
 
 ANY = "/ip4/127.0.0.1/tcp/0"
 
@@ -295,9 +295,9 @@ def test_the_guard_passes_on_the_status_of_its_command(tmp_path):
 
 def test_reasons_are_read_from_the_daemons_words():
     error = DaemonError("all dials failed\n * [/ip4/1.2.3.4/tcp/5] i/o timeout\n * [/ip4/9.9.9.9/tcp/1] odd")
-    assert dial.why(error, "/ip4/1.2.3.4/tcp/5/p2p/X").startswith("timed out")
-    assert dial.why(DaemonError("what\nnow"), "/ip4/7/p2p/X") == "could not be connected to (now)"
-    assert dial.why(ValueError("bad"), "x") == "is not a valid address (bad)"
+    assert connections.why(error, "/ip4/1.2.3.4/tcp/5/p2p/X").startswith("timed out")
+    assert connections.why(DaemonError("what\nnow"), "/ip4/7/p2p/X") == "could not be connected to (now)"
+    assert connections.why(ValueError("bad"), "x") == "is not a valid address (bad)"
     assert isinstance(asyncio.run(_malformed()), dict)
 
 
@@ -306,7 +306,7 @@ async def _malformed():
         async def connect(self, peer, addresses):
             raise ValueError(f"{addresses} is no multiaddr")
 
-    reached, failed = await dial.connect_any(Refuses(), ["nonsense"], 1.0)
+    reached, failed = await connections.connect_any(Refuses(), ["nonsense"], 1.0)
     assert reached == []
     assert "is not a valid address" in failed["nonsense"]
     return failed

@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.addresses import FIRST, FORGET, LONGEST, MAX_HOSTS, MAX_MET, PORTS, RELAYED, DialBackoff, peer_bytes
 from shoal.swarm.p2p.daemon import Daemon, DaemonError, PutOffError, messages
-from shoal.swarm.p2p.multiaddr import peer_bytes
-from shoal.swarm.p2p.peerstore import FIRST, FORGET, LONGEST, MAX_HOSTS, MAX_MET, PORTS, RELAYED, DialBackoff
 
 HOUR = 3600
 OWN, OTHER, RELAY = (Identity.ephemeral().peer_id for _ in range(3))

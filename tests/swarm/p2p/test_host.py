@@ -14,8 +14,8 @@ from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import host as host_module
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.resource_manager import MAX_HANDLERS_PER_PEER
-from shoal.swarm.seed.server import Seed
+from shoal.swarm.p2p.limits import MAX_HANDLERS_PER_PEER
+from shoal.swarm.seed import Seed
 
 ECHO = "/test/echo/1"
 MB = 1 << 20

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.listen import as_before
-from shoal.swarm.p2p.peerstore import ANSWERED, MAX_BYTES, MAX_EACH, MAX_PEERS, Peerstore
+from shoal.swarm.p2p.addresses import ANSWERED, MAX_BYTES, MAX_EACH, MAX_PEERS, Peerstore
+from shoal.swarm.p2p.connections import as_before
 
 OWN, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(3))
 SWARM = "a" * 52

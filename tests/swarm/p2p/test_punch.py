@@ -11,13 +11,13 @@ import pytest
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import punch
+from shoal.swarm.p2p.connections import beside
 from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.listen import beside
+from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.punch import ALL, EACH, HOST, PUNCH_PROTOCOL, Punch, Puncher, Seen, tell_seen, usable
-from shoal.swarm.p2p.resource_manager import ResourceManager
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import pack, unpack
 from tests.sim.memory_stream import stream_pair
 

@@ -8,25 +8,28 @@ import pytest
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.addresses import origin
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.multiaddr import origin
 from shoal.swarm.p2p.reachability import (
     ALL,
     DIAL_PROTOCOL,
     EACH,
     LOWEST_PORT,
+    MAX_BYTES,
+    SPEED_PROTOCOL,
+    TESTS_EACH,
     DialBackView,
     DialRequest,
     ReachabilityProbe,
+    ThroughputProbe,
     ask,
     dialled_port,
     listen_for_dial_back,
+    measure,
     reach_of,
 )
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.p2p.throughput import EACH as TESTS
-from shoal.swarm.p2p.throughput import MAX_BYTES, SPEED_PROTOCOL, ThroughputProbe, measure
-from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import pack
 
 PEER = "12D3KooWBfyETpgiRKw6XJTa45zDN3ZkPUhEPb7ur57Rg3FqQQf7"
@@ -155,7 +158,7 @@ def test_dials_are_few(monkeypatch):
 def test_a_speed_test_is_neither_relayed_nor_repeated_for_ever():
     async def work():
         server, said = ThroughputProbe(), []
-        for address in ("", *["8.8.8.8"] * (TESTS + 1)):
+        for address in ("", *["8.8.8.8"] * (TESTS_EACH + 1)):
             async with wires(address, server.answer) as stream:
                 try:
                     said.append(str(await measure(stream, 1000)).split("(")[0])
@@ -165,12 +168,12 @@ def test_a_speed_test_is_neither_relayed_nor_repeated_for_ever():
 
     said = asyncio.run(work())
     assert "goes through a relay" in said[0]
-    assert said[1:-1] == ["Throughput"] * TESTS
+    assert said[1:-1] == ["Throughput"] * TESTS_EACH
     assert "asked too often" in said[-1]
 
 
 def test_a_request_for_much_is_refused():
-    from shoal.swarm.p2p.throughput import SpeedRequest
+    from shoal.swarm.p2p.reachability import SpeedRequest
 
     with pytest.raises(ValueError, match="less than or equal"):
         SpeedRequest(nbytes=MAX_BYTES + 1)

@@ -7,9 +7,9 @@ import pytest
 
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p import dial, relay_slots
+from shoal.swarm.p2p import connections
+from shoal.swarm.p2p.connections import RENEW_S, RESTART_S, STUCK_S, RelaySlots, reserve
 from shoal.swarm.p2p.daemon import Daemon, DaemonError
-from shoal.swarm.p2p.relay_slots import RENEW_S, RESTART_S, STUCK_S, RelaySlots, reserve
 
 ME, SEED, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(4))
 AT = {peer: f"/ip4/203.0.113.{n}/tcp/4001/p2p/{peer}" for n, peer in enumerate((SEED, OTHER, THIRD))}
@@ -19,7 +19,7 @@ CIRCUIT = [f"{AT[SEED]}/p2p-circuit/p2p/{ME}"]
 
 class Writer:
     def write(self, data):
-        assert data == relay_slots.RESERVE
+        assert data == connections.RESERVE
 
     def close(self):
         pass
@@ -68,8 +68,8 @@ class World:
         async def answering(addresses):
             return [address for address in addresses if address in self.up]
 
-        monkeypatch.setattr(dial, "answering", answering)
-        monkeypatch.setattr(relay_slots, "ASK_S", 0.01)
+        monkeypatch.setattr(connections, "answering", answering)
+        monkeypatch.setattr(connections, "ASK_S", 0.01)
 
     def look(self, after=5.0, known=()):
         self.now += after
@@ -121,8 +121,8 @@ def test_a_slot_is_asked_for_again_before_anybody_misses_it_and_not_at_each_look
 def test_a_machine_in_another_network_ends_its_connections_and_asks_for_a_slot_at_once(monkeypatch):
     """From its old address nothing is sent any more, and its daemon would wait half a minute for each answer."""
     world, there = World(monkeypatch, needed=True), ["192.168.7.2"]
-    monkeypatch.setattr(relay_slots, "sends_from", lambda: there[-1])
-    monkeypatch.setattr(relay_slots, "is_gone", lambda address: address not in there)
+    monkeypatch.setattr(connections, "sends_from", lambda: there[-1])
+    monkeypatch.setattr(connections, "is_gone", lambda address: address not in there)
     world.look()
     there.append("10.0.0.4")  # a second network: what goes by the first still arrives
     world.look()
@@ -139,9 +139,9 @@ def test_a_machine_in_another_network_ends_its_connections_and_asks_for_a_slot_a
 
 
 def test_the_address_of_this_machine_is_there_and_another_is_not():
-    here = relay_slots.sends_from()
-    assert not here or not relay_slots.is_gone(here)
-    assert relay_slots.is_gone("203.0.113.77")
+    here = connections.sends_from()
+    assert not here or not connections.is_gone(here)
+    assert connections.is_gone("203.0.113.77")
 
 
 def test_a_slot_that_ended_with_its_connection_is_announced_no_more_and_asked_for_as_soon_as_the_relay_is_back(monkeypatch):
@@ -246,10 +246,10 @@ def test_a_daemon_that_cuts_off_what_it_forwards_is_started_anew(monkeypatch, an
         daemon.shutdown = shutdown
         return daemon
 
-    monkeypatch.setattr(relay_slots.Daemon, "launch", launch)
-    monkeypatch.setattr(relay_slots, "ASK_S", 0.1)
+    monkeypatch.setattr(connections.Daemon, "launch", launch)
+    monkeypatch.setattr(connections, "ASK_S", 0.1)
     listen = ["/ip4/0.0.0.0/tcp/4001"]
-    daemon = asyncio.run(relay_slots.launch_relay(Identity.ephemeral(), listen=listen, relay="auto"))
+    daemon = asyncio.run(connections.launch_relay(Identity.ephemeral(), listen=listen, relay="auto"))
     assert daemon is launched[-1]
     assert len(launched) == starts
     assert [one for one in ended if one in launched] == launched[:-1]
@@ -259,9 +259,9 @@ def test_who_is_reached_on_this_machine_alone_is_asked_for_no_slot(monkeypatch):
     async def launch(identity, **chosen):
         return chosen["listen"]
 
-    monkeypatch.setattr(relay_slots.Daemon, "launch", launch)
+    monkeypatch.setattr(connections.Daemon, "launch", launch)
     listen = ["/ip4/127.0.0.1/tcp/0"]
-    assert asyncio.run(relay_slots.launch_relay(Identity.ephemeral(), listen=listen)) == listen
+    assert asyncio.run(connections.launch_relay(Identity.ephemeral(), listen=listen)) == listen
 
 
 @pytest.mark.parametrize(("error", "ended"), [(StartupError("no second daemon"), []), (asyncio.CancelledError(), ["ended"])])
@@ -279,8 +279,8 @@ def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_called_off
         daemon.shutdown = shutdown
         return daemon
 
-    monkeypatch.setattr(relay_slots.Daemon, "launch", launch)
-    starting = relay_slots.launch_relay(Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/4001"], relay="auto")
+    monkeypatch.setattr(connections.Daemon, "launch", launch)
+    starting = connections.launch_relay(Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/4001"], relay="auto")
     if ended:
         with pytest.raises(asyncio.CancelledError):
             asyncio.run(starting)

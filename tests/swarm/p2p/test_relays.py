@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p import dial
+from shoal.swarm.p2p import connections
 from shoal.swarm.p2p.daemon_process import options
 
 SEED, OTHER, PRIVATE = (Identity.ephemeral().peer_id for _ in range(3))
@@ -23,18 +23,18 @@ def test_a_peer_behind_a_relay_is_no_relay_and_each_counts_once():
         f"/dns4/example.org/tcp/1/p2p/{OTHER}",
         f"/ip4/1.2.3.5/tcp/4001/p2p/{OTHER}",
     ]
-    assert dial.candidates(bootstrap) == [bootstrap[0], bootstrap[5]]
+    assert connections.candidates(bootstrap) == [bootstrap[0], bootstrap[5]]
 
 
 def test_those_that_answer_are_taken_in_order(monkeypatch):
-    monkeypatch.setattr(dial, "is_loopback", lambda address: False)
+    monkeypatch.setattr(connections, "is_loopback", lambda address: False)
     with socket.create_server(("127.0.0.1", 0)) as alive, socket.socket() as dead:
         dead.bind(("127.0.0.1", 0))
         port = alive.getsockname()[1]
         ids = [Identity.ephemeral().peer_id for _ in range(4)]
         bootstrap = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in ids]
         bootstrap.insert(0, f"/ip4/127.0.0.1/tcp/{dead.getsockname()[1]}/p2p/{OTHER}")
-        assert asyncio.run(dial.answering(bootstrap)) == bootstrap[1:3]
+        assert asyncio.run(connections.answering(bootstrap)) == bootstrap[1:3]
 
 
 @pytest.mark.parametrize(

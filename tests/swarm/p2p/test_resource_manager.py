@@ -8,19 +8,21 @@ import time
 import pytest
 from hivemind.p2p import PeerID
 
-from shoal.swarm.access.policy import AccessPolicy, PeerLists
+from shoal.swarm.access import AccessPolicy, PeerLists
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.rate_limit import HOUR, RateLimit, TokenBuckets
-from shoal.swarm.p2p.resource_manager import (
+from shoal.swarm.p2p.limits import (
+    HOUR,
     MAX_FIRST,
     MAX_HANDLERS,
     MAX_HANDLERS_PER_PEER,
     MAX_STRANGERS,
     REASONS,
+    RateLimit,
     Rates,
     ResourceManager,
+    TokenBuckets,
 )
 
 ECHO, BULK = "/test/echo/1", "/test/bulk/1"
@@ -191,8 +193,8 @@ def test_who_is_denied_gets_nothing():
 
 def test_what_needs_no_invitation_is_called_so():
     from shoal.swarm.membership.admission import ADMISSION_PROTOCOL, MANIFEST_PROTOCOL
-    from shoal.swarm.p2p.resource_manager import FREE
-    from shoal.swarm.wire.seed import SEED_PROTOCOL, SEEN_PROTOCOL
+    from shoal.swarm.p2p.limits import FREE
+    from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
 
     assert {ADMISSION_PROTOCOL, MANIFEST_PROTOCOL, SEED_PROTOCOL, SEEN_PROTOCOL} == FREE
 

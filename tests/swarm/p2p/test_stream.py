@@ -9,7 +9,7 @@ import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import CHUNK, Stream
-from shoal.swarm.pacing.meter import LARGE, TrafficMeter
+from shoal.swarm.pacing import LARGE, TrafficMeter
 
 PEER = "12D3KooWB5YCshUynkNTqaGZ3buERF4QogWMrr7uUFi1KExCHGZk"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.pacing.meter import EVERY, FASTER, MOST, PEERS, Ways
+from shoal.swarm.pacing import EVERY, FASTER, MOST, PEERS, Ways
 
 RELAY, PAST = False, True
 PEER = "peer"

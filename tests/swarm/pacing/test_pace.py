@@ -6,9 +6,8 @@ import statistics
 
 import pytest
 
-from shoal.swarm.pacing import pace as pacing
-from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.pacing.pace import FIRST, LEAST, Echo, Pacer
+from shoal.swarm import pacing
+from shoal.swarm.pacing import FIRST, LEAST, Echo, Pacer, TrafficMeter
 from tests.sim.clock import VirtualLoop
 
 MBIT, MB = 125_000, 1_000_000

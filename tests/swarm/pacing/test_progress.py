@@ -9,8 +9,8 @@ from shoal.optim import FLOAT32, RoundKey
 from shoal.swarm.exchange.context import FIRST_RATE, ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.pacing.progress import LATE_S, SLOW_S, SLOWEST, Progress, slow_s
-from shoal.swarm.wire.member import Member
+from shoal.swarm.pacing import LATE_S, SLOW_S, SLOWEST, Progress, slow_s
+from shoal.swarm.wire.messages import Member
 from tests.sim.clock import VirtualLoop
 from tests.sim.isolation import isolated
 from tests.sim.network import Links, SimNetwork, Trace

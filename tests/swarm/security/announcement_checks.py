@@ -1,9 +1,9 @@
 """The court for test_forgery.py of announcements: a bootstrap node that is to list a public swarm."""
 
-from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.seed.registry import AnnouncementBoard, SeedRegistry
+from shoal.swarm.manifest import swarm_id
+from shoal.swarm.seed import AnnouncementBoard, SeedRegistry
 from shoal.swarm.wire.envelope import seal
-from shoal.swarm.wire.seed import Announcement, SeedRequest, SwarmsRequest
+from shoal.swarm.wire.messages import Announcement, SeedRequest, SwarmsRequest
 from tests.swarm.security.forgeries import HONEST, LIAR, manifest, member
 from tests.swarm.security.record_checks import Court
 

@@ -6,19 +6,17 @@ import msgpack
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
-from shoal.swarm.access.invitation import Invitation
+from shoal.swarm.access import Invitation
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.roster import ready_message
 from shoal.swarm.gossip.envelope import BodyAnnouncement
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest
+from shoal.swarm.manifest import Manifest
 from shoal.swarm.topics.attestation import Attestation, sign_record
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import pack, seal
-from shoal.swarm.wire.group import GroupDecision
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.pair import Offer
+from shoal.swarm.wire.messages import GroupDecision, Member, Offer
 from tests.swarm.conftest import MODEL, SWARM
 
 ELSEWHERE = "b" * 52

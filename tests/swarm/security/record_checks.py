@@ -16,8 +16,7 @@ from hivemind.dht.validation import DHTRecord
 
 from shoal.node.watch.light_client import RecordFilter
 from shoal.optim import FLOAT32
-from shoal.swarm.access.invitation import Admission
-from shoal.swarm.access.policy import AccessPolicy
+from shoal.swarm.access import AccessPolicy, Admission
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
@@ -27,18 +26,16 @@ from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.gossip.envelope import Body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
-from shoal.swarm.manifest.manifest import open_manifest, swarm_id
-from shoal.swarm.membership.dht_record import MemberValidator, key_of
+from shoal.swarm.manifest import open_manifest, swarm_id
+from shoal.swarm.membership.dht import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing.meter import TrafficMeter
-from shoal.swarm.seed.registry import SeedRegistry
+from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.seed import SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
-from shoal.swarm.topics.rollout_pool import RolloutPool
+from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import ENVELOPE, nonces_from, pack, seal, unpack
-from shoal.swarm.wire.group import GroupFormed, GroupReceipt
-from shoal.swarm.wire.pair import Answer, Offer
-from shoal.swarm.wire.seed import SeedRequest
+from shoal.swarm.wire.messages import Answer, GroupFormed, GroupReceipt, Offer, SeedRequest
 from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer
 from tests.swarm.security.forgeries import (
     ELSEWHERE,

@@ -24,7 +24,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
-from shoal.swarm.access.policy import AccessPolicy
+from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -33,15 +33,14 @@ from shoal.swarm.gossip.envelope import GossipEnvelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.admission import AdmissionHandshake, serve_manifest
-from shoal.swarm.membership.dht_record import MemberValidator, key_of
+from shoal.swarm.membership.dht import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.state.server import StateServer
-from shoal.swarm.topics.attestation import Attestations, EvidenceStore
-from shoal.swarm.topics.log_sync import LogServer
-from shoal.swarm.topics.rollout_pool import RolloutPool
+from shoal.swarm.state.selection import StateServer
+from shoal.swarm.topics.attestation import Attestations, EvidenceStore, LogServer
+from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import pack
-from shoal.swarm.wire.state import StateRequest
+from shoal.swarm.wire.messages import StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 UNPICKLING = ("pickle.find_class", "marshal.loads", "marshal.load")
@@ -152,7 +151,7 @@ def test_what_is_sent_to_a_node_is_never_unpickled(victim, bombs, monkeypatch):
     host, topics = victim
     kinds, folder = bombs
     monkeypatch.setattr("shoal.swarm.membership.admission.MANIFEST_S", 0.5)
-    monkeypatch.setattr("shoal.swarm.p2p.resource_manager.MAX_HANDLERS_PER_PEER", 256)  # all must reach their handlers
+    monkeypatch.setattr("shoal.swarm.p2p.limits.MAX_HANDLERS_PER_PEER", 256)  # all must reach their handlers
     monkeypatch.setattr("shoal.swarm.state.selection.MAKE_S", 0.1)  # a minute, for the valid request that no snapshot answers
     served = sorted(host._supervisor.handlers)
     assert len(served) >= 10

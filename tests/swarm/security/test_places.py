@@ -12,13 +12,12 @@ from shoal.swarm.exchange.group.reduction import PeerStreams
 from shoal.swarm.exchange.pair import calls as pair_calls
 from shoal.swarm.exchange.pair.calls import HeldCalls
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.stream_places import StreamPlaces
-from shoal.swarm.state import download, server
-from shoal.swarm.state.download import ChunkServer
-from shoal.swarm.state.server import StateServer
+from shoal.swarm.p2p.limits import StreamPlaces
+from shoal.swarm.state import selection, snapshot
+from shoal.swarm.state.selection import StateServer
+from shoal.swarm.state.snapshot import ChunkServer
 from shoal.swarm.wire.envelope import pack, seal
-from shoal.swarm.wire.group import GroupHello, GroupReady, GroupReceipt
-from shoal.swarm.wire.state import StateRequest
+from shoal.swarm.wire.messages import GroupHello, GroupReady, GroupReceipt, StateRequest
 
 SWARM, MODEL, MOST = "a" * 52, "0" * 64, 4
 HOME, CROWD = "10.1.0.1", "10.2.0.1"
@@ -59,14 +58,14 @@ class Served:
 
 
 def chunk_server(monkeypatch):
-    monkeypatch.setattr(download, "MAX_SERVED", MOST)
+    monkeypatch.setattr(snapshot, "MAX_SERVED", MOST)
     host = Served()
     ChunkServer(host, SWARM, None)
     return host.handler, None
 
 
 def state_server(monkeypatch):
-    monkeypatch.setattr(server, "MAX_WAITING", MOST)
+    monkeypatch.setattr(selection, "MAX_WAITING", MOST)
     host = Served()
     StateServer(host, SWARM, MODEL, [(3,)])
     return host.handler, pack(StateRequest(swarm=SWARM, model=MODEL))

@@ -8,8 +8,8 @@ from hivemind.dht.storage import DHTLocalStorage
 from hivemind.dht.validation import DHTRecord
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.dht_record import MemberValidator, key_of, make_record
-from shoal.swarm.wire.member import Member
+from shoal.swarm.membership.dht import MemberValidator, key_of, make_record
+from shoal.swarm.wire.messages import Member
 
 SWARM = "a" * 52
 

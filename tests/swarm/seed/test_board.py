@@ -4,12 +4,11 @@ import pytest
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest, Title, swarm_id
+from shoal.swarm.manifest import Manifest, Title, swarm_id
 from shoal.swarm.membership.swarm_list import PublicSwarm, merged, read_listed
-from shoal.swarm.seed.registry import MAX_MEMBERS, TTL, AnnouncementBoard, SeedRegistry
+from shoal.swarm.seed import MAX_MEMBERS, TTL, AnnouncementBoard, SeedRegistry
 from shoal.swarm.wire.envelope import pack, seal, unpack
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import MAX_LISTED, Announcement, ListedSwarm, SeedRequest, SwarmsRequest
+from shoal.swarm.wire.messages import MAX_LISTED, Announcement, ListedSwarm, Member, SeedRequest, SwarmsRequest
 
 SEED = "/ip4/203.0.113.9/tcp/4001/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
@@ -132,7 +131,7 @@ def test_another_takes_over_where_the_announcer_fell_silent_while_it_is_still_li
 
 def test_public_swarms_take_no_room_of_private_ones(monkeypatch):
     """With one room for both, ten public swarms of as many ranges left a private one no place."""
-    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 3)
+    monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 3)
     place, people = Place(), [Identity.ephemeral() for _ in range(10)]
     reasons = []
     for number, who in enumerate(people):

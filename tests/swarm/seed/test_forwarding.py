@@ -9,16 +9,15 @@ import time
 import pytest
 from pydantic import ValidationError
 
+from shoal.swarm import seed as server_module
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p import seed_client
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.seed import server as server_module
-from shoal.swarm.seed.server import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, TTL, GossipForwarding, Seed
+from shoal.swarm.p2p.reachability import ask_seed
+from shoal.swarm.seed import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, TTL, GossipForwarding, Seed
 from shoal.swarm.wire.envelope import seal
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import MAX_TOPICS as NAMED
-from shoal.swarm.wire.seed import SEED_PROTOCOL, SeedRequest
+from shoal.swarm.wire.messages import MAX_TOPICS as NAMED
+from shoal.swarm.wire.messages import SEED_PROTOCOL, Member, SeedRequest
 
 SWARM, OTHER = "a" * 52, "b" * 52
 STATUS = f"shoal/{SWARM}/status/4"
@@ -115,7 +114,7 @@ def report(host, identity, seed, topics):
     async def asked():
         stream = await host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, timeout=30)
         try:
-            await seed_client.ask(stream, SWARM, seal(record, identity), topics)
+            await ask_seed(stream, SWARM, seal(record, identity), topics)
         finally:
             stream.close()
 
@@ -150,7 +149,7 @@ def test_what_one_publishes_another_hears_that_is_connected_to_the_bootstrap_nod
 def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does():
     from types import SimpleNamespace
 
-    from shoal.swarm.membership import seed_announcer
+    from shoal.swarm.membership import swarm_list
 
     asked = []
     me = Identity.ephemeral()
@@ -173,9 +172,9 @@ def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does():
         swarm=SWARM, peer=me.peer_id, name="x", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0, shard=0,
         shards=1, model="0" * 64, state="waiting", issued=0.0, version="0",
     )  # fmt: skip
-    announcer = seed_announcer.SeedAnnouncer(host, directory, me, SWARM)
+    announcer = swarm_list.SeedAnnouncer(host, directory, me, SWARM)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seed_announcer, "ask", ask)
+        patch.setattr(swarm_list, "ask_seed", ask)
         asyncio.run(announcer._report())
         addresses.append(f"/ip4/1.1.1.1/tcp/1/p2p/{Identity.ephemeral().peer_id}/p2p-circuit/p2p/{me.peer_id}")
         asyncio.run(announcer._report())

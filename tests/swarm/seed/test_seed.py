@@ -13,18 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link
 from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.dht_record import MemberValidator
+from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.seed_announcer import SeedAnnouncer
+from shoal.swarm.membership.swarm_list import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.seed.registry import MAX_MEMBERS, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry
-from shoal.swarm.seed.server import MAX_OF_RANGE, beyond_share
+from shoal.swarm.seed import MAX_MEMBERS, MAX_OF_RANGE, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry, beyond_share
 from shoal.swarm.wire.envelope import seal
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.seed import MAX_NAMED, SeedRequest
+from shoal.swarm.wire.messages import MAX_NAMED, Member, SeedRequest
 
 SWARM = "a" * 52
 ROOT = Path(__file__).resolve().parents[3]
@@ -98,7 +96,7 @@ def test_the_registry_is_bounded(monkeypatch):
         note(registry, many[1 + i // MAX_PLACES % 30], swarm)
     assert registry.count()[0] <= MAX_SWARMS
     full = SeedRegistry()
-    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 1)
+    monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 1)
     assert note(full, many[0], names[0]).reason == ""
     assert note(full, many[1], names[1]).reason == "full"
     assert note(full, many[1], names[0]).reason == ""
@@ -127,7 +125,7 @@ def test_many_keys_of_three_ranges_keep_no_honest_swarm_out_and_hide_no_member()
 
 def test_a_newcomer_displaces_nobody_who_has_one_place(monkeypatch):
     registry = SeedRegistry()
-    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 2)
+    monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 2)
     ada, bob, eve = (Identity.ephemeral() for _ in range(3))
     for key, swarm, host in ((ada, "a", "10.1.0.1"), (bob, "b", "10.2.0.1")):
         assert note(registry, key, swarm * 52 if swarm == "a" else "b" * 51 + "a", host).reason == ""
@@ -135,7 +133,7 @@ def test_a_newcomer_displaces_nobody_who_has_one_place(monkeypatch):
 
 
 def test_members_of_a_crowded_range_do_not_make_a_swarm_one_of_theirs(monkeypatch):
-    monkeypatch.setattr("shoal.swarm.seed.registry.MAX_SWARMS", 4)
+    monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 4)
     clock = Clock()
     registry = SeedRegistry(clock)
     ada, *eves = (Identity.ephemeral() for _ in range(6))
@@ -224,7 +222,7 @@ def test_a_seed_runs_without_torch_and_hivemind():
         "import sys, asyncio\n"
         "import shoal.node.cli.main, shoal.node.commands.swarms\n"
         "from shoal.swarm.identity import Identity\n"
-        "from shoal.swarm.seed.server import Seed\n"
+        "from shoal.swarm.seed import Seed\n"
         "async def main():\n"
         "    up = asyncio.get_running_loop().create_future()\n"
         "    seed = Seed(Identity.ephemeral(), listen=['/ip4/127.0.0.1/tcp/0'], on_ready=up.set_result)\n"
@@ -306,7 +304,7 @@ def test_known_peers_are_enough_to_come_back(nodes, tmp_path):
 
 def test_the_daemon_is_asked_only_for_what_is_there():
     """End a stream of requests that the bootstrap node does not understand."""
-    from shoal.swarm.seed.server import Seed
+    from shoal.swarm.seed import Seed
 
     seed = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"])
 
@@ -335,7 +333,7 @@ def test_a_crowded_range_gives_connections_up_and_a_crowded_address_first():
 
 def test_silent_streams_of_a_range_leave_room_for_others(monkeypatch):
     """64 keys of one range held all 256."""
-    from shoal.swarm.seed import server
+    from shoal.swarm import seed as server
 
     monkeypatch.setattr(server, "MAX_STREAMS", 4)
     answered, aborted = [], []

@@ -9,11 +9,11 @@ from shoal.optim import method_named
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import OWN_LOOP
-from shoal.swarm.state import catch_up as module
-from shoal.swarm.state.catch_up import BEHIND, FRESH_S, TRIES, catch_up, usual_round
+from shoal.swarm.state import resync
+from shoal.swarm.state.resync import BEHIND, FRESH_S, TRIES, catch_up, usual_round
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import ModelDiffersError
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 
 ME, MODEL = Identity.ephemeral(), "0" * 64
 
@@ -36,7 +36,7 @@ class Swarm:
         self.host = types.SimpleNamespace(met={}, locate=self.locate, call=lambda done, seconds: None)
         self.at, self.dialled = {}, 0  # where each peer is found
         self.manifest = types.SimpleNamespace(model=MODEL, task=task, creator=members[-1].peer if members else "")
-        monkeypatch.setattr(module, "fetch_state", self.fetch)
+        monkeypatch.setattr(resync, "fetch_state", self.fetch)
 
     def members(self):
         return self.listed

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from shoal.swarm.state.selection import STATE_PROTOCOL
-from shoal.swarm.state.server import SOON, StateServer
+from shoal.swarm.state.selection import SOON, STATE_PROTOCOL, StateServer
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.pair import Answer
-from shoal.swarm.wire.state import StateHeader, StateRequest
+from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 

@@ -8,11 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.state import download as download_module
 from shoal.swarm.state import snapshot
-from shoal.swarm.state.download import ChunkPlan, ChunkServer, MemorySink, download, fetch_digests
-from shoal.swarm.state.snapshot import SnapshotCache, State, chunk_size, chunks_in, encode, make
-from shoal.swarm.wire.digest import CHUNK
+from shoal.swarm.state import snapshot as download_module
+from shoal.swarm.state.snapshot import (
+    ChunkPlan,
+    ChunkServer,
+    MemorySink,
+    SnapshotCache,
+    State,
+    chunk_size,
+    chunks_in,
+    download,
+    encode,
+    fetch_digests,
+    make,
+)
+from shoal.swarm.wire.envelope import CHUNK
 
 SWARM = "a" * 52
 VALUES = 5 * CHUNK // 4 + 3  # float32: five chunks and twelve bytes

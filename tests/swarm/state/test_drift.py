@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.outer.sketch import NUMBERS, distance, sketch
+from shoal.optim.outer.weights import NUMBERS, distance, sketch
 from shoal.swarm.identity import Identity
 from shoal.swarm.state.resync import DOUBTS, DriftDetector, SplitDecision
-from shoal.swarm.wire.fields import SKETCH
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.envelope import SKETCH
+from shoal.swarm.wire.messages import Member
 
 MODEL = "0" * 64
 PEERS = sorted(Identity.ephemeral().peer_id for _ in range(6))

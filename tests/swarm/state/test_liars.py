@@ -12,14 +12,12 @@ import torch
 from shoal.optim import NoLoCo
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.state.catch_up import sources_in
-from shoal.swarm.state.selection import AHEAD, SnapshotOffer, UnconfirmedError, agreed, believed, choose, plausible
-from shoal.swarm.state.server import StateServer
+from shoal.swarm.state.resync import sources_in
+from shoal.swarm.state.selection import AHEAD, SnapshotOffer, StateServer, UnconfirmedError, agreed, believed, choose, plausible
 from shoal.swarm.state.snapshot import State, encode, make
 from shoal.swarm.state.sync import LAST_ROUND, StateQuery, fetch_state
-from shoal.swarm.wire.fields import MAX_COUNT
-from shoal.swarm.wire.member import Member
-from shoal.swarm.wire.state import StateRequest
+from shoal.swarm.wire.envelope import MAX_COUNT
+from shoal.swarm.wire.messages import Member, StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 SHAPES = [(40, 10), (3,)]

@@ -5,7 +5,7 @@ import errno
 import torch
 
 from shoal.optim.codecs.base import FLOAT32
-from shoal.swarm.state import snapshot as snapshot_module
+from shoal.swarm.state import snapshot
 from shoal.swarm.state.snapshot import Spool, State, chunks_in, encode, make, read, spool_for
 
 STATE = State(3, [torch.arange(700_000.0), torch.ones(3)], {"momentum": [torch.zeros(700_000), torch.ones(3)]}, [2])
@@ -15,7 +15,7 @@ def test_a_snapshot_in_a_file_is_the_one_in_memory(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     in_memory = make(STATE, encode(STATE))
-    monkeypatch.setattr(snapshot_module, "LARGE", 1)
+    monkeypatch.setattr(snapshot, "LARGE", 1)
     content = encode(STATE)
     assert isinstance(content, Spool)
     filed = make(STATE, content)

@@ -8,14 +8,11 @@ import torch
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.state.download import CHUNKS_PROTOCOL
-from shoal.swarm.state.selection import STATE_PROTOCOL
-from shoal.swarm.state.server import StateServer
-from shoal.swarm.state.snapshot import State, encode
+from shoal.swarm.state.selection import STATE_PROTOCOL, StateServer
+from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, State, encode
 from shoal.swarm.state.sync import ModelDiffersError, StateQuery, begin_fetch, fetch_state
 from shoal.swarm.wire.envelope import pack
-from shoal.swarm.wire.pair import Answer
-from shoal.swarm.wire.state import StateRequest
+from shoal.swarm.wire.messages import Answer, StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
 SHAPES = [(300, 1000), (3,)]
@@ -258,7 +255,7 @@ def test_who_comes_while_two_snapshots_are_being_downloaded_gets_the_later_of_th
 def test_one_copy_is_made_for_all_who_ask_for_the_same_weights(network, members, monkeypatch):
     (source,) = members(State(7, slow()))
     made = []
-    monkeypatch.setattr("shoal.swarm.state.server.encode", lambda state: made.append(state.round) or encode(state))
+    monkeypatch.setattr("shoal.swarm.state.selection.encode", lambda state: made.append(state.round) or encode(state))
     for _ in range(3):
         assert fetch_state(network.host(), query(), to(source.host)).round == 7
     source.state = at(8)

@@ -14,9 +14,9 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import SIGNATURE_SIZE, Identity
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.rate_limit import RateLimit
+from shoal.swarm.p2p.limits import RateLimit
 from shoal.swarm.topics.attestation import CONTEXT, MAX_RECORD, Attestation, Attestations, sign_record, verify_record
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 

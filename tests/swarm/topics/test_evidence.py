@@ -8,9 +8,9 @@ import pytest
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.envelope import BodyReply, BodyRequest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.topics import attestation as attestation_module
+from shoal.swarm.topics import attestation
 from shoal.swarm.topics.attestation import EVIDENCE_PROTOCOL, MAX_BODIES, EvidenceStore
 from shoal.swarm.wire.envelope import pack, unpack
 
@@ -86,7 +86,7 @@ def test_own_bodies_and_those_fetched_lately_need_no_network(network, two):
 
 
 def test_what_was_fetched_is_forgotten_when_it_is_too_much(monkeypatch, network, two):
-    monkeypatch.setattr(attestation_module, "MAX_FETCHED", 10)
+    monkeypatch.setattr(attestation, "MAX_FETCHED", 10)
     author, reader = two
     first, second, third, large = (author.put(body) for body in (b"1" * 4, b"2" * 4, b"3" * 4, b"4" * 11))
 
@@ -113,7 +113,7 @@ def test_the_newest_bodies_are_held(two):
 
 
 def test_a_body_too_large_to_be_held_leaves_the_others_alone(monkeypatch, two):
-    monkeypatch.setattr(attestation_module, "MAX_BYTES", 10)
+    monkeypatch.setattr(attestation, "MAX_BYTES", 10)
     author, _ = two
     digest = author.put(b"small")
     with pytest.raises(ValueError, match="a body of 11 bytes"):
@@ -152,7 +152,7 @@ def test_other_bytes_than_those_named_are_refused(network, two):
 
 
 def test_a_peer_that_asks_for_too_much_is_answered_as_if_nothing_were_held(monkeypatch, network):
-    monkeypatch.setattr(attestation_module, "BODY_QUOTA", attestation_module.RateLimit(messages=3, nbytes=10))
+    monkeypatch.setattr(attestation, "BODY_QUOTA", attestation.RateLimit(messages=3, nbytes=10))
     author, greedy, modest = (EvidenceStore(network.host(), SWARM) for _ in range(3))
     bodies = [author.put(body) for body in (b"123456", b"abcdef", b"x")]
     me = peer_of(author)

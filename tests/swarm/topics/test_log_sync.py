@@ -7,11 +7,11 @@ import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.rate_limit import RateLimit
-from shoal.swarm.topics import log_sync
-from shoal.swarm.topics.log_sync import LOG_PROTOCOL, MAX_LOG, LogReply, LogRequest, LogServer, fetch_log
+from shoal.swarm.p2p.limits import RateLimit
+from shoal.swarm.topics import attestation
+from shoal.swarm.topics.attestation import LOG_PROTOCOL, MAX_LOG, LogReply, LogRequest, LogServer, fetch_log
 from shoal.swarm.wire.envelope import pack, unpack
 
 SWARM = swarm_id(b"")
@@ -139,7 +139,7 @@ def test_what_is_too_long_or_another_swarms_is_not_handed_out(network, serve):
 
 
 def test_a_log_that_cannot_be_made_costs_one_request(monkeypatch, network, serve):
-    monkeypatch.setattr(log_sync, "MAKE_S", 0.2)
+    monkeypatch.setattr(attestation, "MAKE_S", 0.2)
     log = Log()
     log.gate.clear()
     host, reader = serve(log), network.host()

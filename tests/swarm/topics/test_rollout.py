@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, MAX_TOKENS, Rollout, pack_logps, pack_tokens
 from shoal.swarm.wire.envelope import pack, unpack
 

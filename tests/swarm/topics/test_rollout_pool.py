@@ -12,12 +12,10 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_announcement, make_body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.pubsub import MAX_MESSAGE
-from shoal.swarm.p2p.rate_limit import Counters, RateLimit
-from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
-from shoal.swarm.topics.rollout_pool import REASONS, PoolLimits, RolloutPool
+from shoal.swarm.manifest import swarm_id
+from shoal.swarm.p2p.host import MAX_MESSAGE, Host
+from shoal.swarm.p2p.limits import Counters, RateLimit
+from shoal.swarm.topics.rollout import REASONS, PoolLimits, Rollout, RolloutPool, pack_logps, pack_tokens
 from shoal.swarm.wire.envelope import pack, seal
 
 SWARM = swarm_id(b"")

@@ -6,10 +6,9 @@ import pytest
 
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
+from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.topics.status import PER_SECOND, RoundStatus, Status
-from shoal.swarm.topics.status_reporter import BEAT_S, GAP_S, StatusPublisher
+from shoal.swarm.topics.status import BEAT_S, GAP_S, PER_SECOND, RoundStatus, Status, StatusPublisher
 from tests.swarm.gossip.test_gossip import until
 
 SWARM = swarm_id(b"")

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import swarm_id
-from shoal.swarm.topics.status import BANNED, PARTNERS, PER_SECOND, PROJECTED, ROUNDS, Status
-from shoal.swarm.topics.status_reporter import HELD_S, StatusReporter
+from shoal.swarm.manifest import swarm_id
+from shoal.swarm.topics.status import BANNED, HELD_S, PARTNERS, PER_SECOND, PROJECTED, ROUNDS, Status, StatusReporter
 from shoal.swarm.wire.envelope import pack, unpack
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(12)]

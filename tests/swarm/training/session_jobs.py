@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.optim.ranks.whole import whole_slow
+from shoal.optim.ranks.orders import whole_slow
 from shoal.swarm.errors import ShoalError
 
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.swarm.exchange.group.exchange import GroupExchange
-from shoal.swarm.manifest.outer import OuterSettings
-from shoal.swarm.training.exchange_factory import make_exchange, make_screen
+from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.training.factories import make_exchange, make_screen
 
 SECONDS = (1e-3, 86_400.0)
 EXTREMES = {"max_group": (2, 63), "quorum": (0, 65_536), "wait_s": SECONDS}

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.optim import Every, Seconds, Steps, Tokens
-from shoal.optim.schedule.auto_length import LONGEST_S, SHORTEST_S, agreed_seconds
-from shoal.swarm.manifest.outer import OuterSettings, parse_round
-from shoal.swarm.training.outer_factory import WINDOW, StepRate, announced_speeds, round_length, steps_of_rounds
+from shoal.optim.schedule import LONGEST_S, SHORTEST_S, agreed_seconds
+from shoal.swarm.manifest import OuterSettings, parse_round
+from shoal.swarm.training.factories import WINDOW, StepRate, announced_speeds, round_length, steps_of_rounds
 
 
 @pytest.mark.parametrize(

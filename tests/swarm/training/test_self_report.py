@@ -6,8 +6,8 @@ from shoal.optim import RoundKey
 from shoal.swarm.exchange.attempt import RECENT, ExchangeStats
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.training.self_report import AGAIN_S, CONFIRM, SelfReport
-from shoal.swarm.wire.member import Member
+from shoal.swarm.training.member import AGAIN_S, CONFIRM, SelfReport
+from shoal.swarm.wire.messages import Member
 
 ME, ANNA, BERT = (Identity.ephemeral().peer_id for _ in range(3))
 

@@ -10,12 +10,11 @@ import torch
 import shoal
 from shoal.optim import DiLoCo, GASLoC, NoLoCo, Simulation, StreamingDiLoCo
 from shoal.optim.codecs.registry import INT8
-from shoal.swarm.access.invitation import issue
-from shoal.swarm.access.link import Link
+from shoal.swarm.access import Link, issue
 from shoal.swarm.errors import AdmissionError, LinkError
 from shoal.swarm.file_lock import InUseError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import open_manifest
+from shoal.swarm.manifest import open_manifest
 from shoal.swarm.membership.overview import overview
 from shoal.swarm.state.sync import ModelDiffersError
 from shoal.swarm.training.session_setup import SessionError, new_swarm, parameters_of, waiting_for

@@ -4,14 +4,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.swarm.access.invitation import MAX_SHOWN, MAX_USES, Invitation, issue
-from shoal.swarm.access.invitation import admission as shown
+from shoal.swarm.access import MAX_SHOWN, MAX_USES, Invitation, issue
+from shoal.swarm.access import admission as shown
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.dht_record import MAX_RECORD, bits_of, make_record, open_record
-from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unpack, unseal
-from shoal.swarm.wire.fields import FAILURES, MAX_BLAMED, MAX_COUNT, MAX_RATE, MAX_REAL, MAX_SHARE, SKETCH
-from shoal.swarm.wire.member import MAX_MISSING, Member
-from shoal.swarm.wire.seed import MAX_NAMED, SeedReply, SeedRequest
+from shoal.swarm.membership.dht import MAX_RECORD, bits_of, make_record, open_record
+from shoal.swarm.wire.envelope import (
+    ENVELOPE,
+    FAILURES,
+    MAX_BLAMED,
+    MAX_COUNT,
+    MAX_RATE,
+    MAX_REAL,
+    MAX_SHARE,
+    SKETCH,
+    pack,
+    seal,
+    unpack,
+    unseal,
+)
+from shoal.swarm.wire.messages import MAX_MISSING, MAX_NAMED, Member, SeedReply, SeedRequest
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 WIDE = "\U0001d538"  # a character of four bytes

@@ -11,14 +11,26 @@ from pydantic import ValidationError
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest.manifest import Manifest, swarm_id
-from shoal.swarm.wire import envelope as wire
-from shoal.swarm.wire import group as g
-from shoal.swarm.wire.envelope import ENVELOPE, Message, pack, seal, unpack, unseal
-from shoal.swarm.wire.fields import FAILURES, MAX_RATE, MAX_TENSORS, MIN_RATE
-from shoal.swarm.wire.member import AdmissionReply, ManifestReply, ManifestRequest, Member
-from shoal.swarm.wire.pair import Abort, Answer, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
-from shoal.swarm.wire.state import ChunkReply, ChunkRequest, StateHeader, StateRequest
+from shoal.swarm.manifest import Manifest, swarm_id
+from shoal.swarm.wire import envelope, messages
+from shoal.swarm.wire.envelope import ENVELOPE, FAILURES, MAX_RATE, MAX_TENSORS, MIN_RATE, Message, pack, seal, unpack, unseal
+from shoal.swarm.wire.messages import (
+    Abort,
+    AdmissionReply,
+    Answer,
+    ChunkReply,
+    ChunkRequest,
+    Commit,
+    ManifestReply,
+    ManifestRequest,
+    Member,
+    Offer,
+    OutcomeReply,
+    OutcomeRequest,
+    Ready,
+    StateHeader,
+    StateRequest,
+)
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 SWARM = swarm_id(b"")
@@ -103,7 +115,7 @@ ALL = st.one_of(
         extra=st.lists(st.tuples(tokens, hashes), max_size=8).map(tuple),
     ),
     st.builds(
-        g.GroupReady,
+        messages.GroupReady,
         swarm=swarms,
         round=counts,
         fragment=counts,
@@ -118,7 +130,7 @@ ALL = st.one_of(
         sketch=st.none() | st.tuples(counts, counts, st.lists(st.floats(-1e30, 1e30), min_size=4, max_size=4).map(tuple)),
     ),
     st.builds(
-        g.GroupReceipt,
+        messages.GroupReceipt,
         verdict=st.sampled_from(["noted", "passed", "elsewhere", "busy", "refuse"]),
         reason=reasons,
         round=counts,
@@ -126,23 +138,23 @@ ALL = st.one_of(
         addresses=st.lists(paths, max_size=8).map(tuple),
     ),
     st.builds(AdmissionReply, admission=st.binary(max_size=1024), reason=reasons),
-    st.builds(g.GroupAlive),
+    st.builds(messages.GroupAlive),
     st.builds(
-        g.GroupFormed,
+        messages.GroupFormed,
         nonce=nonces,
         reduction=st.sampled_from(["gather", "allreduce"]),
         alone=st.booleans(),
         members=st.binary(max_size=2000),
     ),
-    st.builds(g.GroupLost, nonce=nonces, lost=places),
-    st.builds(g.GroupHello, nonce=nonces),
-    st.builds(g.GroupReport, nonce=nonces, held=places),
-    st.builds(g.GroupDecision, swarm=swarms, nonce=nonces, mean=places),
-    st.builds(g.GroupQuestion, nonce=nonces),
-    st.builds(g.GroupReply, decision=st.none() | st.binary(max_size=1000)),
+    st.builds(messages.GroupLost, nonce=nonces, lost=places),
+    st.builds(messages.GroupHello, nonce=nonces),
+    st.builds(messages.GroupReport, nonce=nonces, held=places),
+    st.builds(messages.GroupDecision, swarm=swarms, nonce=nonces, mean=places),
+    st.builds(messages.GroupQuestion, nonce=nonces),
+    st.builds(messages.GroupReply, decision=st.none() | st.binary(max_size=1000)),
 )
 # Those of other modules have tests of their own, and are there or not by what else was imported.
-HERE = {*(f"shoal.swarm.wire.{name}" for name in ("member", "pair", "join", "state", "group")), "shoal.swarm.manifest.manifest"}
+HERE = {*(f"shoal.swarm.wire.{name}" for name in ("member", "pair", "join", "state", "group")), "shoal.swarm.manifest"}
 KINDS = tuple(kind for kind in Message.__subclasses__() if kind.__module__ in HERE)
 
 
@@ -275,8 +287,8 @@ def test_size_is_checked_before_decoding(monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(wire.msgpack, "unpackb", never)
-    monkeypatch.setattr(wire.msgpack, "Unpacker", never)
+    monkeypatch.setattr(envelope.msgpack, "unpackb", never)
+    monkeypatch.setattr(envelope.msgpack, "Unpacker", never)
     refused(bytes(5121), Member, OutcomeRequest, says="5121 bytes where at most 5120")
     with pytest.raises(MessageError, match="5281 bytes where at most 5280"):
         unseal(bytes(5281), Member)

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.node.verify.audit.network import SwarmNetwork
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.p2p.rate_limit import Counters
+from shoal.swarm.p2p.limits import Counters
 from tests.swarm.conftest import SWARM, Network
 
 

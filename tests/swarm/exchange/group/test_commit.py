@@ -18,7 +18,7 @@ from shoal.swarm.exchange.group.roster import encode_roster, ready_message
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import fresh_nonce, seal, unpack, unseal
-from shoal.swarm.wire.group import GroupReady, GroupReceipt, GroupReply, GroupReport
+from shoal.swarm.wire.messages import GroupReady, GroupReceipt, GroupReply, GroupReport
 
 SWARM = "a" * 52
 LARGE = (300, 1000)

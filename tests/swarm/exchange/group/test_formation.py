@@ -12,7 +12,7 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, PendingGroup
-from shoal.swarm.wire.group import GroupReady
+from shoal.swarm.wire.messages import GroupReady
 
 
 def test_four_peers_take_the_mean_of_all(school):

@@ -12,7 +12,7 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.wire.member import Member
+from shoal.swarm.wire.messages import Member
 
 SWARM, MODEL = "a" * 52, "0" * 64
 SHAPES = [(300, 100), (7,), (64, 64)]

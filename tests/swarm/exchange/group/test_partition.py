@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.exchange.pairing import common
+from shoal.optim.exchange.base import common
 from shoal.swarm.exchange.group.leader import partition_into_groups
 from shoal.swarm.exchange.group.liveness import RoundTracker
 

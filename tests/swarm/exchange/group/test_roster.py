@@ -7,9 +7,9 @@ import pytest
 
 from shoal.swarm.exchange.group.roster import HeartbeatChannel
 from shoal.swarm.p2p.stream import Stream
-from shoal.swarm.pacing.meter import TrafficMeter
+from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import pack
-from shoal.swarm.wire.group import GroupAlive, GroupReport
+from shoal.swarm.wire.messages import GroupAlive, GroupReport
 from tests.sim.clock import VirtualLoop
 from tests.sim.memory_stream import stream_pair
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, Delayed, Every, RoundKey, Streaming
-from shoal.optim.exchange.pairing import partner_of
+from shoal.optim.exchange.base import partner_of
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import SHARE, ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
@@ -20,9 +20,9 @@ from shoal.swarm.exchange.pair.meeting import PairingAttempt
 from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.round_evidence import FORGOTTEN, TERMS
-from shoal.swarm.state.catch_up import in_step
+from shoal.swarm.state.resync import in_step
 from shoal.swarm.wire.envelope import unpack
-from shoal.swarm.wire.pair import Answer
+from shoal.swarm.wire.messages import Answer
 from tests.sim.clock import VirtualLoop
 from tests.swarm.exchange.pair.test_matchmaking import MODEL, SEED, SWARM, Peer, until, value
 from tests.swarm.exchange.pair.test_pairing import directory, selector

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey
-from shoal.optim.exchange.pairing import partner_of, rank
+from shoal.optim.exchange.base import partner_of, rank
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
-from shoal.swarm.wire.pair import Answer, Offer
+from shoal.swarm.wire.messages import Answer, Offer
 
 SWARM, MODEL, SEED = "a" * 52, "0" * 64, 0
 WAIT = 1.5

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.exchange.pairing import partner_of
+from shoal.optim.exchange.base import partner_of
 from shoal.swarm.exchange.context import PeerContext
 from shoal.swarm.exchange.pair.pairing import PairSelector
 

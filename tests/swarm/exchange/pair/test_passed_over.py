@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, RoundKey
-from shoal.optim.exchange.pairing import groups, partner_of
+from shoal.optim.exchange.base import groups, partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as pair_exchange
@@ -40,7 +40,7 @@ def busy(patch, exchange):
     """It is never free."""
 
     async def judge(stream, offer):
-        from shoal.swarm.wire.pair import Answer
+        from shoal.swarm.wire.messages import Answer
 
         return None, Answer(verdict="busy", round=offer.round), None
 

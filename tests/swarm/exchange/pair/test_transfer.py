@@ -22,7 +22,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import pack, unpack
-from shoal.swarm.wire.pair import Answer, Commit, OutcomeReply, OutcomeRequest, Ready
+from shoal.swarm.wire.messages import Answer, Commit, OutcomeReply, OutcomeRequest, Ready
 
 SWARM, MODEL = "a" * 52, "0" * 64
 CHUNK_TIMEOUT = 0.5

@@ -1,0 +1,223 @@
+"""Muon and AdamW as one inner optimizer of a model.
+
+The repeated blocks of a model, such as the layers of a transformer.
+
+Which parameters of a model Muon trains: the matrices of its hidden layers. All else is AdamW's.
+
+The rule is that of Muon's author (https://kellerjordan.github.io/posts/muon/): no embeddings, no output layer, no vectors.
+
+Muon for matrices of which each process has a part (FSDP2, tensor parallel): torch's own steps, each on a whole matrix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from shoal.optim.outer.inner import Combined
+from shoal.optim.outer.weights import local
+from shoal.optim.ranks.group import cut_like
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost blocks that ``model`` repeats, such as a transformer's layers, in the order of its modules.
+
+    They are modules of one class, themselves of several modules with parameters, that stand together in a ModuleList, ModuleDict or
+    Sequential.
+    """
+    return list(_blocks(model))
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    kinds = Counter(type(child) for child in module.children() if _is_block(child))
+    listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    for child in module.children():
+        if listed and kinds[type(child)] > 1:
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _is_block(module: nn.Module) -> bool:
+    parts = sum(any(True for _ in child.parameters()) for child in module.children())
+    return parts > 1 and not isinstance(module, nn.ModuleList | nn.ModuleDict)  # they are never called
+
+
+def hidden_matrices(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that Muon trains by default, in the model's order.
+
+    They are the trained parameters of two dimensions called ``weight``, or ``..._weight``, in the blocks that the model repeats; in
+    a model without such blocks, the weights of all its ``nn.Linear`` but the last, which is its output. Never among them:
+
+    * weights of an ``nn.Embedding`` or ``nn.EmbeddingBag``, also where another layer shares them (tied heads);
+    * what stands outside of the blocks, such as an untied head, or what ``get_output_embeddings()`` returns, which models of
+      transformers have;
+    * vectors and numbers (norms, biases), kernels of convolutions, recurrent layers' weights, and frozen parameters.
+
+    The two matrices of a LoRA adapter in a block are matrices like any other.
+    """
+    modules, blocks = list(model.modules()), repeated_blocks(model)
+    linear = [module for module in modules if isinstance(module, nn.Linear)]
+    within = [inner for block in blocks for inner in block.modules()] if blocks else linear[:-1]
+    hidden = {id(parameter) for module in within for parameter in _weights(module)}
+    outputs = [found for module in modules if (found := _output(module)) is not None]
+    looked_up = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    hidden -= {id(parameter) for module in [*looked_up, *outputs] for parameter in module.parameters()}
+    return [name for name, p in model.named_parameters() if id(p) in hidden and p.requires_grad and p.ndim == 2]
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    return (p for name, p in module.named_parameters(recurse=False) if name == "weight" or name.endswith("_weight"))
+
+
+def _output(module: nn.Module) -> nn.Module | None:
+    own = getattr(module, "get_output_embeddings", None)
+    found = own() if callable(own) else None
+    return found if isinstance(found, nn.Module) else None
+
+
+@dataclass(frozen=True)
+class Split:
+    """The trained parameters of a model by name, each with its number of values, in the model's order."""
+
+    muon: dict[str, int]
+    adamw: dict[str, int]
+
+    def __str__(self) -> str:
+        """Return how many values each trains, in how many parameters."""
+        return f"Muon trains {_counted(self.muon, 'matrix', 'matrices')}, AdamW {_counted(self.adamw, 'tensor', 'tensors')}"
+
+
+def _counted(found: dict[str, int], one: str, several: str) -> str:
+    return f"{sum(found.values()):,} parameters ({len(found)} {one if len(found) == 1 else several})"
+
+
+def split(model: nn.Module, matrices: Iterable[str] | None = None) -> Split:
+    """Return which parameters Muon and AdamW train. ``matrices``: names of Muon's; None: those of ``hidden_matrices``.
+
+    Raises:
+        ValueError: a name is no trained matrix of the model, or there is none.
+    """
+    every = dict(model.named_parameters(remove_duplicate=False))
+    chosen = set()
+    for name in hidden_matrices(model) if matrices is None else matrices:
+        if name not in every:
+            raise ValueError(f"the model has no parameter {name!r}, which Muon is to train")
+        if every[name].ndim != 2 or not every[name].requires_grad:
+            shape = "x".join(map(str, every[name].shape)) or "one number"
+            what = f"is not a matrix ({shape})" if every[name].ndim != 2 else "is frozen"
+            raise ValueError(f"the parameter {name!r}, which Muon is to train, {what}: leave it to AdamW")
+        chosen.add(id(every[name]))
+    if not chosen:
+        raise ValueError(
+            "the model has no matrix for Muon (weights of hidden layers that are trained): choose AdamW, or name its matrices"
+        )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    muon, adamw = ({n: p.numel() for n, p in trained.items() if (id(p) in chosen) is mine} for mine in (True, False))
+    return Split(muon, adamw)
+
+
+OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+"""Muon's own settings: a group has more of them once an outer optimizer wraps it, or it was loaded."""
+
+
+class WholeMuon(torch.optim.Muon):
+    """``torch.optim.Muon`` whose step gathers one matrix at a time, so that it has the bits of one process, however it is cut.
+
+    Torch's own would orthogonalise across processes, in bfloat16 sums of another order and with messages in every product. Each
+    process computes the whole step, and keeps its part of weight and momentum; besides it holds one whole matrix, three times. All
+    processes call ``step`` at the same time, with the same gradients set.
+    """
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = {name: group[name] for name in OPTIONS}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_of(parameter, options)
+        return loss
+
+    def _step_of(self, parameter: Tensor, options: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)  # type: ignore[arg-type]
+        momentum, whole = state["momentum_buffer"], torch.nn.Parameter(_whole(parameter))
+        whole.grad = _whole(parameter.grad)
+        once = torch.optim.Muon([whole], **options)
+        once.state[whole]["momentum_buffer"] = _whole(momentum)
+        once.step()  # type: ignore[no-untyped-call]
+        for mine, moved in ((parameter, whole.detach()), (momentum, once.state[whole]["momentum_buffer"])):
+            local(mine).copy_(local(cut_like(moved, mine)))
+
+
+def _whole(tensor: Any) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found.detach().clone()
+
+
+LR, MOMENTUM, WEIGHT_DECAY, BETAS = 0.02, 0.9, 0.0, (0.9, 0.95)
+"""What docs/methods.md measured ("The inner optimizer: Muon")."""
+
+
+def muon(
+    model: nn.Module,
+    *,
+    lr: float = LR,
+    adamw_lr: float | None = None,
+    momentum: float = MOMENTUM,
+    weight_decay: float = WEIGHT_DECAY,
+    matrices: Iterable[str] | None = None,
+) -> torch.optim.Optimizer:
+    """Return one optimizer that trains the hidden matrices of ``model`` by ``torch.optim.Muon``, and all else by AdamW.
+
+        opt = NoLoCo(muon(model), exchange, every=50)
+
+    It has two parameter groups, Muon's first; a scheduler changes the rates of both. An outer optimizer averages in the model's
+    order of parameters. Hand in a model of DDP or FSDP2 after it is wrapped: Muon works on whole matrices, however they are cut.
+
+    Args:
+        lr: learning rate of Muon, with Nesterov momentum; torch multiplies it by ``sqrt(max(1, rows / columns))`` of each matrix.
+        adamw_lr: learning rate of AdamW, with betas (0.9, 0.95); None: ``lr``.
+        momentum: Muon's.
+        weight_decay: of both, decoupled: a step takes ``lr * weight_decay`` of each weight away.
+        matrices: names of the parameters that Muon trains; None: those of ``hidden_matrices``.
+
+    Raises:
+        ValueError: there is no matrix for Muon, a name in ``matrices`` is not that of a trained one, or torch has no Muon.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"PyTorch {torch.__version__} has no Muon: install 2.9 or newer, or choose AdamW")
+    found = split(model, matrices)
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    ours, others = ([named[name] for name in names] for names in (found.muon, found.adamw))
+    parts: list[torch.optim.Optimizer] = [_muon(ours, lr, momentum, weight_decay)]
+    if others:
+        # The fused kernel halves AdamW's time on the CPU; elsewhere torch chooses.
+        fused = True if all(p.device.type == "cpu" for p in others) else None
+        rate = lr if adamw_lr is None else adamw_lr
+        parts.append(torch.optim.AdamW(others, lr=rate, betas=BETAS, weight_decay=weight_decay, fused=fused))
+    return Combined(parts, order=list(named.values()))
+
+
+def _muon(matrices: list[Tensor], lr: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
+    kind = torch.optim.Muon
+    if any(hasattr(matrix, "full_tensor") for matrix in matrices):
+        from shoal.optim.inner import WholeMuon
+
+        kind = WholeMuon
+    return kind(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay)

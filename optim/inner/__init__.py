@@ -1,1 +1,0 @@
-"""Inner optimizers made for a model: Muon for its hidden matrices, AdamW for the rest."""

@@ -1,1 +1,0 @@
-"""Outer methods by name: their rules, schedules, codecs and settings."""

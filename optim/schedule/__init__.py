@@ -1,1 +1,0 @@
-"""Schedules of sending and applying fragments, and lengths of rounds."""

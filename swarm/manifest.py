@@ -1,0 +1,546 @@
+"""The manifest: the settings that a swarm's creator fixed for all its peers, signed; its hash is the swarm's id.
+
+Settings of the outer optimizer and of training, as a manifest holds them.
+
+Settings of verification (table ``[verify]``), and terms of claims; used by `shoal.node.verify`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from shoal.swarm.errors import MessageError, printable
+from shoal.swarm.wire.envelope import KIB, MAX_COUNT, Digest, Label, Message, PeerId, peek, unseal
+from shoal.swarm.wire.messages import LARGEST_GROUP
+
+MAX_TOKENS = 2**53  # of a round
+MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
+KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty", "clip", "part")
+"""Settings that are arguments of the methods' factories."""
+DEFAULT_LAG: int | Literal["auto"] = "auto"
+"""Lag in a new swarm whose creator gives none, of a method that has one."""
+MAX_STEPS = 1_000_000
+
+Unit = Literal["steps", "tokens", "seconds"]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+def _lag(value: object) -> object:
+    """Check by hand: of a union of types each would have an error of its own."""
+    if value is None or value == "auto" or (type(value) is int and 0 <= value <= MAX_STEPS):
+        return value
+    raise ValueError(f"it should be auto, or a whole number from 0 to {MAX_STEPS}")
+
+
+Lag = Annotated[int | Literal["auto"] | None, BeforeValidator(_lag)]
+
+
+def _mix(value: object) -> object:
+    if value is None or value == "keep" or (type(value) in (int, float) and 0 <= value <= 1):  # type: ignore[operator]
+        return float(value) if isinstance(value, int) else value
+    raise ValueError("it should be keep, or a number from 0 to 1")
+
+
+Mix = Annotated[float | Literal["keep"] | None, BeforeValidator(_mix)]
+
+
+def parse_round(text: str) -> tuple[Unit, float | None]:
+    """Return the unit of a round and its length; None: ``every`` steps, or seconds that follow the peers' speeds.
+
+    ``text``: ``steps``, ``tokens:N``, ``seconds:S`` or ``seconds:auto``. Raises ValueError for anything else, or a number out of
+    bounds.
+    """
+    if text == "steps":
+        return "steps", None
+    if text == "seconds:auto":
+        return "seconds", None
+    if re.fullmatch(r"tokens:[0-9]{1,16}", text):
+        tokens = int(text.partition(":")[2])
+        if not 1 <= tokens <= MAX_TOKENS:
+            raise ValueError(f"a round must have between 1 and {MAX_TOKENS} tokens")
+        return "tokens", tokens
+    if re.fullmatch(r"seconds:[0-9]{1,9}(\.[0-9]{1,9})?", text):
+        seconds = float(text.partition(":")[2])
+        if not MIN_S <= seconds <= MAX_S:
+            raise ValueError(f"a round must take between {MIN_S:g} and {MAX_S:g} seconds")
+        return "seconds", seconds
+    raise ValueError("it should be steps, tokens:N, seconds:S or seconds:auto")
+
+
+def _checked(text: str) -> str:
+    parse_round(text)
+    return text
+
+
+RoundSetting = Annotated[str, Field(max_length=32), AfterValidator(_checked)]
+
+
+class OuterSettings(BaseModel):
+    """Settings of the outer optimizer: when peers exchange, and what they do with the mean.
+
+    A knob that is None has the method's own default (`shoal.optim.METHODS`), which `resolved` writes out; a knob that the method
+    does not have is refused. A ``lag`` of None is ``DEFAULT_LAG``.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    method: Literal[
+        "noloco", "local", "gasloc", "none", "diloco", "diloco-hb", "streaming", "decoupled", "eager", "co2", "sparseloco", "sparta"
+    ] = Field(
+        default="noloco",
+        description="Outer optimizer: noloco, local or gasloc (averages with one random partner), diloco, diloco-hb, streaming, "
+        "decoupled, eager, co2, sparseloco or sparta (averages over everyone), or none (trains alone).",
+    )
+    every: int | None = Field(
+        default=None, ge=1, le=MAX_STEPS, description="Inner steps in a round, between two exchanges of the same weights."
+    )
+    round: RoundSetting = Field(
+        default="steps",
+        description="Length of a round: steps (as many as every says), tokens:N, seconds:S, or seconds:auto (so that the slowest "
+        "useful peer makes 10 steps). Seconds need clocks synchronised well below wait_s.",
+    )
+    lr: float | None = Field(default=None, gt=0, le=10, description="Outer learning rate.")
+    momentum: float | None = Field(default=None, ge=0, lt=1, description="Outer momentum.")
+    pull: float | None = Field(
+        default=None, ge=0, le=10, description="noloco: pull towards the partner's slow weights; not given, it equals lr."
+    )
+    fragments: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="noloco, local, gasloc, streaming, decoupled: parts of the model, by layer, sent one after another.",
+    )
+    lag: Lag = Field(
+        default=None,
+        description="noloco, local, gasloc, streaming, decoupled: inner steps between sending a part and applying its mean: a "
+        "number below every, 0 to wait for each exchange, or auto (each mean is applied once it is there).",
+    )
+    mix: Mix = Field(
+        default=None,
+        description="streaming: how much of the fast weights stays when a mean comes, or keep: all that was learnt since it was "
+        "sent; gasloc: how much of the mean is taken.",
+    )
+    penalty: float | None = Field(
+        default=None, ge=1, le=1e6, description="co2: what a stale mean is divided by; not given, it follows the gap."
+    )
+    clip: float | None = Field(default=None, gt=0, le=1e9, description="co2: largest absolute value in the outer momentum.")
+    part: float | None = Field(default=None, gt=0, le=1, description="sparta: part of the weights that is averaged each time.")
+    weights: Literal["equal", "tokens", "rate"] | None = Field(
+        default=None,
+        description="Weight of a peer in the mean: equal, tokens, or rate (tokens times tokens over steps).",
+    )
+    buffers: Literal["ignore", "average"] = Field(
+        default="ignore", description="Buffers such as BatchNorm's statistics: each peer its own (ignore), or their mean (average)."
+    )
+    codec: str | None = Field(
+        default=None,
+        max_length=64,
+        description="Number format on the wire: float32, float16, bfloat16, int8; for methods with one partner mod4; for "
+        "those that send pseudo-gradients e3m0, topk2[:PART], topk2-senders[:PART], sign or auto:BITS, each also with +ef or "
+        "+ef:BETA (error feedback).",
+    )
+    finish: Literal["none", "average"] = Field(
+        default="none",
+        description="After the last step: none, or average (the mean of the slow weights once more, left in the model).",
+    )
+    wait_s: Seconds = Field(
+        default=10.0,
+        description="Seconds that a node waits for a partner in one round before it goes on without one; in long rounds a fifth of "
+        "their time, if that is more (at most 300).",
+    )
+    quorum: int = Field(
+        default=0, ge=0, le=65_536, description="Averages over everyone: peers that are enough to begin with; 0: all in view."
+    )
+    max_group: int = Field(
+        default=32, ge=2, le=LARGEST_GROUP, description="Averages over everyone: largest group; more peers form several."
+    )
+
+    suspect: float = Field(
+        default=0.0, ge=0, le=1e6,
+        description="Refuse a contribution that lies this many times as far away as usual, such as 3; 0: never. A newcomer's first "
+        "ones may be refused then.",
+    )  # fmt: skip
+    robust: Literal["none", "clipped-gossip", "centered-clip"] = Field(
+        default="none",
+        description="In place of the mean, what few hostile peers cannot move far: clipped-gossip (methods with one partner) or "
+        "centered-clip (over everyone; costs more bytes, for nothing is all-reduced). Every peer counts the same then.",
+    )
+    check_loss: bool = Field(
+        default=False,
+        description="Methods with one partner: try its weights on two batches; those that make the loss higher than usual do not "
+        "count. A public swarm has it unless it is false. Nodes of several GPUs and rl try nothing.",
+    )
+
+    @field_validator("suspect")
+    @classmethod
+    def _suspects_few(cls, value: float) -> float:
+        if 0 < value <= 1:
+            raise ValueError("it should be above 1, or 0 to refuse nobody, for half of all honest peers are farther than usual")
+        return value
+
+    @field_validator("codec")
+    @classmethod
+    def _codec(cls, value: str | None) -> str | None:
+        if value is not None:
+            from shoal.optim import codec_named  # here, as below: torch takes a second to import, and not every command needs it
+
+            codec_named(value)
+        return value
+
+    @model_validator(mode="after")
+    def _fits_the_method(self) -> OuterSettings:
+        if not self.model_fields_set:  # nor does a node that joins, and takes these settings from the manifest
+            return self
+        from shoal.optim import METHODS, codec_named, method_named, methods_with
+
+        method = method_named(self.method)
+        for knob in KNOBS:
+            if getattr(self, knob) is not None and knob not in method.knobs:
+                able = ", ".join(methods_with(knob))
+                raise ValueError(f"the method {self.method!r} has no {knob}: leave it out, or choose one that has it ({able})")
+        if self.mix == "keep" and self.method != "streaming":
+            raise ValueError(f"the method {self.method!r} has no mix of 'keep', which is streaming's: set a number from 0 to 1")
+        self._fits_the_round()
+        if self.codec is not None:
+            method.check_codec(codec_named(self.codec))
+        wanted = {"clipped-gossip": "pair", "centered-clip": "everyone"}.get(self.robust, method.group)
+        if wanted != method.group:
+            able = "clipped-gossip for one partner, centered-clip for everyone"
+            raise ValueError(f"the method {self.method!r} cannot be robust by {self.robust}: choose what fits it ({able})")
+        if self.check_loss and method.group != "pair":
+            able = ", ".join(name for name, other in METHODS.items() if other.group == "pair")
+            raise ValueError(f"check_loss is for methods with one partner ({able}), and {self.method!r} is none: leave it out")
+        if self.robust != "none" and self.weights not in (None, "equal"):
+            raise ValueError("a robust rule counts every peer the same: leave out weights, or robust")
+        if self.robust != "none" and "-senders" in (self.codec or ""):
+            raise ValueError(
+                f"the codec {self.codec} has a mean of its own, clipped to the median norm: leave out robust, or take topk2"
+            )
+        return self
+
+    def _fits_the_round(self) -> None:
+        overlap = self.overlap()
+        if not overlap:
+            return
+        fragments, lag, every = overlap["fragments"], overlap["lag"], self._every
+        if fragments > every:
+            raise ValueError(
+                f"a round of {every} steps has no room for {fragments} fragments: choose fewer fragments, or a longer every"
+            )
+        if lag != "auto" and lag >= every:
+            raise ValueError(
+                f"a lag of {lag} steps does not fit into a round of {every}: choose a shorter lag, auto, or a longer every"
+            )
+
+    @property
+    def _every(self) -> int:
+        from shoal.optim import method_named
+
+        return int(self.every or method_named(self.method).knobs["every"])
+
+    def overlap(self) -> dict[str, Any]:
+        """Return ``fragments`` and ``lag`` with their defaults; nothing if the method has none."""
+        from shoal.optim import method_named
+        from shoal.optim.methods import OVERLAPPED
+
+        method = method_named(self.method)
+        if "lag" not in method.knobs:
+            return {}
+        pair, lag = method.group == "pair", DEFAULT_LAG if self.lag is None else self.lag
+        usual = OVERLAPPED if pair else method.knobs["fragments"]
+        fragments = 1 if pair and lag == 0 else min(usual, self._every)  # each has a step of its own
+        return {"fragments": self.fragments or fragments, "lag": lag}
+
+    def guarded(self) -> OuterSettings:
+        """Return these settings with the defences of a public swarm, where the user chose no other: a robust rule, and with pairs
+        the trial of a partner's weights. Rejection by distance is not among them, since it may refuse newcomers.
+        """
+        from shoal.optim import method_named
+
+        group = method_named(self.method).group
+        if group == "nobody":
+            return self
+        chosen: dict[str, Any] = {"check_loss": True} if group == "pair" else {}
+        if self.weights in (None, "equal") and "-senders" not in (self.codec or ""):
+            chosen["robust"] = "clipped-gossip" if group == "pair" else "centered-clip"
+        return self.model_copy(update={name: value for name, value in chosen.items() if name not in self.model_fields_set})
+
+    @property
+    def weighing(self) -> Literal["equal", "tokens", "rate"]:
+        """``weights``, or the default: tokens in rounds of seconds, where peers process unequal amounts, otherwise the method's.
+
+        In rounds of steps or tokens all process the same amount, and weights would only cost noloco and local twice the bytes.
+        """
+        from shoal.optim import method_named
+
+        method = method_named(self.method)
+        if method.group == "nobody" or self.robust != "none":  # a peer's weight is a claim that nobody checks
+            return "equal"
+        uneven = self.round.startswith("seconds") and method.weights == "equal"
+        return self.weights or ("tokens" if uneven else method.weights)
+
+    def knobs(self) -> dict[str, int | float | str]:
+        """Return the method's knobs that are set, and its ``overlap``."""
+        return {knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None} | self.overlap()
+
+    def resolved(self) -> OuterSettings:
+        """Return the settings with the method's defaults written out, as in a manifest, so that peers of all versions agree."""
+        from shoal.optim import method_named
+
+        method = method_named(self.method)
+        own = {knob: default for knob, default in method.knobs.items() if knob in KNOBS}
+        return self.model_copy(update=own | self.knobs() | {"codec": self.codec or method.codec.name, "weights": self.weighing})
+
+    def fitted(self, fragments: int) -> OuterSettings:
+        """Return the settings for a model that is cut into so many ``fragments``, fewer where it has few layers."""
+        return self.model_copy(update={"fragments": fragments}) if self.overlap() else self
+
+
+class TrainSettings(BaseModel):
+    """Settings of the training run."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    steps: int = Field(default=0, ge=0, le=MAX_COUNT, description="Inner steps of every node; 0 trains until it is stopped.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the first weights, the shards and the pairing.")
+    eval_every: int = Field(
+        default=0, ge=0, le=MAX_COUNT, description="Inner steps between two evaluations; 0: only at the start and end."
+    )
+    optimizer: Literal["task", "adamw", "muon"] = Field(
+        default="task",
+        description="Inner optimizer: the task's own (task), adamw (betas 0.9 and 0.99), or muon (for the matrices of the hidden "
+        "layers, with adamw, betas 0.9 and 0.95, for the rest).",
+    )
+    lr: float | None = Field(
+        default=None, gt=0, le=10, description="adamw, muon: peak learning rate; not given, 3e-4 (muon: 0.02)."
+    )
+    adamw_lr: float | None = Field(
+        default=None, gt=0, le=10, description="muon: peak learning rate of what adamw trains beside it; not given, lr."
+    )
+    momentum: float | None = Field(default=None, ge=0, lt=1, description="muon: its momentum; not given, 0.9.")
+    weight_decay: float | None = Field(
+        default=None, ge=0, le=10, description="adamw, muon: weight decay; not given, 0.01 (muon: 0)."
+    )
+    schedule: Literal["task", "constant", "cosine", "wsd"] = Field(
+        default="task",
+        description="Learning rate after the warm-up: the task's own schedule (task), constant, cosine (down to a tenth at the "
+        "last step), or wsd (constant, and down to 0 over the last fifth of the steps).",
+    )
+    warmup: int = Field(
+        default=0, ge=0, le=MAX_COUNT, description="Inner steps up to the full learning rate, in a schedule other than the task's."
+    )
+    clip: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e9,
+        description="Largest norm of all gradients of a step together, which are scaled down to it; 0: any.",
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TrainSettings:
+        given = [name for name in ("lr", "weight_decay") if getattr(self, name) is not None]
+        if given and self.optimizer == "task":
+            raise ValueError(f"the task's own optimizer has its own {given[0]}: set it as the task wants it, or choose adamw")
+        own = [name for name in ("adamw_lr", "momentum") if getattr(self, name) is not None]
+        if own and self.optimizer != "muon":
+            raise ValueError(f"{own[0]} is a setting of the optimizer muon alone: leave it out, or choose muon")
+        if self.warmup and self.schedule == "task":
+            raise ValueError("the task's own schedule has its own warmup: leave it out, or choose constant, cosine or wsd")
+        if self.schedule in ("cosine", "wsd") and not self.steps:
+            raise ValueError(f"the schedule {self.schedule} leads to an end: set steps, or choose constant")
+        return self
+
+
+class VerifySettings(BaseModel):
+    """Settings of claims and verifiers that all peers of a swarm share."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    kind: Literal["none", "activations"] = Field(
+        default="none",
+        description="What nodes claim, and check each other's: none, or activations (what they generate, with proofs from hidden "
+        "states; for the task rl, whose policy all nodes must then have in common).",
+    )
+    audit_rate: float = Field(default=0.1, ge=0, le=1, description="Share of the claims that verifiers are drawn for.")
+    claims: int = Field(default=1, ge=1, le=64, description="Claims of each node in a round of verification.")
+    round_s: float = Field(
+        default=60.0, ge=4, le=86_400,
+        description="Seconds of such a round; it begins where Unix time is a multiple of it, so clocks must agree to a few "
+        "hundredths.",
+    )  # fmt: skip
+    verifiers: int = Field(
+        default=3, ge=3, le=31, description="Verifiers drawn for a claim, an odd number; their majority decides."
+    )
+    planted: float = Field(
+        default=0.05, ge=0, le=0.5,
+        description="Share of claims that are made wrong on purpose, so that approving without looking does not pay.",
+    )  # fmt: skip
+    rate: float = Field(default=1e-4, gt=0, le=0.5, description="Rate of false alarms at which a claim is refused.")
+    dtypes: str = Field(
+        default="float32", pattern=r"^(float32|bfloat16|float16)(,(float32|bfloat16|float16)){0,2}$",
+        description="Dtypes in which claimed completions may be computed, with commas; each is checked in its own.",
+    )  # fmt: skip
+
+    @field_validator("verifiers")
+    @classmethod
+    def _odd(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError("it should be odd, so that a vote cannot be a tie")
+        return value
+
+
+class Terms(BaseModel):
+    """Policy and sampling of claimed completions. The creator sets them; a manifest has them if completions are claimed."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    policy: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,256}$")]
+    """Name of all nodes' policy, without folders."""
+    base: Digest
+    """Hex SHA-256 of the weights that are not trained, and so not in a snapshot."""
+    group: Annotated[int, Field(ge=1, le=64)]
+    temperature: Annotated[float, Field(gt=0, le=100)]
+    max_tokens: Annotated[int, Field(ge=1, le=16_384)]
+
+
+MANIFEST_PROTOCOL = "/shoal/manifest/1"
+PROTOCOL = 1  # how peers exchange and pair; nodes of different protocols cannot train together
+
+MIN_BUCKET, MAX_BUCKET = 4, 64  # records; nodes store no more of one key
+MIN_EPOCH_S, MAX_EPOCH_S = 30.0, 86_400.0  # seconds; members need some 19 to publish and read ahead of an epoch
+
+OptionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+
+
+def _option(value: object) -> object:
+    """Check the bounds by hand: a union of types would turn an integer that is too large into a float."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("must be within 64 bits")
+    if isinstance(value, str) and len(value) > 1024:
+        raise ValueError("must be at most 1024 characters")
+    return value
+
+
+def _bucket(value: int) -> int:
+    if value and not MIN_BUCKET <= value <= MAX_BUCKET:
+        raise ValueError(f"a bucket holds {MIN_BUCKET} to {MAX_BUCKET} members, or 0: no buckets")
+    return value
+
+
+def _epoch_s(value: float) -> float:
+    if not MIN_EPOCH_S <= value <= MAX_EPOCH_S:
+        raise ValueError(
+            f"an epoch takes {MIN_EPOCH_S:g} to {MAX_EPOCH_S:g} seconds, for members publish and read ahead of it for 19 of them"
+        )
+    return value
+
+
+Bucket = Annotated[int, AfterValidator(_bucket)]
+EpochSeconds = Annotated[float, AfterValidator(_epoch_s)]
+Option = Annotated[int | float | str | bool, BeforeValidator(_option)]
+
+
+# No slash: a name that the joiner must already have, never the path of a file on its disk.
+TASK_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(:[A-Za-z_][A-Za-z0-9_]*)?$"
+
+
+class Manifest(Message):
+    """Definition of a swarm. Every peer holds the same bytes of it, sealed by the creator."""
+
+    KIND, LIMIT, AUTHOR = "manifest", 48 * KIB, "creator"
+    name: Label = Field(description="Name of the swarm, for people.")
+    created: float = Field(ge=0, description="When it was created, in Unix seconds.")
+    creator: PeerId = Field(description="Peer id of the creator, who signed this.")
+    protocol: int = Field(default=PROTOCOL, ge=1, le=65_535, description="Protocol that the peers speak.")
+    task: str = Field(
+        max_length=256,
+        pattern=TASK_NAME,
+        description="Name of the task, such as `text` or `module:Class`; every peer must have it installed already.",
+    )
+    task_options: dict[OptionName, Option] = Field(
+        default_factory=dict, max_length=32, description="Options of the task that are the same on all peers."
+    )
+    outer: OuterSettings = Field(default_factory=OuterSettings, description="The outer optimizer.")
+    train: TrainSettings = Field(default_factory=TrainSettings, description="The training run.")
+    verify: VerifySettings = Field(default_factory=VerifySettings, description="What is claimed, and checked.")
+    terms: Terms | None = Field(default=None, description="How claimed completions are made; none without claims.")
+    model: Digest = Field(description="Hex SHA-256 of the shapes and types of the model's parameters.")
+    fragment_of: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = Field(
+        default=(),
+        max_length=8192,
+        description="Fragment of each parameter, in the model's order, if not by layer; empty: by layer.",
+    )
+    start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
+    shards: int = Field(default=1, ge=1, le=65_536, description="Parts that the training data is divided into.")
+    invite_only: bool = Field(default=False, description="Whether only the creator, and whom it has invited, may be members.")
+    public: bool = Field(default=False, description="Whether bootstrap nodes list the swarm, so that anybody may find and join it.")
+    bucket: Bucket = Field(default=0, description="Most members that one peer reads and is paired with in an epoch; 0: all.")
+    epoch_s: EpochSeconds = Field(default=60.0, description="Seconds of an epoch, after which buckets are drawn anew.")
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Manifest:
+        if self.public and self.invite_only:
+            raise ValueError("a swarm is public or invite_only, not both")
+        if self.bucket and self.verify.kind != "none":
+            raise ValueError("verifiers are drawn among all members, so a swarm that verifies has no buckets: leave bucket out")
+        if self.fragment_of and {*self.fragment_of} != {*range(self.outer.fragments or 1)}:
+            raise ValueError("the manifest's fragments are others than those that its parameters are divided into")
+        return self
+
+
+class Title(NamedTuple):
+    """Short description of a swarm for people."""
+
+    name: str
+    task: str
+    method: str
+    fragments: int = 1
+    """Exchanges in a round, at most."""
+
+
+def title_of(sealed: bytes) -> Title:
+    """Return the title of a sealed manifest whose hash was verified. It checks no setting, so it needs no torch.
+
+    Raises MessageError if the manifest names no task or method.
+    """
+    fields = peek(sealed, Manifest.LIMIT)
+    outer = fields.get("outer")
+    found = (fields.get("name"), fields.get("task"), outer.get("method") if isinstance(outer, dict) else None)
+    if not all(isinstance(text, str) for text in found):
+        raise MessageError("A malformed manifest was refused: it names no task and method.")
+    parts = outer.get("fragments") if isinstance(outer, dict) else None
+    name, task, method = (printable(str(text)[:64]) for text in found)
+    return Title(name, task, method, parts if type(parts) is int and 1 <= parts <= 1024 else 1)
+
+
+def is_public(sealed: bytes) -> bool:
+    """Return whether a sealed manifest, whose hash was verified, says that its swarm is public. It needs no torch. MessageError."""
+    return peek(sealed, Manifest.LIMIT).get("public") is True
+
+
+def swarm_id(sealed: bytes) -> str:
+    """Return the id of the swarm of a sealed manifest: its SHA-256 in lower-case base32, 52 characters."""
+    return base64.b32encode(hashlib.sha256(sealed).digest()).decode().rstrip("=").lower()
+
+
+def open_manifest(sealed: bytes, expected_id: str | None = None) -> Manifest:
+    """Return the manifest, verified against its signature and, if given, the swarm id. Raises MessageError."""
+    if expected_id is not None and swarm_id(sealed) != expected_id:
+        raise MessageError(
+            f"The wrong swarm id: the manifest that came belongs to swarm {swarm_id(sealed)}, not to {expected_id}: "
+            "ask for a fresh link."
+        )
+    _, manifest = unseal(sealed, Manifest)
+    if manifest.protocol != PROTOCOL:
+        where = "here" if manifest.protocol > PROTOCOL else "on its creator's node"
+        raise MessageError(f"The swarm speaks protocol {manifest.protocol}, this node speaks {PROTOCOL}: update shoal {where}.")
+    return manifest

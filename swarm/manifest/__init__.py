@@ -1,1 +1,0 @@
-"""The signed manifest and the settings in it. Imports no torch."""

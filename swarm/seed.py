@@ -1,0 +1,474 @@
+"""A bootstrap node (`shoal seed`): it trains nothing, names members of any swarm to each other, and relays for unreachable ones.
+
+It imports no torch, so it runs where 100 MB are free.
+
+It forwards gossip between members that have only a relay in common: GossipSub in libp2p's daemon opens no stream over a relayed
+connection, so of two nodes behind routers neither hears what the other publishes. But both are connected to the bootstrap node that
+relays for them, and its daemon passes on what is published on a topic to which it is subscribed. So a member that announces a relay
+names its topics, and the bootstrap node subscribes to them; it reads nothing of what comes but how much that is.
+
+
+The recent members of each swarm, as a bootstrap node keeps them: in memory only, and bounded, for any peer may register.
+
+A bootstrap node serves any swarm, so it cannot judge who belongs to it. It need not: it notes a record only for the peer that
+hands it in, which libp2p has authenticated, and the peers that ask check the signatures and contact the swarm themselves.
+
+Keys cost nothing, so places are shared by the address ranges from which records come (`range_of`): where all are taken, the range
+that has most of them gives one up, and peers are named one of each range in turn. The swarms that are listed to everybody
+(`shoal.swarm.seed`) have as many places as the others, and theirs alone: announcements take no room of private swarms.
+
+A public swarm is listed while its announcer renews what it said and a member of it is noted in the registry. Only a noted member
+may announce, and the first one stays until it falls silent: another, who may say something else, does not displace it, unless it is
+the creator. A manifest that does not say that its swarm is public is refused, so nobody but the creator can make a swarm public.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from shoal.swarm.errors import MessageError, NetworkError, StartupError
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest import Manifest, is_public, swarm_id
+from shoal.swarm.p2p.addresses import by_turns, range_of
+from shoal.swarm.p2p.connections import beside, check_announced, check_free, fixed_ports, launch_relay, obtain_ports
+from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
+from shoal.swarm.p2p.host import Subscription
+from shoal.swarm.p2p.limits import RateLimit, StreamPlaces, TokenBuckets
+from shoal.swarm.p2p.punch import tell_seen
+from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, ReachabilityProbe
+from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.wire.envelope import pack, peek, unpack, unseal
+from shoal.swarm.wire.messages import (
+    MAX_CONTACTS,
+    MAX_LISTED,
+    MAX_NAMED,
+    SEED_PROTOCOL,
+    SEEN_PROTOCOL,
+    SWARMS_PROTOCOL,
+    Announcement,
+    ListedSwarm,
+    Member,
+    SeedReply,
+    SeedRequest,
+    SwarmsReply,
+    SwarmsRequest,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_SWARMS = 128  # that are listed, and as many that are not
+MAX_MEMBERS = 32  # of a swarm. With 5 KiB each, all of it is below 50 MB.
+MAX_PLACES = 4  # swarms in which one peer is noted
+TTL = 120.0  # seconds after which a silent member is forgotten
+GONE = ("leaving", "done")
+
+
+class _Place(NamedTuple):
+    heard: float
+    record: bytes
+    host: str
+    """The IP address from which the record came."""
+    range: str
+
+
+def _most(ranges: Iterable[str]) -> str:
+    return Counter(ranges).most_common(1)[0][0]
+
+
+class SeedRegistry:
+    """A register of members that answers requests; not for several threads. ``clock`` in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, chance: random.Random | None = None) -> None:
+        self._clock = clock
+        self._chance = chance or random.Random()
+        self._swarms: dict[str, OrderedDict[str, _Place]] = {}  # swarm -> peer, the one heard of longest ago first
+        self._places: Counter[str] = Counter()
+        self._listed: set[str] = set()
+
+    def answer(self, peer: str, request: SeedRequest, host: str = "") -> SeedReply:
+        """Reply to ``peer``, which called from the IP address ``host``, after noting its record if it brought one."""
+        self._forget_silent()
+        reason = "" if request.record is None else self._note(peer, request.swarm, request.record, host)
+        return SeedReply(members=self._named(request.swarm, MAX_NAMED, but=peer), reason=reason)
+
+    def _named(self, swarm: str, most: int, but: str = "") -> tuple[bytes, ...]:
+        """Return the records of at most ``most`` members, drawn at random from each address range in turn."""
+        members = self._swarms.get(swarm, OrderedDict())
+        drawn = self._chance.sample(sorted(members.keys() - {but}), len(members.keys() - {but}))
+        return tuple(members[peer].record for peer in by_turns((peer, members[peer].host) for peer in drawn)[:most])
+
+    def has(self, swarm: str, peer: str) -> bool:
+        """Return whether ``peer`` is noted as a member of ``swarm``."""
+        self._forget_silent()
+        return peer in self._swarms.get(swarm, {})
+
+    def sample(self, swarm: str, most: int) -> tuple[int, tuple[bytes, ...]]:
+        """Return how many members of ``swarm`` are noted, at most MAX_MEMBERS, and the sealed records of ``most`` of them."""
+        self._forget_silent()
+        return len(self._swarms.get(swarm, {})), self._named(swarm, most)
+
+    def count(self) -> tuple[int, int]:
+        """Return the numbers of swarms and of members noted."""
+        self._forget_silent()
+        return len(self._swarms), sum(map(len, self._swarms.values()))
+
+    def _note(self, peer: str, swarm: str, record: bytes, host: str) -> str:
+        """Note a record; return why not, if it is refused."""
+        try:
+            _, member = unseal(record, Member)
+        except MessageError as error:
+            log.debug("the record of peer %s was refused: %s", short(peer), error)
+            return error.reason
+        if member.peer != peer or member.swarm != swarm:
+            return "forged"
+        self._forget(swarm, peer)
+        if member.state in GONE:
+            return ""
+        if self._places[peer] >= MAX_PLACES:
+            return "places"
+        if swarm not in self._swarms and not self._has_room(host, listed=False):
+            return "full"
+        members = self._swarms.setdefault(swarm, OrderedDict())
+        members[peer] = _Place(self._clock(), record, host, range_of(host))
+        self._places[peer] += 1
+        if len(members) > MAX_MEMBERS:
+            crowded = _most(place.range for place in members.values())
+            self._forget(swarm, next(other for other, place in members.items() if place.range == crowded))
+        return ""
+
+    def enlist(self, swarm: str, peer: str) -> bool:
+        """Move ``swarm``, which has the member ``peer``, to the places of those that are listed; if none is left, forget it."""
+        if swarm not in self._listed and not self._has_room(self._swarms[swarm][peer].host, listed=True):
+            self._forget_swarm(swarm)
+            return False
+        self._listed.add(swarm)
+        return True
+
+    def _has_room(self, host: str, *, listed: bool) -> bool:
+        """Return whether a place is free, or make one: the range that has most gives one up, unless ``host``'s would have as many.
+
+        Of its members' ranges a swarm counts for that with the fewest swarms: who joins it does not make it one of theirs. Of a
+        range's swarms that goes whose newest member was heard of longest ago.
+        """
+        here = {swarm: members for swarm, members in self._swarms.items() if (swarm in self._listed) == listed}
+        if len(here) < MAX_SWARMS:
+            return True
+        known = {swarm: {place.range for place in members.values()} for swarm, members in here.items()}
+        common = Counter(one for ranges in known.values() for one in ranges)
+        ranges = {swarm: min(sorted(of), key=common.__getitem__) for swarm, of in known.items()}
+        crowded = _most(ranges.values())
+        taken = Counter(ranges.values())
+        if taken[crowded] <= taken[range_of(host)] + 1:
+            return False
+        theirs = [swarm for swarm in here if ranges[swarm] == crowded]
+        self._forget_swarm(min(theirs, key=lambda swarm: next(reversed(here[swarm].values())).heard))
+        return True
+
+    def _forget_swarm(self, swarm: str) -> None:
+        for peer in list(self._swarms[swarm]):
+            self._forget(swarm, peer)
+
+    def _forget(self, swarm: str, peer: str) -> None:
+        members = self._swarms.get(swarm, OrderedDict())
+        if members.pop(peer, None) is None:
+            return
+        self._places[peer] -= 1
+        if not self._places[peer]:
+            del self._places[peer]
+        if not members:
+            del self._swarms[swarm]
+            self._listed.discard(swarm)
+
+    def _forget_silent(self) -> None:
+        oldest = self._clock() - TTL
+        for swarm, members in list(self._swarms.items()):
+            for peer, place in list(members.items()):
+                if place.heard >= oldest:
+                    break  # members are in the order in which they were heard of
+                self._forget(swarm, peer)
+
+
+class AnnouncementBoard:
+    """Answers requests for public swarms; not for several threads. ``clock`` in seconds, the registry's."""
+
+    def __init__(self, registry: SeedRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry, self._clock = registry, clock
+        self._listed: dict[str, tuple[float, str, bytes]] = {}  # swarm -> when heard, of whom, the sealed announcement
+
+    def answer(self, peer: str, request: SwarmsRequest) -> SwarmsReply:
+        """Reply to ``peer``, after noting its announcement if it brought one."""
+        self._forget_silent()
+        reason = "" if request.announcement is None else self._note(peer, request.announcement)
+        behind = [swarm for swarm in sorted(self._listed) if request.after is None or swarm > request.after]
+        swarms = tuple(self._packed(swarm) for swarm in behind[:MAX_LISTED])
+        return SwarmsReply(swarms=swarms, more=len(behind) > MAX_LISTED, reason=reason)
+
+    def _note(self, peer: str, sealed: bytes) -> str:
+        """Note an announcement; return why not, if it is refused."""
+        try:
+            _, said = unseal(sealed, Announcement)
+            if said.peer != peer or swarm_id(said.manifest) != said.swarm:
+                return "forged"
+            if not is_public(said.manifest):
+                return "private"
+        except MessageError as error:
+            log.debug("the announcement of peer %s was refused: %s", short(peer), error)
+            return error.reason
+        if not self._registry.has(said.swarm, peer):
+            return "unknown"  # the member's record comes first
+        if not self._registry.enlist(said.swarm, peer):
+            return "full"
+        before = self._listed.get(said.swarm)
+        if before is None or peer in (before[1], peek(said.manifest, Manifest.LIMIT).get("creator")):
+            self._listed[said.swarm] = (self._clock(), peer, sealed)
+        return ""
+
+    def _packed(self, swarm: str) -> bytes:
+        sealed = self._listed[swarm][2]
+        peers, contacts = self._registry.sample(swarm, MAX_CONTACTS)
+        return pack(ListedSwarm(announcement=sealed, peers=peers, contacts=contacts))
+
+    def _forget_silent(self) -> None:
+        oldest = self._clock() - TTL
+        for swarm, (heard, *_) in list(self._listed.items()):
+            if heard < oldest or not self._registry.sample(swarm, 0)[0]:
+                del self._listed[swarm]
+
+
+MAX_TOPICS, MAX_ASKED = 256, 64  # that are forwarded at once, and asked for from one address range
+LOOK_S = 1.0  # seconds between two looks at what is asked for, and at who is connected
+BUDGET = RateLimit(messages=3000, nbytes=16 << 20, senders=4 * MAX_TOPICS)  # of one topic, in a minute
+REST_S = 60.0  # seconds for which one is not forwarded that exceeded it
+
+
+class GossipForwarding:
+    """The topics that a bootstrap node forwards; use it on one loop. ``clock`` in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._asked: dict[str, dict[str, float]] = {}
+        """Address range of the askers -> topic -> until when. The one asked for first is first."""
+        self._rests: dict[str, float] = {}
+        """Topic that exceeded its budget -> until when it rests."""
+        self._budgets = TokenBuckets(BUDGET, clock)
+
+    def ask(self, swarm: str, topics: Sequence[str], host: str) -> None:
+        """Forward ``topics`` of ``swarm`` from now on, for a member that called from the IP address ``host``."""
+        asked = self._asked.setdefault(range_of(host), {})
+        for topic in (f"shoal/{swarm}/{topic}" for topic in topics):
+            if topic in asked or len(asked) < MAX_ASKED:
+                asked[topic] = self._clock() + TTL
+
+    def chosen(self) -> list[str]:
+        """Return the topics to forward: where too many are asked for, one of each address range in turn."""
+        now = self._clock()
+        live = {where: {topic: until for topic, until in asked.items() if until >= now} for where, asked in self._asked.items()}
+        self._asked = {where: asked for where, asked in live.items() if asked}
+        self._rests = {topic: until for topic, until in self._rests.items() if until >= now}
+        turns = dict.fromkeys(topic for row in zip_longest(*self._asked.values()) for topic in row if topic is not None)
+        return [topic for topic in turns if topic not in self._rests][:MAX_TOPICS]
+
+    def takes(self, topic: str, nbytes: int) -> bool:
+        """Count a message of ``topic``; return False, and let it rest, if that is more than it may have."""
+        if self._budgets.take(topic, 1, nbytes):
+            return True
+        log.warning("%s is not forwarded for %g s: more is published than %d MiB a minute", topic, REST_S, BUDGET.nbytes >> 20)
+        self._rests[topic] = self._clock() + REST_S
+        return False
+
+    async def run(self, daemon: Daemon) -> None:
+        """Subscribe ``daemon`` to what is chosen, until cancelled."""
+        running: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                chosen = self.chosen()
+                for topic in [topic for topic, task in running.items() if task.done() or topic not in chosen]:
+                    running.pop(topic).cancel()
+                for topic in chosen:
+                    if topic not in running:
+                        running[topic] = asyncio.ensure_future(self._forward(daemon, topic))
+        finally:
+            for task in running.values():
+                task.cancel()
+
+    async def _forward(self, daemon: Daemon, topic: str) -> None:
+        try:
+            subscription = await asyncio.wait_for(Subscription.to(daemon, topic), ANSWER_S)
+        except (*DAEMON_GONE, asyncio.TimeoutError) as error:
+            log.debug("%s is not forwarded: %r", topic, error)
+            return
+        try:
+            while self.takes(topic, len((await subscription.next()).data)):
+                pass
+        except NetworkError as error:
+            log.debug("%s is forwarded no more: %s", topic, error)
+        finally:
+            subscription.close()
+
+
+SMALL_S = 10.0  # seconds for one small message
+MAX_STREAMS, MAX_STREAMS_PER_PEER = 192, 4  # answered at once
+LINGER = 2.0  # seconds an answered stream waits for the caller to end it
+MAX_OF_RANGE = 64  # connected peers of an address range, once there are three times as many in all; above 512 the daemon cuts down
+AT_ONCE = 32  # connections that are ended at a time
+BACKOFF = (0.1, 1.0, 5.0, 10.0)  # seconds before each further start of a daemon that ended; the last repeats
+
+
+def beyond_share(origins: Mapping[str, str]) -> list[str]:
+    """Return the connected peers that have to go, by whence each came: of crowded address ranges, and there of crowded hosts."""
+    if len(origins) <= 3 * MAX_OF_RANGE:
+        return []
+    of_host, of_range = Counter[str](), Counter[str]()
+    order = []
+    for peer, host in origins.items():
+        order.append((of_host[host], peer))
+        of_host[host] += 1
+    gone = []
+    for _, peer in sorted(order, key=lambda each: each[0]):
+        where = range_of(origins[peer])
+        of_range[where] += 1
+        if of_range[where] > MAX_OF_RANGE:
+            gone.append(peer)
+    return gone
+
+
+class Seed:
+    """A bootstrap node; call `run`. ``on_ready`` gets the addresses under which it is reached, each time its daemon starts."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        listen: Sequence[str],
+        announce: Sequence[str] = (),
+        relay: bool = True,
+        on_ready: Callable[[tuple[str, ...]], None] = lambda addresses: None,
+    ) -> None:
+        self.registry = SeedRegistry()
+        self.board = AnnouncementBoard(self.registry)
+        self.forwarding = GossipForwarding()
+        self._identity = identity
+        self._listen = tuple(listen)
+        self._announce = tuple(announce)
+        self._relay = relay
+        self._on_ready = on_ready
+        self._places = StreamPlaces(MAX_STREAMS)
+        self._reachability = ReachabilityProbe()
+        self._traffic = TrafficMeter()
+
+    async def run(self) -> None:
+        """Serve until cancelled; a daemon that ends is started again. Raises StartupError if it does not start the first time."""
+        check_free(self._listen)
+        check_announced(self._announce, self._identity.peer_id)
+        if self._announce:
+            self._listen = obtain_ports(self._listen)
+        daemon: Daemon | None = await self._launch()
+        attempt = 0
+        while True:
+            if daemon is not None:
+                try:
+                    status = await daemon.ended()
+                finally:
+                    await daemon.shutdown()
+                log.warning("the network daemon stopped (status %s); restarting it", status)
+                attempt = 0
+            await asyncio.sleep(BACKOFF[min(attempt, len(BACKOFF) - 1)])
+            attempt += 1
+            try:
+                daemon = await self._launch()
+            except (StartupError, NetworkError) as error:
+                daemon = None
+                log.warning("the network daemon is not back yet, trying again: %s", error)
+
+    async def _launch(self) -> Daemon:
+        """Start a daemon that counts as reachable, and serve on it. Raises StartupError or NetworkError."""
+        quic = beside(self._listen)  # for members that ask by what port their packets come; it is in no link
+        daemon = await launch_relay(
+            self._identity,
+            listen=[*self._listen, *quic],
+            announce=self._announce,
+            relay="auto" if self._relay else "off",
+            idle="",  # no connection to it stays open
+        )
+        try:
+            await daemon.serve(SEED_PROTOCOL, self._handler(self._answer))
+            await daemon.serve(SWARMS_PROTOCOL, self._handler(self._list))
+            await daemon.serve(DIAL_PROTOCOL, self._handler(self._dial_back))
+            await daemon.serve(SEEN_PROTOCOL, self._handler(lambda stream: self._limited(stream, tell_seen(daemon, stream))))
+            found = await asyncio.wait_for(daemon.addresses(), ANSWER_S)
+        except BaseException as error:
+            await daemon.shutdown()
+            if isinstance(error, (*DAEMON_GONE, ValueError, asyncio.TimeoutError)):
+                raise StartupError(f"the network daemon started but cannot be talked to ({error}): try again.") from error
+            raise
+        daemon.at_end.append(asyncio.ensure_future(self._share(daemon)).cancel)
+        if self._relay:
+            daemon.at_end.append(asyncio.ensure_future(self.forwarding.run(daemon)).cancel)
+        mute = "/p2p-circuit" if any("/quic-v1" in each for each in self._listen) else "/quic-v1"
+        addresses = tuple(address for address in found if "/p2p-circuit" not in address and mute not in address)
+        self._listen = fixed_ports(self._listen, addresses)
+        self._on_ready(addresses)
+        return daemon
+
+    async def _share(self, daemon: Daemon) -> None:
+        """Keep the daemon's connections from being taken by a few address ranges."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                gone = beyond_share(await asyncio.wait_for(daemon.origins(), ANSWER_S))
+                for at in range(0, len(gone), AT_ONCE):  # the end of one can take the daemon a tenth of a second
+                    ends = (daemon.disconnect(peer) for peer in gone[at : at + AT_ONCE])
+                    await asyncio.wait_for(asyncio.gather(*ends), ANSWER_S)
+            except (*DAEMON_GONE, asyncio.TimeoutError) as error:
+                log.debug("connections were not shared out: %r", error)
+                continue
+            if gone:
+                log.info("ended the connections of %d peers of crowded address ranges", len(gone))
+
+    def _handler(self, answer: Callable[[Stream], Awaitable[None]]) -> Incoming:
+        async def incoming(peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await answer(Stream(peer_id, reader, writer, self._traffic, origin))
+
+        return incoming
+
+    async def _answer(self, stream: Stream) -> None:
+        async def reply() -> None:
+            request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
+            answer = self.registry.answer(stream.peer_id, request, stream.origin)
+            if self.registry.has(request.swarm, stream.peer_id):
+                self.forwarding.ask(request.swarm, request.topics, stream.origin)
+            await stream.send(pack(answer), SMALL_S)
+
+        await self._limited(stream, reply())
+
+    async def _list(self, stream: Stream) -> None:
+        async def reply() -> None:
+            request = unpack(await stream.receive(SwarmsRequest.LIMIT, SMALL_S), SwarmsRequest)
+            await stream.send(pack(self.board.answer(stream.peer_id, request)), SMALL_S)
+
+        await self._limited(stream, reply())
+
+    async def _dial_back(self, stream: Stream) -> None:
+        await self._limited(stream, self._reachability.answer(stream))
+
+    async def _limited(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
+        if self._places.peers[stream.peer_id] >= MAX_STREAMS_PER_PEER or not self._places.take(stream):
+            work.close()
+            stream.abort()
+            return
+        try:
+            await work
+            await stream.more(LINGER)
+        except (MessageError, NetworkError) as error:
+            log.debug("peer %s was not answered: %s", short(stream.peer_id), error)
+        finally:
+            self._places.free(stream)

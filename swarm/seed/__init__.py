@@ -1,1 +1,0 @@
-"""The bootstrap node, which trains nothing and needs no torch."""

@@ -1,0 +1,451 @@
+"""The messages between members of a swarm and a bootstrap node (`shoal seed`). A public swarm is announced to it, and listed by it
+(`shoal swarms`).
+
+
+The record of a member in the directory, and the messages of a joining node: the request for the manifest, and admission.
+
+The messages of an exchange between two peers.
+
+The messages of a group exchange, in the order in which they are sent.
+
+The messages that request and deliver a snapshot of the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from shoal.swarm.wire.envelope import (
+    ENVELOPE,
+    FAILURES,
+    KIB,
+    MAX_BLAMED,
+    MAX_COUNT,
+    MAX_EXTRA,
+    Address,
+    Bytes,
+    Count,
+    Digest,
+    Failure,
+    Label,
+    Message,
+    Moment,
+    Nonce,
+    PeerId,
+    Rate,
+    Reach,
+    Real,
+    Reason,
+    Seconds,
+    Sha256,
+    Shapes,
+    Share,
+    ShortLabel,
+    Sketch,
+    SwarmId,
+    Token,
+    Weight,
+)
+
+MAX_MISSING = 4  # names of missing members in a record
+
+
+class Member(Message):
+    """One peer's entry in the directory; ``steps_per_s`` in inner steps, ``issued`` in Unix seconds, loss in nats.
+
+    ``tokens_per_s``: recently, without waiting for others; 0 where none are counted. ``mfu``: model FLOPs utilisation, a share of
+    the device's published peak; None where it is not known.
+
+    Its exchanges: ``exchange_s``, recent seconds of transfer in one, and ``wait_s``, for which training stood still in a round;
+    ``lag``, the inner steps that training goes on during one, ``lag_auto`` if the node chooses that by itself, and ``late``, the
+    number of those so far that came after theirs;
+    ``failures`` among its last ``exchanges``, by kind, and the peers in most of them (``blamed``). ``missing``: number of the
+    ``missing_of`` members that it lost sight of at about the same moment, and some of their names. ``sketch``: the round and
+    fragment that it finished last, and a sketch of its slow weights then, where the method keeps them equal on all peers.
+    ``reach``: who can dial it, as peers found that it asked, and if nobody can, which way its exchanges take; ``throughput``: the
+    bytes a second that these moved each way, 0 where none was large enough to tell.
+    ``admission``: its packed `shoal.swarm.access.Admission`, in a swarm that is by invitation only.
+    """
+
+    KIND, LIMIT, AUTHOR = "member", 5 * KIB, "peer"
+    swarm: SwarmId
+    peer: PeerId
+    name: Label
+    addresses: Annotated[tuple[Address, ...], Field(max_length=8)]
+    round: Count
+    step: Count
+    loss: Real | None
+    steps_per_s: Rate
+    shard: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+    shards: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    model: Digest
+    state: Literal["waiting", "training", "leaving", "done"]
+    issued: Moment
+    version: Label
+    admission: Annotated[bytes, Field(max_length=KIB)] = b""
+    exchange_s: Seconds = 0.0
+    wait_s: Seconds = 0.0
+    lag: Count = 0
+    lag_auto: bool = False
+    late: Count = 0
+    exchanges: Count = 0
+    failures: Annotated[tuple[tuple[Failure, Count], ...], Field(max_length=len(FAILURES))] = ()
+    blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=MAX_BLAMED)] = ()
+    missing: Count = 0
+    missing_of: Count = 0
+    missing_within_s: Seconds = 0.0
+    missing_names: Annotated[tuple[ShortLabel, ...], Field(max_length=MAX_MISSING)] = ()
+    tokens_per_s: Rate = 0.0
+    mfu: Share | None = None
+    sketch: Sketch | None = None
+    reach: Reach = "unknown"
+    throughput: Rate = 0.0
+
+    @model_validator(mode="after")
+    def _shard_exists(self) -> Member:
+        if self.shard >= self.shards:
+            raise ValueError("shard must be below shards")
+        return self
+
+
+class ManifestRequest(Message):
+    """Request for the signed manifest of the peer's swarm."""
+
+    KIND = "manifest-request"
+    swarm: SwarmId
+
+
+class ManifestReply(Message):
+    """The sealed manifest, or None and the reason."""
+
+    KIND, LIMIT = "manifest-reply", 64 * KIB
+    manifest: Annotated[bytes, Field(max_length=60 * KIB)] | None
+    swarm: SwarmId
+    reason: Reason = ""
+
+
+class AdmissionReply(Message):
+    """The packed `shoal.swarm.access.Admission` of the answering node; or the reason why the caller is refused."""
+
+    KIND, LIMIT = "admission-reply", 4 * KIB
+    admission: Annotated[bytes, Field(max_length=KIB)] = b""
+    reason: Reason = ""
+
+
+MAX_REFUSED = 4096 * KIB
+Refused = Annotated[bytes, Field(max_length=MAX_REFUSED)]
+"""The blocks of the receiver's contribution that the sender refused (`shoal.optim.codecs.mod4.Reading.bits`)."""
+
+
+class Offer(Message):
+    """Offer of an exchange: a description of the payload, ``nbytes`` encoded bytes with digest ``sha256``."""
+
+    KIND, LIMIT = "offer", 1024 * KIB
+    swarm: SwarmId
+    round: Count
+    fragment: Count
+    nbytes: Bytes
+    shapes: Shapes
+    dtype: Token
+    codec: Token
+    sha256: Sha256
+    weight: Weight
+    model: Digest
+    nonce: Nonce
+
+
+class Answer(Message):
+    """The reply to an offer; ``round`` is the answering peer's own."""
+
+    KIND, LIMIT = "answer", 4 * KIB
+    verdict: Literal["accept", "wait", "busy", "passed", "refuse"]
+    reason: Reason = ""
+    round: Count
+
+
+class Ready(Message):
+    """Message that the sender holds the whole verified contribution of its partner."""
+
+    KIND, VERSION, LIMIT = "ready", 2, MAX_REFUSED + KIB
+    nonce: Nonce
+    sha256: Sha256
+    refused: Refused = b""
+
+
+class Commit(Message):
+    """Decision to apply the exchange on both sides."""
+
+    KIND, VERSION, LIMIT = "commit", 2, MAX_REFUSED + KIB
+    nonce: Nonce
+    refused: Refused = b""
+
+
+class Abort(Message):
+    """Decision that neither side applies the exchange."""
+
+    KIND, LIMIT = "abort", 4 * KIB
+    nonce: Nonce
+    reason: Reason = ""
+
+
+class OutcomeRequest(Message):
+    """Question for the outcome of an exchange, after a confirmation was lost."""
+
+    KIND = "outcome-request"
+    nonce: Nonce
+
+
+class OutcomeReply(Message):
+    """The outcome of the exchange on the replying side."""
+
+    KIND, VERSION, LIMIT = "outcome-reply", 2, MAX_REFUSED + KIB
+    outcome: Literal["committed", "aborted", "unknown"]
+    refused: Refused = b""
+
+
+MAX_GROUP = 64  # members, each a bit of one number
+LARGEST_GROUP = MAX_GROUP - 1  # that a swarm may ask for: of several groups one may be larger by one
+MAX_PATIENCE = 3600.0  # seconds
+
+Places = Annotated[int, Field(ge=0, lt=2**MAX_GROUP)]
+"""A set of members: bit n stands for the n-th in the order of peer ids."""
+
+
+class GroupReady(Message):
+    """Signed description of the sender's contribution to a round, for its leader and then its group; ``patience`` in seconds.
+
+    ``sketch``: that of the round that it finished last, as in its `shoal.swarm.wire.messages.Member`, which may arrive too late.
+    """
+
+    KIND = "group-ready"
+    swarm: SwarmId
+    round: Count
+    fragment: Count
+    model: Digest
+    codec: Token
+    shapes: Sha256
+    nbytes: Bytes
+    weight: Weight
+    sha256: Sha256
+    patience: Annotated[float, Field(ge=0, le=MAX_PATIENCE)]
+    nonce: Nonce
+    sketch: Sketch | None = None
+
+
+class GroupReceipt(Message):
+    """The leader's answer to a ready message.
+
+    ``passed``: go to ``round``. ``elsewhere``: the sender itself waits at another leader, at ``addresses``; may also follow later.
+    """
+
+    KIND, LIMIT = "group-receipt", 4 * KIB
+    verdict: Literal["noted", "passed", "elsewhere", "busy", "refuse"]
+    reason: Reason = ""
+    round: Count
+    leader: PeerId | None = None
+    addresses: Annotated[tuple[Address, ...], Field(max_length=8)] = ()
+
+
+class GroupAlive(Message):
+    """Heartbeat of either side while it has nothing else to send, so that silence means a stopped process or a dead link."""
+
+    KIND = "group-alive"
+
+
+class GroupFormed(Message):
+    """The leader's message to a member of its group: the signed ready messages of all, each after its length as two bytes.
+
+    ``alone``: no other member was ready. A second such message calls the first attempt off and asks for another.
+    """
+
+    KIND, LIMIT = "group-formed", MAX_GROUP * (KIB + ENVELOPE + 2) + KIB
+    nonce: Nonce
+    reduction: Literal["gather", "allreduce"]
+    alone: bool
+    members: Annotated[bytes, Field(max_length=MAX_GROUP * (KIB + ENVELOPE + 2))]
+
+
+class GroupLost(Message):
+    """The leader's list of members that died since the group was formed, so that nobody waits for their data."""
+
+    KIND = "group-lost"
+    nonce: Nonce
+    lost: Places
+
+
+class GroupHello(Message):
+    """Opening of the stream between two members over which they exchange payloads."""
+
+    KIND = "group-hello"
+    nonce: Nonce
+
+
+class GroupReport(Message):
+    """A member's report of the contributions that it holds whole; after an all-reduce: all or none."""
+
+    KIND = "group-report"
+    nonce: Nonce
+    held: Places
+
+
+class GroupDecision(Message):
+    """Signed decision of the leader: the members whose contributions make the mean. None: the exchange is off."""
+
+    KIND = "group-decision"
+    swarm: SwarmId
+    nonce: Nonce
+    mean: Places
+
+
+class GroupQuestion(Message):
+    """Question to the leader or another member for the decision, after the channel to the leader broke."""
+
+    KIND = "group-question"
+    nonce: Nonce
+
+
+class GroupReply(Message):
+    """The sealed decision, from the leader or a member that received it; None if the replying side does not have it."""
+
+    KIND, LIMIT = "group-reply", 2 * KIB
+    decision: Annotated[bytes, Field(max_length=KIB + ENVELOPE)] | None
+
+
+class StateRequest(Message):
+    """Request for a snapshot of a peer's slow weights, to start from them; ``astray``: because the sender's own have diverged.
+
+    ``since``: of this round or a later one. ``round``: that of the sender's own weights if they have diverged.
+    """
+
+    KIND = "state-request"
+    swarm: SwarmId
+    model: Digest
+    astray: bool = False
+    round: Count = 0
+    since: Count = 0
+
+
+class StateHeader(Message):
+    """Header of a snapshot: ``nbytes`` bytes of slow weights, of ``shapes``, and the rule's shared state. Its SHA-256 is its id.
+
+    ``sha256``: of the list of the BLAKE3 digests of its chunks. ``extra``: for each part of the shared state, in order, its name
+    and the SHA-256 of its packed shapes. ``applied``: for each fragment, as a little-endian u64, one more than the round whose
+    outcome is in it. The header is the same on all peers that hold the same snapshot.
+    """
+
+    KIND, LIMIT = "state-header", 1024 * KIB
+    round: Count
+    nbytes: Bytes
+    shapes: Shapes
+    dtype: Token
+    sha256: Sha256
+    extra: Annotated[tuple[tuple[Token, Sha256], ...], Field(max_length=MAX_EXTRA)] = ()
+    applied: Annotated[bytes, Field(max_length=32 * KIB)] = b""
+
+
+class ChunkRequest(Message):
+    """Request for chunk number ``chunk`` of the snapshot with that id, or (None) for the list of the digests of all chunks."""
+
+    KIND = "piece-request"
+    swarm: SwarmId
+    snapshot: Sha256
+    chunk: Count | None
+
+
+class ChunkReply(Message):
+    """The number of bytes that follow; 0: the chunk is not held, for ``reason``."""
+
+    KIND, LIMIT = "piece-reply", 4 * KIB
+    nbytes: Bytes
+    reason: Reason = ""
+
+
+SEED_PROTOCOL, SEEN_PROTOCOL = "/shoal/seed/1", "/shoal/seen/1"
+MAX_NAMED = 8  # members that a bootstrap node names at once
+MAX_TOPICS = 8  # of one swarm that a member names
+
+Topic = Annotated[str, Field(pattern=r"^[a-z-]{1,32}/[0-9]{1,4}$")]
+Record = Annotated[bytes, Field(max_length=Member.LIMIT + ENVELOPE)]
+
+
+class SeedRequest(Message):
+    """Request for members of a swarm; ``record``: the sender's own sealed `Member`, by which others may find it.
+
+    ``topics``: of a sender that has a relay, kinds and versions of the swarm's topics that the bootstrap node shall forward.
+    """
+
+    KIND, LIMIT = "seed-request", 8 * KIB
+    swarm: SwarmId
+    record: Record | None = None
+    topics: Annotated[tuple[Topic, ...], Field(max_length=MAX_TOPICS)] = ()
+
+
+class SeedReply(Message):
+    """Sealed `Member` records of others; ``reason``: why the sender's own was not noted, if it was not."""
+
+    KIND, LIMIT = "seed-reply", 48 * KIB
+    members: Annotated[tuple[Record, ...], Field(max_length=MAX_NAMED)] = ()
+    reason: Reason = ""
+
+
+SWARMS_PROTOCOL = "/shoal/swarms/1"
+MAX_LISTED = 4  # swarms in one reply
+MAX_CONTACTS = 2  # members of each that are named with it
+MAX_MANIFEST = 12 * KIB  # bytes of a sealed manifest that is announced
+
+
+class Announcement(Message):
+    """What a member says of its public swarm, for people who look for one; ``issued`` in Unix seconds.
+
+    ``manifest``: the swarm's sealed manifest, whose hash is ``swarm``. The rest is as the member ``peer`` says: ``params``, the
+    number of parameters; ``round_bytes``, bytes that a node sends in a round; ``memory``, bytes of main memory that averaging takes
+    beyond training alone, 0 where it was not measured; ``device``, on what it computes: cpu, cuda, xpu or mps.
+    """
+
+    KIND, LIMIT, AUTHOR = "announcement", 13 * KIB, "peer"
+    swarm: SwarmId
+    peer: PeerId
+    manifest: Annotated[bytes, Field(max_length=MAX_MANIFEST)]
+    params: Count
+    round_bytes: Bytes
+    memory: Bytes
+    device: ShortLabel
+    issued: Moment
+
+
+Sealed = Annotated[bytes, Field(max_length=Announcement.LIMIT + ENVELOPE)]
+Contact = Annotated[bytes, Field(max_length=Member.LIMIT + ENVELOPE)]
+
+
+class SwarmsRequest(Message):
+    """Request for public swarms whose ids come after ``after``, in the order of their ids.
+
+    ``announcement``: the sender's own sealed `Announcement`, to be listed to others.
+    """
+
+    KIND, LIMIT = "swarms-request", 14 * KIB
+    after: SwarmId | None = None
+    announcement: Sealed | None = None
+
+
+class ListedSwarm(Message):
+    """A public swarm: its sealed `Announcement`, the number of members that the bootstrap node knows, and some of their records."""
+
+    KIND, LIMIT = "listed-swarm", 24 * KIB
+    announcement: Sealed
+    peers: Count
+    contacts: Annotated[tuple[Contact, ...], Field(max_length=MAX_CONTACTS)] = ()
+
+
+class SwarmsReply(Message):
+    """Public swarms, each a packed `ListedSwarm`; ``more``: others come after the last.
+
+    ``reason``: why the announcement was refused, if it was.
+    """
+
+    KIND, LIMIT = "swarms-reply", 98 * KIB
+    swarms: Annotated[tuple[Annotated[bytes, Field(max_length=ListedSwarm.LIMIT)], ...], Field(max_length=MAX_LISTED)] = ()
+    more: bool = False
+    reason: Reason = ""
