@@ -16,10 +16,14 @@ w' is further away than twice its own sigma, so no partner moves a peer by more 
 so what one gains the other loses, to the last bit, and the own rounding never enters the own weights.
 
 The range is the larger of 1.1 times the distance measured last and rho rms(w - slow), where rho is the measured distance over
-rms(w - slow) in the fragment's last exchange, 1.5 at first. D is at least 2^-20 of the largest value: z is exact in float32.
+rms(w - slow) in the fragment's last exchange, 1.5 at first. It is at least half of the tensor's, in the root mean square: where one
+peer alone has learnt, as in the rows of rare tokens, the others know of no distance. D is at least 2^-20 of the largest value: z is
+exact in float32.
 
-* A refused block counts as 1.5 sigma; one in which the partner expected more as 0.7 of that, up to 1.5 sigma. Where one peer is far
-  from all others the word spreads; else nobody would send it what it can read, and it would stay away for good.
+* A refused block counts as 1.5 sigma if the partner expected no less, else as sigma: the narrower of both becomes wider, and what
+  the other cannot read does not widen the own range. One in which the partner expected more counts as 0.7 of that, up to 1.5
+  sigma. Where one peer is far from all others the word spreads; else nobody would send it what it can read, and it would stay away
+  for good.
 * n rounds without a partner make rms(w - slow) count sqrt(1 + n) times, at most 4: a random walk.
 
 What is heard of others fades by 1.1 times 0.7, and nothing else makes a range wider: beyond 4 times the true distance an exchange
@@ -49,6 +53,8 @@ BLOCK, HALF, BITS, LEVELS = 64, 32, 4, 16
 REACH = 4.5
 """c: half of a range, in sigmas."""
 GROWTH, FIRST, REFUSED, APART, WORD = 1.1, 1.5, 1.5, 4.0, 0.7
+NEAR = 0.5
+"""The narrowest range of a block, in those of its whole tensor, as root mean squares."""
 FAR = 2.0
 """Own sigmas beyond which the partner's block is refused."""
 LARGEST, NONE = 127, -128
@@ -107,7 +113,8 @@ class Mod4Codec:
         head = list(tensors[: len(tensors) - tail])
         shapes = [tuple(tensor.shape) for tensor in tensors]
         sizes, own = _sizes(shapes[: len(head)]), _rows(head)
-        exponents, moved = self._range(own, sizes)
+        counts = [blocks(numel(shape), BLOCK) for shape in shapes[: len(head)]]
+        exponents, moved = self._range(own, sizes, counts)
         payload = buffer(self.nbytes(shapes[: len(head)]) + _gap(len(own), tail) + FLOAT32.nbytes(shapes[len(head) :]))
         message = PairMessage(
             payload, own, sizes, exponents, moved, shapes, tail, [t.float().clone() for t in to_host(tensors[len(head) :])]
@@ -126,8 +133,9 @@ class Mod4Codec:
 
     def learn(self, sent: PairMessage, read: Reading) -> None:
         """Note the distances that the partner's contribution showed."""
-        widest = REFUSED * SIGMAS[sent.exponents.int() + 128]
-        seen = torch.where(read.kept, read.distance, widest)
+        sigma = SIGMAS[sent.exponents.int() + 128]
+        widest = REFUSED * sigma
+        seen = torch.where(read.kept, read.distance, torch.where(sigma <= read.expected, widest, sigma / GROWTH))
         self._measured = _exponents(torch.maximum(seen, torch.minimum(WORD * read.expected, widest)), up=False)
         weights = sent.sizes * read.kept
         moved = SIGMAS[sent.moved.int() + 128].masked_fill(sent.moved == NONE, 0.0)
@@ -135,8 +143,8 @@ class Mod4Codec:
         if total > 0:
             self._rho = math.sqrt(float((weights * read.distance.square()).sum(dtype=torch.float64)) / total)
 
-    def _range(self, own: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the exponents of the blocks, and those of rms(w - slow)."""
+    def _range(self, own: Tensor, sizes: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the exponents of the blocks, and those of rms(w - slow). ``counts``: blocks of each tensor."""
         if self._measured is not None and len(self._measured) != len(own):
             self._measured = None  # other tensors than before: what was measured says nothing about them
         moved = _exponents(_rms(own, sizes)) if self._moved is None else self._moved
@@ -145,6 +153,8 @@ class Mod4Codec:
         expected = _known(moved) * (self._rho * min(math.sqrt(1 + self._apart), APART))
         if self._measured is not None:
             torch.maximum(expected, GROWTH * _known(self._measured), out=expected)
+        for part, size in zip(torch.split(expected, counts), torch.split(sizes, counts), strict=True):
+            part.clamp_(min=NEAR * math.sqrt(float((size * part.square()).sum() / size.sum().clamp(min=1))))
         least = _largest(own).mul_(2.0**-20 * LEVELS / (2 * REACH))
         if not bool((least <= SIGMAS[-1]).all()):
             raise ValueError(

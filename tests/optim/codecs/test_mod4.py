@@ -264,6 +264,47 @@ def test_no_range_grows_by_itself_however_many_exchanges_fail(size, count, faili
     assert apart[-1] < 0.8 * max(apart)
 
 
+def test_of_two_that_cannot_read_each_other_the_narrower_range_grows():
+    """The wider one is no reason for what the other sends to be unreadable."""
+    weights = [torch.zeros(8, BLOCK), torch.ones(8, BLOCK)]
+    codecs, moved = [Mod4Codec(), Mod4Codec()], [1e-3, 0.1]
+    used = []
+    for number in range(12):
+        messages = []
+        for codec, held, distance in zip(codecs, weights, moved, strict=True):
+            codec.expect(f"run:{number}:0", [torch.full((8, BLOCK), distance if number == 0 else 0.0)])
+            messages.append(codec.post([held]))
+        used.append([float((2.0 ** (message.exponents.double() / 4)).mean()) for message in messages])
+        for codec, mine, theirs in zip(codecs, messages, reversed(messages), strict=True):
+            codec.learn(mine, mine.read(theirs.payload))
+    narrow, wide = zip(*used, strict=True)
+    assert narrow[0] < 0.01 < 0.1 < wide[0] < 0.4
+    assert wide[5] == wide[0]
+    assert narrow[5] > 5 * narrow[0]
+
+
+@pytest.mark.parametrize("rows", [1, 10])
+def test_what_one_peer_alone_learns_reaches_the_others_and_drives_no_range(rows):
+    """As in the rows of rare tokens. Its range grew by 1.65 with each exchange, for the others could not be read by it with theirs
+    of next to nothing, and what it rounded ended the run at step 500.
+    """
+    codecs, weights = [Mod4Codec() for _ in range(4)], [torch.zeros(40, BLOCK) for _ in range(4)]
+    generator = torch.Generator().manual_seed(2)
+
+    def learnt(round):
+        for w in weights:
+            w[rows:] += 0.02 * torch.randn(40 - rows, BLOCK, generator=generator)
+        weights[0][:rows] += 0.02 * torch.randn(rows, BLOCK, generator=generator)
+        return 0
+
+    gossip(weights, codecs, 160, learnt)
+    held = torch.stack(weights)
+    assert held.abs().max() < 2  # of a random walk of 160 steps, the mean of four of which is half as wide
+    heard = held[1:, :rows].square().mean().sqrt() / held[0, :rows].square().mean().sqrt()
+    assert heard > 0.5
+    assert max(float((2.0 ** (codec._measured.double() / 4)).max()) for codec in codecs) < 1
+
+
 @pytest.mark.parametrize("others", [2, 4, 8])
 def test_a_newcomer_with_the_weights_of_one_is_read_by_the_others_at_once(others):
     """It knows nothing of distances: what it has learnt in its first round is what it has to go by."""
