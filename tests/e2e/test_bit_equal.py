@@ -77,7 +77,7 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     nodes = [shoal.node("up", file, "peer-0", "--shard", f"0/{PEERS}", "--keep-rounds")]
     link = nodes[0].line()
     nodes += [shoal.node("join", link, f"peer-{i}", "--shard", f"{i}/{PEERS}", "--keep-rounds") for i in range(1, PEERS)]
-    assert [node.wait(90) for node in nodes] == [0] * PEERS, [node.said() for node in nodes]
+    assert [node.wait() for node in nodes] == [0] * PEERS, [node.said() for node in nodes]
 
     results = [shoal.result(f"peer-{i}") for i in range(PEERS)]
     assert [(r["exchanges"], r["pairs_none"]) for r in results] == [(rounds, 0)] * PEERS

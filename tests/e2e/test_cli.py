@@ -205,7 +205,7 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     node = create(shoal, "n", "--json", program=("-m", "shoal"))  # no fork: Python, too, begins and ends as it does for a user
     eventually(lambda: any(event["step"] >= 10 for event in rounds(shoal, "n")), 60, "two rounds")
     node.signal(signal.SIGINT)
-    assert node.wait(120) == 130
+    assert node.wait() == 130
     (line,) = node.lines
     first = json.loads(line)
     assert first["interrupted"]
@@ -250,7 +250,7 @@ def test_a_second_ctrl_c_ends_the_node_at_once(shoal, eventually):
     with pytest.raises(subprocess.TimeoutExpired):
         node.popen.wait(1)
     node.signal(signal.SIGINT)
-    assert node.wait(120) == 130
+    assert node.wait() == 130
     eventually(lambda: not shoal.left(), 60, "the end of daemon and guard")
 
 
@@ -258,7 +258,7 @@ def test_ctrl_c_before_anything_runs_ends_the_node_too(shoal, eventually):
     node = create(shoal, "n")
     eventually(lambda: shoal.left()[1:], 60, "the start of the daemon")
     node.signal(signal.SIGTERM)
-    assert node.wait(120) == 130
+    assert node.wait() == 130
     eventually(lambda: not shoal.left(), 60, "the end of daemon and guard")
 
 

@@ -12,12 +12,13 @@ from shoal.node.checkpoint import store as checkpoint
 from shoal.optim import Alone, Simulation
 
 FLOATS = 1_000_000  # 4 MB: several chunks, so that "in the middle" means something
-# Long enough that a process which only waits for its turn on a busy machine is not taken for a dead one.
-WAIT, CHUNK_TIMEOUT = 60.0, 3.0
-GROUP = {"wait": 30.0, "chunk": 4.0, "exchange": 30.0}
-LONG = 120.0  # seconds that an event may take; how soon it comes is bench/latency.py's to say
 ALONE, PAIR = {"alone"}, {"pair"}
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+# A process which only waits for its turn on a busy machine is not to be taken for a dead one. So silence is short only where
+# silence is what shows the end of the other: who is killed is noticed by its connections.
+WAIT, SILENCE = 60.0, {KILL: 30.0, STOP: 3.0}
+GROUP = {"wait": 30.0, "chunk": 4.0, "exchange": 30.0}
+LONG = 120.0  # seconds that an event may take; how soon it comes is bench/latency.py's to say
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ SELDOM = [
     ),
 )
 def test_the_survivor_has_one_whole_outcome_and_goes_on(nursery, eventually, outcomes, number, role, point, expected, lag, codec):
-    pair = nursery.pair(wait=WAIT, chunk=CHUNK_TIMEOUT, overlap=lag > 0)
+    pair = nursery.pair(wait=WAIT, chunk=SILENCE[number], overlap=lag > 0)
     victim, survivor = (0, 1) if role == "caller" else (1, 0)
     caller, callee = pair
     pair[victim].ask("arm", "armed", point=point, number=int(number))
@@ -182,7 +183,7 @@ def test_the_sources_go_on_though_the_newcomer_goes_in_the_middle(nursery, numbe
 )
 def test_a_partner_that_goes_in_the_middle_of_writing_a_checkpoint(nursery, outcomes, tmp_path, number):
     """The other goes on alone, and the checkpoint before is whole; who was only stopped ends its save when it is let go on."""
-    survivor, victim = nursery.pair(wait=WAIT, chunk=CHUNK_TIMEOUT)
+    survivor, victim = nursery.pair(wait=WAIT, chunk=SILENCE[number])
     victim.ask("save", "saved", folder=str(tmp_path), step=1, floats=FLOATS)
     victim.tell("save", folder=str(tmp_path), step=2, floats=FLOATS, number=int(number))
     victim.wait("point")

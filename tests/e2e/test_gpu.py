@@ -32,7 +32,7 @@ def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_
     how = {"gpu": ("--device", "cuda", "--set", "node.slow_on_device=true"), "cpu": ("--device", "cpu")}
     one = shoal.node("up", table, "gpu", *how["gpu"], "--shard", "0/2")
     two = shoal.node("join", one.line(), "cpu", *how["cpu"], "--shard", "1/2")
-    assert [node.wait(200) for node in (one, two)] == [0, 0], (one.said(), two.said())
+    assert [node.wait() for node in (one, two)] == [0, 0], (one.said(), two.said())
     assert [[event["members"] for event in rounds(shoal, name)] for name in how] == [[2, 2, 2]] * 2
     ends = [[event["weights"] for event in rounds(shoal, name)] for name in how]
     assert ends[0] == ends[1], "members of a group hold the same bits, whatever they compute on"
@@ -42,7 +42,7 @@ def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_
         shoal.node("up", table, "gpu", *how["cpu"], "--shard", "0/2", "--resume", "--steps", "12"),
         shoal.node("join", link, "cpu", *how["gpu"], "--shard", "1/2", "--resume", "--steps", "12"),
     ]
-    assert [node.wait(200) for node in moved] == [0, 0], [node.said() for node in moved]
+    assert [node.wait() for node in moved] == [0, 0], [node.said() for node in moved]
     for name in how:
         assert shoal.result(name)["steps"] == 12
         assert math.isfinite(rounds(shoal, name)[-1]["loss"])
@@ -62,16 +62,16 @@ def test_two_gpus_are_one_peer_that_survives_the_death_of_a_rank_and_resumes_in_
     died = max(event["round"] for event in rounds(shoal, "one"))
     eventually(lambda: max(event["round"] for event in rounds(shoal, "one")) > died + 1, 120, "rounds after it")
     node.signal(signal.SIGTERM)
-    assert node.wait(120) == 130, node.said()
+    assert node.wait() == 130, node.said()
     assert "rank 1 was ended by SIGKILL" in node.said()
 
     steps = shoal.result("one")["steps"]
     sharded = shoal.node("up", table, "one", *both, "--parallel", "fsdp", "--resume", "--steps", str(steps + 3))
-    assert sharded.wait(200) == 0, sharded.said()
+    assert sharded.wait() == 0, sharded.said()
     for ranks in (node, sharded):  # rank 0's own part
         assert "Training will take about" in ranks.said()
         assert "after its first step this node holds" in ranks.said()
     single = shoal.node("up", table, "one", "--device", "cuda:1", "--resume", "--steps", str(steps + 6))
-    assert single.wait(200) == 0, single.said()
+    assert single.wait() == 0, single.said()
     assert shoal.result("one")["steps"] == steps + 6
     assert all(math.isfinite(event["loss"]) for event in rounds(shoal, "one"))

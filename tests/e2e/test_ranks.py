@@ -61,7 +61,7 @@ def test_a_peer_of_two_processes_holds_the_bits_of_one_that_accumulates(shoal):
     table = shoal.toml(options=OPTIONS, outer=outer, train={"steps": 9, "seed": SEED}, swarm={"start_when": 2, "shards": 2})
     one = shoal.node("up", table, "one", *HALVES, "--shard", "0/2", "--keep-rounds")
     two = shoal.node("join", one.line(), "two", *DDP, "--shard", "1/2", "--keep-rounds")
-    assert [node.wait(90) for node in (one, two)] == [0, 0], (one.said(), two.said())
+    assert [node.wait() for node in (one, two)] == [0, 0], (one.said(), two.said())
     results = [shoal.result(name) for name in ("one", "two")]
     assert [result["exchanges"] for result in results] == [3, 3]
     expected = reference(shoal, OuterSettings(**outer), [9, 9], [result["peer"] for result in results], total=9)
@@ -91,12 +91,12 @@ def test_the_ranks_end_in_good_order_and_what_the_user_can_mend_is_one_sentence(
     node.line()
     eventually(lambda: len(rounds(shoal, "one")) >= 1, 60, "a round")
     node.signal(signal.SIGTERM)
-    assert node.wait(120) == 130, node.said()
+    assert node.wait() == 130, node.said()
     assert shoal.result("one")["interrupted"]
     again = shoal.node("up", table, "one", *DDP, "--resume", "--steps", str(shoal.result("one")["steps"] + 1))
-    assert again.wait(120) == 0, again.said()
+    assert again.wait() == 0, again.said()
     uneven = shoal.node("up", table, "other", "--option", "batch=3", *DDP)
-    assert uneven.wait(120) == 2
+    assert uneven.wait() == 2
     assert [line for line in uneven.said().splitlines() if line.startswith("Error: ")] == [uneven.said().splitlines()[-1]]
     assert "3 rows" in uneven.said()
 
@@ -143,7 +143,7 @@ def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, 
     eventually(lambda: len(together(shoal, names, died)) >= 3, 150, "three rounds of all with the same weights")
     for node in (copied, sharded, single):
         node.signal(signal.SIGINT)
-    assert [node.wait(60) for node in (copied, sharded, single)] == [130, 130, 130]
+    assert [node.wait() for node in (copied, sharded, single)] == [130, 130, 130]
     assert "rank 1 was ended by SIGKILL" in copied.said()
 
     # Up to the return of the lost peer, what the other two hold is known: that of as many single processes, without it at last.
@@ -170,10 +170,10 @@ def test_torchrun_starts_a_peer_of_two_processes_that_joins_by_a_link(shoal):
     )
     one = shoal.node("up", table, "one", *HALVES)
     two = shoal.node("join", one.line(), "two", "--device", "cpu", "--parallel", "fsdp", program=TORCHRUN)
-    assert [node.wait(90) for node in (one, two)] == [0, 0], (one.said(), two.said())
+    assert [node.wait() for node in (one, two)] == [0, 0], (one.said(), two.said())
     assert [shoal.result(name)["exchanges"] for name in ("one", "two")] == [3, 3]
     unfit = shoal.node("up", table, "other", "--gpus", "3", "--device", "cpu", program=TORCHRUN)
-    assert unfit.wait(60) != 0
+    assert unfit.wait() != 0
     assert "--gpus 3 does not go with the 2 ranks that torchrun has started" in unfit.said()
 
 
@@ -184,9 +184,9 @@ def test_a_checkpoint_goes_on_in_every_layout(shoal):
     for steps, flags in enumerate((HALVES, FSDP, DDP, HALVES), 1):
         more = () if steps == 1 else ("--resume",)
         node = shoal.node("up", table, "changing", *flags, "--steps", str(4 * steps), *more)
-        assert node.wait(90) == 0, node.said()
+        assert node.wait() == 0, node.said()
     same = shoal.node("up", table, "same", *HALVES, "--steps", "16", "--shard", shoal.result("changing")["shard"])
-    assert same.wait(90) == 0, same.said()
+    assert same.wait() == 0, same.said()
     (changed, one), (straight, other) = (load(shoal.home / name) for name in ("changing", "same"))
     assert changed == straight == 16
     outcome = [one["trainer"], other["trainer"]]

@@ -34,14 +34,12 @@ def world(request, nursery):
 @pytest.fixture(scope="module")
 def ranks(nursery):
     """Return a function that starts processes of one job: ``ranks(4)``."""
-    made = {}
+    made = []
 
-    def get(count, fresh=False):
-        if fresh or count not in made:
-            made[count, fresh and len(made)] = found = worlds.Ranks(nursery(), count)
-            return found
-        return made[count, False]
+    def get(count):
+        made.append(worlds.Ranks(nursery(), count))
+        return made[-1]
 
     yield get
-    for found in made.values():
+    for found in made:
         found.close()

@@ -29,7 +29,7 @@ from shoal.optim import Distributed
 
 def serve(connection, order):
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", order["port"], is_master=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", order["port"], is_master=False, timeout=timedelta(seconds=240))
     dist.init_process_group("gloo", store=dist.PrefixStore("job", store), rank=order["rank"], world_size=order["world"])
     with connection.makefile("rw") as stream:
         for line in stream:
@@ -52,7 +52,7 @@ def answer_to(order, store):
         marks.set(what, "-")
 
     def after(what):
-        marks.wait([what], timedelta(seconds=30))
+        marks.wait([what], timedelta(seconds=240))
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)

@@ -117,7 +117,7 @@ def test_a_peer_without_weight_is_not_waited_for(ranks):
 
 @pytest.mark.parametrize("when", ["dies in transfer", "dies before its vote"])
 def test_a_rank_that_dies_costs_the_round_and_the_others_go_on(ranks, when):
-    *others, dead = ranks(3, fresh=True).call(JOBS, "one_round", values=[[1.0]] * 3, wait=1.0, exchange_timeout=3.0, spoil=when)
+    *others, dead = ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, wait=1.0, exchange_timeout=3.0, spoil=when)
     assert dead is None
     for rank in others:
         assert (rank["mean"], rank["next"]) == (None, ["0", "1"])
@@ -130,9 +130,7 @@ def test_a_rank_that_dies_costs_the_round_and_the_others_go_on(ranks, when):
 
 def test_a_rank_whose_bytes_do_not_move_costs_the_round_for_all(ranks):
     codecs = ["float16"] * 3
-    found = ranks(3, fresh=True).call(
-        JOBS, "one_round", values=[[1.0]] * 3, codecs=codecs, exchange_timeout=1.0, spoil="stalls in transfer"
-    )
+    found = ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, codecs=codecs, exchange_timeout=1.0, spoil="stalls in transfer")
     assert [rank["mean"] for rank in found] == [None] * 3
     assert [rank["next"] for rank in found] == [["0", "1", "2"]] * 3
 
