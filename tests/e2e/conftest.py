@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -19,21 +18,10 @@ import pytest
 
 from shoal.node.demo.nodes import ForkServer
 from shoal.optim.exchange.base import rank
+from tests.clocks import LIMIT_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
-# A net for what hangs, below the 300 s of a whole test: how long a start, or a node's run, takes says how busy the machine is.
-LIMIT_S = 240.0
 TEXT = "a shoal of fish stays together while each swims its own way and no one leads them through the deep water"
-
-
-def until(condition, seconds, what="it"):
-    """Poll ``condition`` until it is true; what it returned."""
-    end = time.monotonic() + seconds
-    tick = threading.Event()
-    while not (value := condition()):
-        assert time.monotonic() < end, f"{what} did not happen within {seconds:g} s"
-        tick.wait(0.02)
-    return value
 
 
 class Forks:

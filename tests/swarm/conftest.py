@@ -19,6 +19,7 @@ from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.messages import Member
+from tests.clocks import until
 
 SWARM, MODEL = "a" * 52, "0" * 64
 
@@ -172,11 +173,8 @@ class School:
         assert all(mean is None or len(mean.tensors[0].unique()) == 1 for mean in means)
         return [None if mean is None else mean.tensors[0].flatten()[0].item() for mean in means]
 
-    def until(self, condition, seconds=120.0):
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "it did not happen in time"
-            threading.Event().wait(0.01)
+    def until(self, condition):
+        until(condition)
 
 
 @pytest.fixture

@@ -21,18 +21,12 @@ from shoal.swarm.state.selection import STATE_PROTOCOL, StateServer
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import Answer, StateRequest
+from tests.clocks import until
 
 MODEL = "0" * 64
 SHAPES = [(4,)]
 ABOUT = {"name": "x", "round": 1, "step": 1, "loss": None, "steps_per_s": 1.0, "shard": 0, "shards": 1, "model": MODEL,
          "state": "training", "version": "0"}  # fmt: skip
-
-
-def until(self_report, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not self_report():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.02)
 
 
 class Club:

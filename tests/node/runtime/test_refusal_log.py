@@ -8,15 +8,9 @@ from click.testing import CliRunner
 from shoal.node.cli.main import cli
 from shoal.node.metrics.log import Metrics
 from shoal.node.runtime.refusal_log import LOG_S, RECENT_S, RefusalLog, RefusalsError, read_refusals, sentence
+from tests.clocks import Clock
 
 NOW = 1_800_000_000.0
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_what_changed_is_noted_at_once_and_said_once_a_minute():

@@ -1,8 +1,5 @@
 """Statuses of peers that exist here alone, and the bytes in which they would arrive."""
 
-import threading
-import time
-
 import pytest
 
 from shoal.node.watch.events import Heard
@@ -10,6 +7,7 @@ from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.topics.status import TAIL, RoundStatus, Status
+from tests import clocks
 
 SWARM = swarm_id(b"")
 NOW = 1_800_000_000.0
@@ -54,13 +52,4 @@ def authors():
 
 @pytest.fixture
 def until():
-    """Waits for a condition, ``seconds`` at most."""
-
-    def wait(self_report, seconds, what):
-        end = time.monotonic() + seconds
-        while not (value := self_report()):
-            assert time.monotonic() < end, f"no {what} within {seconds:g} s"
-            threading.Event().wait(0.05)
-        return value
-
-    return wait
+    return clocks.until

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import signal
-import threading
 import time
 
 import psutil
@@ -18,15 +17,9 @@ from shoal.swarm.p2p.host import MAX_MESSAGE, Host
 from shoal.swarm.p2p.limits import RateLimit
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import pack
+from tests.clocks import until
 
 SWARM = swarm_id(b"")
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.02)
 
 
 class Node:

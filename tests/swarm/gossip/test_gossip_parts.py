@@ -11,16 +11,10 @@ from shoal.swarm.gossip.envelope import BodyAnnouncement, BoundedQueue, LRUSet
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
+from tests.clocks import Clock
 
 SWARM = swarm_id(b"")
 PEERS = [Identity.ephemeral().peer_id for _ in range(6)]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_a_quota_is_used_up_and_refills_with_time():

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import threading
 import time
 from types import SimpleNamespace
 
@@ -20,16 +19,10 @@ from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import Member
+from tests.clocks import until
 from tests.swarm.membership.conftest import ABOUT, Quiet
 
 SWARM = "a" * 52
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.02)
 
 
 # -- the trie, in memory ---------------------------------------------------------------------------------------------------

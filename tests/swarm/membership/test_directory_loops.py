@@ -13,6 +13,7 @@ from shoal.swarm.membership import directory as directory_module
 from shoal.swarm.membership.dht import bits_of, key_of, make_record
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.wire.messages import Member
+from tests.clocks import until
 from tests.swarm.membership.conftest import ABOUT
 
 SWARM = "a" * 52
@@ -73,13 +74,6 @@ def start():
     yield made
     for board in boards:
         board.close()
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.01)
 
 
 async def never_again(board):

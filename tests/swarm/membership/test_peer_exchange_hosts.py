@@ -1,8 +1,5 @@
 """Peer exchange between real hosts: a swarm outlives its bootstrap peer, and a node that reads nothing in the DHT has members."""
 
-import threading
-import time
-
 import pytest
 
 from shoal.swarm.identity import Identity
@@ -11,6 +8,7 @@ from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.p2p.host import Host
+from tests.clocks import until
 from tests.swarm.membership.conftest import ABOUT
 
 SWARM = "a" * 52
@@ -55,13 +53,6 @@ def nodes(monkeypatch):
     yield start
     for node in made:
         node.close()
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.05)
 
 
 def ids(*nodes):

@@ -8,17 +8,11 @@ import pytest
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.addresses import FIRST, FORGET, LONGEST, MAX_HOSTS, MAX_MET, PORTS, RELAYED, DialBackoff, peer_bytes
 from shoal.swarm.p2p.daemon import Daemon, DaemonError, PutOffError, messages
+from tests.clocks import Clock
 
 HOUR = 3600
 OWN, OTHER, RELAY = (Identity.ephemeral().peer_id for _ in range(3))
 VICTIM = "/ip4/198.51.100.7/tcp/443"
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

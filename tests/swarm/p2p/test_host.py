@@ -16,6 +16,7 @@ from shoal.swarm.p2p import host as host_module
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import MAX_HANDLERS_PER_PEER
 from shoal.swarm.seed import Seed
+from tests.clocks import until
 
 ECHO = "/test/echo/1"
 MB = 1 << 20
@@ -45,13 +46,6 @@ def two():
         a.serve(ECHO, echo)
         b.serve(ECHO, echo)
         yield a, b
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.02)
 
 
 def kill_daemon(host):

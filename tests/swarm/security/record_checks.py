@@ -5,7 +5,6 @@ Each runs the code that judges such bytes when they come from the network. It sa
 
 import asyncio
 import logging
-import threading
 import time
 from concurrent.futures import Future
 
@@ -36,6 +35,7 @@ from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import ENVELOPE, nonces_from, pack, seal, unpack
 from shoal.swarm.wire.messages import Answer, GroupFormed, GroupReceipt, Offer, SeedRequest
+from tests.clocks import until
 from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer
 from tests.swarm.security.forgeries import (
     ELSEWHERE,
@@ -77,13 +77,6 @@ def reason_of(work, *arguments):
     except MessageError as error:
         return error.reason if error.reason != "malformed" else word(str(error))
     return ""
-
-
-def until(condition):
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.005)
 
 
 def stream_from(peer, pipe):

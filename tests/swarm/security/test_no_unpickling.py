@@ -12,7 +12,6 @@ import pickle
 import re
 import sys
 import threading
-import time
 import zlib
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from shoal.swarm.topics.attestation import Attestations, EvidenceStore, LogServe
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import pack
 from shoal.swarm.wire.messages import StateRequest
+from tests.clocks import until
 
 SWARM, MODEL = "a" * 52, "0" * 64
 UNPICKLING = ("pickle.find_class", "marshal.loads", "marshal.load")
@@ -70,13 +70,6 @@ class Bomb:
 
     def __reduce__(self):
         return os.mkdir, (str(self.path),)
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.02)
 
 
 def in_torch(bomb):

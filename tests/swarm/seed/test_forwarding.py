@@ -18,16 +18,10 @@ from shoal.swarm.seed import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, TTL, GossipF
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_TOPICS as NAMED
 from shoal.swarm.wire.messages import SEED_PROTOCOL, Member, SeedRequest
+from tests.clocks import Clock
 
 SWARM, OTHER = "a" * 52, "b" * 52
 STATUS = f"shoal/{SWARM}/status/4"
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

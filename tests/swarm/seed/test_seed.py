@@ -7,8 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.seed import MAX_MEMBERS, MAX_OF_RANGE, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry, beyond_share
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_NAMED, Member, SeedRequest
+from tests.clocks import Clock, until
 
 SWARM = "a" * 52
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,13 +41,6 @@ def note(registry, identity, swarm=SWARM, host="", **fields):
 
 def asked(registry, swarm=SWARM, peer="somebody"):
     return registry.answer(peer, SeedRequest(swarm=swarm)).members
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_a_member_is_named_to_others_until_it_leaves_or_falls_silent():
@@ -171,13 +163,6 @@ def seed(tmp_path):
     yield made
     if made.process.poll() is None:
         assert made.end() == 0
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.05)
 
 
 class Node:

@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import threading
-import time
 
 import pytest
 from hypothesis import given
@@ -19,6 +17,7 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import RateLimit
 from shoal.swarm.topics.attestation import CONTEXT, MAX_RECORD, Attestation, Attestations, sign_record, verify_record
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
+from tests.clocks import until
 
 SWARM = swarm_id(b"")
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
@@ -65,13 +64,6 @@ def test_bounds():
 
 
 # -- over the network ----------------------------------------------------------------------------------------------------
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.02)
 
 
 class Node:

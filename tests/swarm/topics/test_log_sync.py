@@ -13,6 +13,7 @@ from shoal.swarm.p2p.limits import RateLimit
 from shoal.swarm.topics import attestation
 from shoal.swarm.topics.attestation import LOG_PROTOCOL, MAX_LOG, LogReply, LogRequest, LogServer, fetch_log
 from shoal.swarm.wire.envelope import pack, unpack
+from tests.clocks import Clock
 
 SWARM = swarm_id(b"")
 
@@ -32,13 +33,6 @@ class Log:
         assert self.gate.wait(60)
         self.running -= 1
         return self.body or b"since %d" % since
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

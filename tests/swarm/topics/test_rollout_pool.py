@@ -1,7 +1,6 @@
 """The pool of rollouts by itself, and between two real hosts, one of which sends every hostile kind of record."""
 
 import os
-import threading
 import time
 import zlib
 
@@ -17,6 +16,7 @@ from shoal.swarm.p2p.host import MAX_MESSAGE, Host
 from shoal.swarm.p2p.limits import Counters, RateLimit
 from shoal.swarm.topics.rollout import REASONS, PoolLimits, Rollout, RolloutPool, pack_logps, pack_tokens
 from shoal.swarm.wire.envelope import pack, seal
+from tests.clocks import until
 
 SWARM = swarm_id(b"")
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
@@ -190,13 +190,6 @@ def test_a_banned_author_is_refused_and_what_is_held_of_it_is_dropped():
 
 
 # -- over the network ----------------------------------------------------------------------------------------------------
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.02)
 
 
 class Node:

@@ -6,6 +6,7 @@ import pytest
 
 from shoal.optim import RoundInfo, RoundKey
 from shoal.swarm.training.member import FULL, LagReport
+from tests.clocks import Clock
 
 
 def over(report, *, members=("a", "b"), wait_s=2.0, late=False):
@@ -60,13 +61,6 @@ def test_only_a_lag_that_can_grow_no_more_is_worth_a_warning(changed):
     for _ in range(2 * FULL):
         over(report)
     assert report.events() == []
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def rounds(rate, *, wait_s, sent, count=FULL + 1, computing_s=10.0, lag=0):

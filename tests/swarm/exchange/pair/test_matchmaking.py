@@ -20,6 +20,7 @@ from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
 from shoal.swarm.wire.messages import Answer, Offer
+from tests.clocks import until
 
 SWARM, MODEL, SEED = "a" * 52, "0" * 64, 0
 WAIT = 1.5
@@ -53,13 +54,6 @@ class Peer:
 
 def value(mean):
     return None if mean is None else mean.tensors[0][0].item()
-
-
-def until(condition, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        threading.Event().wait(0.01)
 
 
 def a_round(ids, wanted):
