@@ -37,7 +37,7 @@ help:
 	@echo "make gpu-test   those for GPUs, on the GPU of this machine or else on a stand-in for one, which g++ builds"
 	@echo "make gpu-check  all that is worth knowing of this machine's GPU, in a report for an issue"
 	@echo "make arm64-check  a node for arm64, under an emulator, in a swarm with one of this machine"
-	@echo "make coverage   unit tests of optim, swarm and verification; fails below $(COVERAGE_FLOOR) % of lines and branches"
+	@echo "make coverage   what the tests run of the product, in their processes too; fails below $(COVERAGE_FLOOR) % of lines and branches"
 	@echo "make libp2p     install py-libp2p too, without a compiler"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     lay the code out by ruff"
@@ -76,7 +76,7 @@ arm64-check: $(TEST)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_platforms.py $(ARGS)
 
 coverage: $(TEST)
-	$(BIN)/python -m pytest tests/optim tests/verification tests/swarm -m "not slow" -q \
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) -q \
 	    --cov=shoal --cov-report=term --cov-fail-under=$(COVERAGE_FLOOR) $(ARGS)
 
 # libp2p pins a release of fastecdsa that has to be compiled; a later one has wheels. pip cannot override a pin: so first it comes alone,
