@@ -321,7 +321,7 @@ class Pace:
         surplus = SURPLUS / self._shared() + window / delay * allowed
         aim = (window + window * least / delay + surplus) / 2
         if self._starting:
-            aim = 2 * window if self._young and queue < DELAY_S[0] else window
+            aim = (2 if self._young else GROWN) * window if queue < DELAY_S[0] else window
         elif queue < allowed:
             aim = max(aim, (GROWN if queue < DELAY_S[0] else 1.125) * window)
         if self._full and delay > 2 * (least + DELAY_S[1]) and rate < FALLEN * max(self._lines, default=0.0):
@@ -371,6 +371,11 @@ class Pacer:
                 idle = [name for name, known in self._paces.items() if not known.users]
                 for name in idle[: max(len(self._paces) - PACED, 0)]:
                     del self._paces[name]
+
+    def round_trip(self, peer: str) -> float | None:
+        """Return the seconds that the empty link to ``peer`` and back takes; None while that was not measured."""
+        pace = self._paces.get(peer)
+        return None if pace is None else min(pace._bases, default=None)
 
     def forget(self, peer: str) -> None:
         """Learn the link to ``peer`` anew."""

@@ -154,6 +154,26 @@ def test_a_transfer_after_a_pause_is_as_quick_as_without_pacing(loop):
     assert max(took[1:]) < 1.2 * (free.free - began)
 
 
+def test_a_window_that_holds_short_transfers_back_grows_from_one_to_the_next(loop):
+    net, took = Net(loop, 1000, 0.2, down=1000), []
+
+    async def often():
+        await net.send(40 * MB)
+        net.pacer._paces["b"].window, net.pacer._paces["b"]._young = (
+            MB / 2,
+            False,
+        )  # as after a moment in which this machine was busy
+        for _ in range(6):
+            began = loop.time()
+            await net.send(MB)
+            took.append(loop.time() - began)
+            await asyncio.sleep(2)
+
+    run(loop, net, often())
+    assert took[0] > 0.3  # half of it waited for a round trip or two
+    assert max(took[2:]) < 0.12  # one way, and the line's time
+
+
 def test_transfers_to_one_peer_move_together(loop):
     """One that waited for another's end would be given up as silent."""
     net = Net(loop, 1, 0.03)
