@@ -127,6 +127,11 @@ class Stream:
         self._ahead.add_done_callback(lambda done: done.cancelled() or done.exception())  # the swap finds the same
 
     @property
+    def round_trip(self) -> float | None:
+        """Seconds of a round trip by this way, as earlier bulk found it; None while that is not known."""
+        return None if self._traffic.pacer is None else self._traffic.pacer.round_trip(self.way)
+
+    @property
     def chosen(self) -> bool:
         """Whether there are two ways to the peer, whose next exchanges are measured to choose between them."""
         return self._traffic.ways.several(self.peer_id)

@@ -189,6 +189,7 @@ class HeldCalls:
 
 PROBE_S = 1.0  # seconds for a candidate other than the partner to answer
 HELD_S = 1.0  # seconds without an answer, after which a partner is most likely not at the round yet
+ANSWERED_S = 0.1  # the same beyond two round trips, where these are known
 QUIET, PROBED = 0.25, 0.75  # of the silence that ends a transfer: until a peer that holds a call is probed, and for that
 
 log = logging.getLogger(__name__)
@@ -253,7 +254,8 @@ class Caller:
                 if opened is None and welcome and not stream.chosen:
                     # The other one's call, if it is there, counts less. From a peer that is there an answer comes at once.
                     first = self._state.rank(self._context.me, pairing.key.round) < self._state.rank(peer, pairing.key.round)
-                    ahead = loop.call_later(0.0 if first else HELD_S, stream.send_ahead, pairing.attempt.contribution.payload)
+                    heard = HELD_S if stream.round_trip is None else min(HELD_S, ANSWERED_S + 2 * stream.round_trip)
+                    ahead = loop.call_later(0.0 if first else heard, stream.send_ahead, pairing.attempt.contribution.payload)
                 answered = await self._answered(stream, pairing, max(until - loop.time(), 0.01))
             except NetworkError as error:
                 if self._state.overlap and error.reason == "timeout":  # it is behind, and costs no training

@@ -84,12 +84,12 @@ class PairMatchmaker:
         context: PeerContext,
         timeouts: ExchangeTimeouts,
         transfers: PairTransfer,
-        departed: Callable[[], Mapping[str, Member]] = dict,
-        patience: Patience | None = None,
-        fragments: int = 1,
-        overlap: bool = False,
+        departed: Callable[[], Mapping[str, Member]],
+        patience: Patience,
+        fragments: int,
+        overlap: bool,
     ) -> None:
-        self._timeouts, self._patience, self.rounds = timeouts, patience or Patience(), PairRounds(fragments, overlap)
+        self._timeouts, self._patience, self.rounds = timeouts, patience, PairRounds(fragments, overlap)
         self._selector, self.evidence = PairSelector(context, departed, fragments), RoundEvidence(context, fragments)
         time = TrainingTime(timeouts, self._patience, fragments)
         self.state = PairState(
@@ -99,12 +99,12 @@ class PairMatchmaker:
         self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
         context.host.serve(EXCHANGE_PROTOCOL, self.answerer.serve)
 
-    async def meet(self, attempt: Attempt, number: int | None = None) -> tuple[PartnerContribution | None, RoundKey]:
-        """Find a partner and exchange. Returns the received contribution, or None, and the round in which it happened.
+    async def meet(self, attempt: Attempt, number: int) -> PartnerContribution | None:
+        """Find a partner and exchange; return the received contribution, or None.
 
-        ``number``: what `PairRounds.hand_in` returned for it in the training thread; None: hand it in here.
+        ``number``: what `PairRounds.hand_in` returned for it in the training thread.
         """
-        fragment, number = attempt.key.fragment, self.rounds.hand_in(attempt.key.round) if number is None else number
+        fragment = attempt.key.fragment
         pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
         self.rounds.begin(number, attempt.key.round, fragment)
         nbytes = attempt.contribution.payload.nbytes
@@ -114,10 +114,10 @@ class PairMatchmaker:
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         self.evidence.begin(loop.time(), attempt.key.round)
         try:
-            return await (self._until_needed(pairing) if self.state.overlap else self._meet(pairing)), pairing.key
+            return await (self._until_needed(pairing) if self.state.overlap else self._meet(pairing))
         except Exception:  # an error that a peer provoked costs one round, never the training
             log.warning("round %d was given up because of an error in shoal; please report it", pairing.key.round, exc_info=True)
-            return attempt.commit.received, pairing.key
+            return attempt.commit.received
         finally:
             if attempt.commit.received is None:
                 self.evidence.missed()
@@ -283,13 +283,9 @@ class PairExchange(ExchangeBase):
         self.moved = mine.payload.nbytes
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         number = self._matchmaker.rounds.hand_in(key.round)
-        return ExchangeHandle(self, attempt, self._meet(attempt, number), lambda received: self._mean(mine, received))
+        return ExchangeHandle(self, attempt, self._matchmaker.meet(attempt, number), lambda received: self._mean(mine, received))
 
     borrow = start
-
-    async def _meet(self, attempt: ExchangeAttempt[PartnerContribution], number: int) -> PartnerContribution | None:
-        received, _ = await self._matchmaker.meet(attempt, number)
-        return received
 
     def _mean(self, mine: Contribution, theirs: PartnerContribution) -> Mean:
         """Compute the mean, from the same bytes on both sides; with a codec for pairs each side's is its own."""

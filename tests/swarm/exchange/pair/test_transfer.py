@@ -526,6 +526,26 @@ def test_a_partner_that_comes_later_has_the_payload_by_then(pair):
     assert pair.hosts[1].traffic.received < came + nbytes + 4096  # once
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_where_the_round_trip_is_known_either_sends_ahead_as_soon_as_an_answer_would_be_here(pair, monkeypatch, early):
+    monkeypatch.setattr(pair_calls, "HELD_S", 10 * LONG)
+    monkeypatch.setattr(Stream, "round_trip", 0.001)
+    late, held, nbytes = pair.hosts[1 - early].traffic, pair.exchanges[1 - early]._matchmaker.held, 4 * 300_003
+
+    def wait(ready):
+        end = time.monotonic() + LONG
+        while not ready():
+            assert time.monotonic() < end
+            threading.Event().wait(0.005)
+
+    for round in range(2):  # the first opens a stream, on which the second goes
+        came = late.received
+        first = pair.exchanges[early].start(RoundKey(SWARM, round), tensors(5.0), 1.0, FLOAT32)
+        wait(lambda: late.received >= came + nbytes if round else held.calls)  # noqa: B023
+        second = pair.exchanges[1 - early].start(RoundKey(SWARM, round), tensors(7.0), 1.0, FLOAT32)
+        assert [means(handle.result()) for handle in (first, second)] == [(6.0, -6.0)] * 2
+
+
 def test_a_contribution_of_another_size_is_not_sent_ahead(pair, monkeypatch):
     """The partner, which knows only the size of its own last one, would take it for something else than a payload."""
     monkeypatch.setattr(pair_calls, "HELD_S", 0.0)
