@@ -304,6 +304,8 @@ def main() -> int:
     (show if options.rtt is None else show_distance)(rows)
     if options.json:
         machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__}
+        with contextlib.suppress(OSError):
+            machine["tcp"] = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
         took = round(time.monotonic() - began, 1)
         print(json.dumps({"rows": rows, "machine": machine, "repeats": options.repeats, "took": took}))
     return 0

@@ -31,16 +31,6 @@ SHARE, LONGEST_S = 0.2, 300.0  # of the time from one round to the next, and sec
 OVERLAPPED_S = 3600.0  # seconds at most that a node waits for others while that costs no training
 
 
-def moving_s(least: float, nbytes: int) -> float:
-    """Return the seconds that moving ``nbytes`` bytes may take: ``least``, or more where a link of `LEAST_RATE` needs more."""
-    return max(least, min(nbytes / LEAST_RATE, LARGEST_S))
-
-
-def longest_s(least: float, nbytes: int) -> float:
-    """Return the seconds that it may take as long as the bytes move quickly enough to be there by then."""
-    return max(moving_s(least, nbytes), slow_s(nbytes))
-
-
 @dataclass(frozen=True)
 class PeerContext:
     """One node in one swarm, as its exchange sees it."""
@@ -84,11 +74,11 @@ class ExchangeTimeouts:
 
     def moving(self, nbytes: int) -> float:
         """Return how long the transfer of ``nbytes`` bytes each way may take, however little it moves."""
-        return moving_s(self.exchange, nbytes)
+        return max(self.exchange, min(nbytes / LEAST_RATE, LARGEST_S))
 
     def longest(self, nbytes: int) -> float:
         """Return how long it may take if it keeps on moving."""
-        return longest_s(self.exchange, nbytes)
+        return max(self.moving(nbytes), slow_s(nbytes))
 
     def probe(self, left: float) -> float:
         """Return how long a peer has to answer at all, if ``left`` seconds of a round are left: a third, because two that sleep
