@@ -1,12 +1,12 @@
 """What an exchange costs, as formulas: bytes, seconds, and how much of its time a node computes. No torch, no clock.
 
-    seconds of an exchange  = ROUND_TRIPS x round trip + the longer of bytes / PACED / rate and bytes / rate + bytes x HANDLING
+    seconds of an exchange  = round trips x round trip + the longer of bytes / PACED / rate and bytes / rate + bytes x HANDLING
     of all-reduce           = 2 (n - 1) / n payloads a member; of gathering n - 1; of a pair 1
     utilisation             = computing / (computing + at hand + waiting)
 
 *At hand* is what the training thread itself does in a round: copies, codecs, the outer step. It *waits* for what is not there when
 it is to be applied: for all of an exchange without a lag, for what exceeds the lag with one, and for what the link cannot carry in
-a round in any case. ``ROUND_TRIPS`` counts everything that a longer way delays: the stream, offer and answer, the commit, and TCP
+a round in any case. `ROUND_TRIPS` count everything that a longer way delays: the stream, offer and answer, the commit, and TCP
 and its flow control until they fill the link, which are most of them. With the longest lag, a round, the latest fragment decides
 how long a round is. The constants are fitted to exchanges that were measured by bench/overlap.py, and a test compares the formulas
 with its figures.
@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-ROUND_TRIPS = 8.5
+ROUND_TRIPS, PAIR_ROUND_TRIPS = 8.5, 5.0  # of a group, whose streams are new; and of a pair, whose partners keep theirs
 HANDLING = 3e-8  # seconds a byte that is sent: encryption, digests, copies, the mean, and what pacing leaves of a fast link
 PACED = 0.8  # of a slow link, that bulk takes which is paced
 PAIRED = 0.67  # of a link, that a round of pairs in fragments takes at most: their partners are as busy with others
@@ -137,7 +137,8 @@ def exchange_s(work: Work, line: Line) -> float:
     """Return the seconds from sending one fragment to its mean."""
     each, costs = sent(work) / work.fragments, work.costs
     moving = max(each / (costs.paced * line.rate), each / line.rate + each * costs.handling)
-    return moving + costs.round_trips * line.round_trip if each else 0.0
+    round_trips = min(costs.round_trips, PAIR_ROUND_TRIPS) if work.group == "pair" else costs.round_trips
+    return moving + round_trips * line.round_trip if each else 0.0
 
 
 def expected_lag(work: Work, line: Line) -> int:

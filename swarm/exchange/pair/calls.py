@@ -188,8 +188,7 @@ class HeldCalls:
 
 
 PROBE_S = 1.0  # seconds for a candidate other than the partner to answer
-HELD_S = 1.0  # seconds without an answer, after which a partner is most likely not at the round yet
-ANSWERED_S = 0.1  # the same beyond two round trips, where these are known
+HELD_S, ANSWERED_S = 1.0, 0.1  # seconds without an answer, after which a partner is late; and beyond two round trips, if known
 QUIET, PROBED = 0.25, 0.75  # of the silence that ends a transfer: until a peer that holds a call is probed, and for that
 
 log = logging.getLogger(__name__)

@@ -72,7 +72,8 @@ def test_an_all_reduce_of_narrow_floats_returns_averages_in_float32():
 def test_seconds_of_an_exchange_are_bytes_round_trips_and_handling():
     each = cost.WIRE * 4 * PARAMS
     assert exchange_s(PAIR, FAST) == pytest.approx(each / 12.5e6 + each * cost.HANDLING)
-    assert exchange_s(PAIR, Line(12.5e6, 0.1)) == pytest.approx(exchange_s(PAIR, FAST) + 0.1 * cost.ROUND_TRIPS)
+    assert exchange_s(PAIR, Line(12.5e6, 0.1)) == pytest.approx(exchange_s(PAIR, FAST) + 0.1 * cost.PAIR_ROUND_TRIPS)
+    assert exchange_s(ALL, Line(12.5e6, 0.1)) == pytest.approx(exchange_s(ALL, FAST) + 0.1 * cost.ROUND_TRIPS)
     assert exchange_s(replace(PAIR, fragments=4), FAST) == pytest.approx(exchange_s(PAIR, FAST) / 4)
     assert exchange_s(replace(PAIR, group="nobody"), FAST) == 0
 
@@ -84,7 +85,7 @@ def test_paced_bulk_leaves_a_part_of_a_slow_link_unused():
 
 
 def test_with_the_longest_lag_the_latest_exchange_is_waited_for_once():
-    far = Line(12.5e6, 1.5)
+    far = Line(12.5e6, 2.0)
     done = replace(PAIR, fragments=4, lag="auto")
     takes = exchange_s(done, far)
     assert takes > 10
