@@ -102,7 +102,7 @@ class LightPeer:
         if not self.first:
             return
         from shoal.swarm.gossip.gossip import Gossip
-        from shoal.swarm.topics.status import Status, StatusPublisher
+        from shoal.swarm.topics.status import RecordPublisher, Status
 
         def status() -> Status:
             self.sent += 1
@@ -111,7 +111,7 @@ class LightPeer:
                 steps_per_s=1.0, sent=0, received=0, issued=time.time(), version="0",
             )  # fmt: skip
 
-        self.publisher = StatusPublisher(Gossip(self.host, self.identity, SWARM), status, self.directory.size)
+        self.publisher = RecordPublisher(Gossip(self.host, self.identity, SWARM), Status, status, self.directory.size)
 
     def sight(self, everyone: list[str]) -> tuple[int, int, int]:
         """Return how many of its bucket it lists, how many there are, and the bucket's depth."""

@@ -33,7 +33,8 @@ from shoal.swarm.topics.attestation import EVIDENCE_PROTOCOL, LOG_PROTOCOL, MAX_
 from shoal.swarm.topics.attestation import LOG_QUOTA as LOGS
 from shoal.swarm.topics.attestation import QUOTA as ATTESTED
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, Rollout
-from shoal.swarm.topics.status import PARTNERS, PER_SECOND, ROUNDS, Status
+from shoal.swarm.topics.status import PARTNERS, PER_SECOND, RECEIPTS_S, ROUNDS, Status
+from shoal.swarm.topics.tally import NAMED, Receipts
 from shoal.swarm.wire.envelope import ENVELOPE, MAX_MESSAGE, Message
 from shoal.swarm.wire.messages import (
     MAX_CONTACTS,
@@ -55,7 +56,7 @@ SEALED = {
     kind.KIND
     for kind in (
         Member, Manifest, Offer, GroupReady, GroupDecision, BodyAnnouncement, Rollout, Attestation, Invitation, Status,
-        Announcement,
+        Announcement, Receipts,
     )
 }  # fmt: skip
 
@@ -120,6 +121,7 @@ def test_bounds_in_the_text_are_those_of_the_code():
     assert f"its newest {ROUNDS} rounds" in PAGE
     assert f"at most {PARTNERS} partners" in PAGE
     assert f"about {PER_SECOND:g} a second" in PAGE
+    assert f"for at most {NAMED} others, and sends one every {RECEIPTS_S:g} s" in PAGE
     assert f"at most {MAX_RECORD} bytes, and its author's signature" in PAGE
     assert f"{ATTESTED.messages} messages and {ATTESTED.nbytes >> 20} MiB a minute" in PAGE
     assert f"at most {MAX_BYTES >> 20} MiB a minute to one peer" in PAGE

@@ -29,7 +29,6 @@ RETIRED = {
     r"shelf": "body store",
     r"mailbox": "bounded queue",
     r"parcels?": "envelope",
-    r"tally": "counters",
     r"reunion": "reconnector",
     r"mischief": "fault",
     r"reckon(?:s|ed)?": "compute",

@@ -218,15 +218,27 @@ def peers(link: str, as_json: bool, verbose: bool) -> int:
 @click.option(
     "--folder", type=click.Path(path_type=Path), metavar="DIR", help="Also show what the node of this folder refused, and its link."
 )
+@click.option("--mine", is_flag=True, help="Show what others confirm of the work of the node in --folder.  [default: the newest]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 @click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
-def status(link: str | None, folder: Path | None, as_json: bool, verbose: bool) -> int:
+def status(link: str | None, folder: Path | None, mine: bool, as_json: bool, verbose: bool) -> int:
     """Show the peers in the swarm of LINK: their round, loss and speed, and a link with members that are there now.
 
-    With --folder also show what the node of that folder refused, by reason; LINK is optional then.
+    With --folder also show what the node of that folder refused, by reason; LINK is optional then. With --mine show instead what
+    partners signed for that node, of which it keeps a tally.
     """
     from shoal.node.config.links import read_link
 
+    if mine:
+        from shoal.node.commands.link import current_link
+        from shoal.node.commands.status import tally_table
+        from shoal.swarm.topics.tally import saved_tally
+
+        if link is not None:
+            raise click.UsageError("--mine is about a node here: leave the LINK out.")
+        tally = saved_tally(folder or Path(current_link(None)["folder"])).report()
+        click.echo(dumps(tally) if as_json else tally_table(tally))
+        return int(ExitCode.OK)
     if link is None and folder is None:
         raise click.UsageError("Missing argument 'LINK', or --folder DIR.")
     parsed = None if link is None else read_link(link, folder)

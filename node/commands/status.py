@@ -22,6 +22,7 @@ COLUMNS = (
     "name", "peer", "state", "round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag", "failed", "shard", "reach",
     "seen",
 )  # fmt: skip
+TALLY = ("peer", "range", "exchanges", "rounds", "tokens", "rollouts", "reward", "votes")
 MOST = 64  # members that the table shows
 NUMBERS = ("round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag")
 
@@ -77,6 +78,28 @@ def table(report: dict[str, Any]) -> str:
     inner = muon if report["optimizer"] == "muon" else []
     said = [*more, totals_said(report["totals"]), *inner, *(printable(sentence) for sentence in report["findings"])]
     return "\n".join([capture.get().rstrip(), *said, link_line(report["link"], invite_only=report["invite_only"])])
+
+
+def tally_table(tally: dict[str, Any]) -> str:
+    """Return a node's tally in words: the sums, and a row for each partner."""
+    if not tally["partners"]:
+        return "Nobody has confirmed work of this node yet: partners sign for it within seconds of an exchange."
+    grid = Table()
+    for column in TALLY:
+        grid.add_column(column, justify="left" if column in ("peer", "range") else "right")
+    for one in tally["of"][:MOST]:
+        grid.add_row(*[Text(cell) for cell in (short(one["peer"]), one["range"], *_work(one))])
+    grid.add_row(*[Text(cell) for cell in (_peers(tally["partners"]), f"{tally['ranges']:,} in all", *_work(tally))])
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(grid)
+    said = "Signed by those partners. Keys cost nothing, so several can be one person's; address ranges cost more."
+    return f"{capture.get().rstrip()}\n{said}"
+
+
+def _work(work: dict[str, Any]) -> list[str]:
+    names = ("exchanges", "rounds", "tokens", "rollouts", "reward", "votes")
+    return [f"{work[name]:,.3g}" if name == "reward" else f"{work[name]:,.0f}" for name in names]
 
 
 def link_line(link: str, *, invite_only: bool) -> str:

@@ -8,6 +8,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -157,6 +158,8 @@ class RemoteRollouts:
         self._seen = LRUSet(REMEMBERED)
         self.used = 0
         """Number of groups that were learnt from."""
+        self.newest: tuple[tuple[str, float], ...] = ()
+        """Of the groups that were chosen last the senders and mean rewards."""
         self.rejected: Counter[str] = Counter({"crowded": 0, "held_out": 0, "unjudged": 0, **dict.fromkeys(REASONS, 0)})
         """Numbers of the others, by reason."""
 
@@ -176,6 +179,8 @@ class RemoteRollouts:
             max_behind=self._most_behind,
         )  # fmt: skip
         chosen = [self._kept[place].group for place in picked.places]
+        senders = (self._kept[place].rollout.peer for place in picked.places)
+        self.newest = tuple((peer, fmean(group.rewards)) for peer, group in zip(senders, chosen, strict=True))
         self.used += len(chosen)
         self._keep(set(picked.places), round)
         return chosen

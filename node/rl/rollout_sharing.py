@@ -68,13 +68,13 @@ class RolloutSharing:
 
     def _on_round(self, round: RLRound) -> None:
         self._write(
-            "rl", round=round.round, reward=round.reward, own=round.own, foreign=round.foreign, worth=round.worth,
-            loss=round.loss,
+            "rl", round=round.round, reward=round.reward, own=round.own, foreign=len(round.used), worth=round.worth,
+            loss=round.loss, used=round.used, shared=self._pool.counts["sent"],
         )  # fmt: skip
         if time.monotonic() - self._quiet >= NOTIFY_S:
             self._quiet = time.monotonic()
             reward = "-" if round.reward is None else f"{round.reward:.3f}"
-            self._notify(f"round {round.round}: reward {reward}, learnt from {round.own} own and {round.foreign} foreign groups")
+            self._notify(f"round {round.round}: reward {reward}, learnt from {round.own} own and {len(round.used)} foreign groups")
 
     def report(self, loss_first: float | None, loss_last: float | None) -> dict[str, Any]:
         """Return the report, once the last rollouts have left, or after `LEAVE_S`.

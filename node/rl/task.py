@@ -75,8 +75,8 @@ class RLRound:
     reward: float | None
     """Mean of the own completions' rewards; None without own groups."""
     own: int
-    foreign: int
-    """Foreign groups learnt from."""
+    used: tuple[tuple[str, float], ...]
+    """Senders and mean rewards of the foreign groups learnt from."""
     loss: float
     """Loss of the policy."""
     worth: float | None
@@ -95,7 +95,7 @@ class RLTask(Task):
         self.rounds, self.cumulative, self._worths = 0, 0.0, 0.0
         self._measured = 0
         self.foreign: RemoteRollouts
-        self._pending: tuple[int, float | None, int, int] | None = None
+        self._pending: tuple[int, float | None, int, tuple[tuple[str, float], ...]] | None = None
 
     def connect(self, sharing: Sharing | None, me: str, on_round: Callable[[RLRound], None] = lambda round: None) -> None:
         """Share rollouts through ``sharing``. ``me``: this node's peer id, from which its questions follow."""
@@ -138,10 +138,10 @@ class RLTask(Task):
         else:
             loss, worth = loss_of(self.policy, batch, LOSSES[self.settings.loss or self.policy.loss], self.settings.temperature)
         assert self._pending is not None
-        number, reward, own, foreign = self._pending
+        number, reward, own, used = self._pending
         if worth is not None:
             self._worths, self._measured = self._worths + worth, self._measured + 1
-        self._on_round(RLRound(round=number, reward=reward, own=own, foreign=foreign, worth=worth, loss=float(loss.detach())))
+        self._on_round(RLRound(round=number, reward=reward, own=own, used=used, worth=worth, loss=float(loss.detach())))
         return loss
 
     def evaluate(self, model: torch.nn.Module) -> float:
@@ -216,7 +216,8 @@ class RLTask(Task):
         groups = [] if self.settings.share_only else own + others
         self.rounds += 1
         self.cumulative += reward or 0.0
-        self._pending = (number, reward, 0 if self.settings.share_only else len(own), len(others))
+        used = self.foreign.newest if others else ()
+        self._pending = (number, reward, 0 if self.settings.share_only else len(own), used)
         return make_update(groups) if groups else None
 
     def _write(self, number: int) -> tuple[list[RolloutGroup], float | None]:

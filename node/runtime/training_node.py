@@ -277,7 +277,7 @@ class TrainingNode:
         )
         announce_publicly(membership, params, device.type, log, created=self.link is None)
         refusals = RefusalLog(membership.refused, metrics.write, log)
-        member.reporter = status = StatusReporter(membership, name)
+        member.reporter = status = StatusReporter(membership, name, folder=self.folder)
         self._activity.on_change = status.doing
         closing.callback(status.close)
         return NodeParts(settings, device, membership, trainer, member, sharing, verification, result, metrics, refusals, status)

@@ -50,6 +50,7 @@ class Feed:
         self._sentences: deque[str] = deque(maxlen=MOST_WAITING)
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
         self._banned = dict[str, int]()
+        self._voted = set[bytes]()  # own claims whose votes were counted
         self._absent = False
 
     def drain(self, notify: Callable[[str], None], write: Callable[..., None]) -> None:
@@ -84,7 +85,22 @@ class Feed:
         if table.is_absent(self._me) != self._absent:
             self._absent = not self._absent
             self.notify(ABSENT.format(table.standings[self._me].votes["absent"]) if self._absent else BACK)
-        self._events.append({"round": table.round, "banned": sorted(banned), "check_s": check_s})
+        votes = self._votes(table)
+        self._events.append({"round": table.round, "banned": sorted(banned), "check_s": check_s, **votes})
+
+    def _votes(self, table: Table) -> dict[str, Any]:
+        """Return the votes of others on claims of this node that were not returned yet, and how many it has cast itself."""
+        mine = {claim: ruling for claim, ruling in table.rulings.items() if ruling.claim.peer == self._me}
+        new, self._voted = mine.keys() - self._voted, set(mine)
+        trials = (trial for claim in new for trial in mine[claim].trials)
+        votes = Counter(
+            peer
+            for trial in trials
+            for peer, mark in zip(trial.verifiers, trial.marks, strict=True)
+            if mark in ("valid", "invalid")
+        )
+        cast = table.standings[self._me].votes if self._me in table.standings else {}
+        return {"votes": dict(votes), "voted": sum(cast.get(kind, 0) for kind in ("agreed", "against", "missed"))}
 
 
 def standings(table: Table) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 from shoal.node.json_output import dumps
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.topics.status import Status
+from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import PeerId, Reason, SwarmId
 
 MAX_LINE = 64 * 1024  # characters
@@ -81,6 +82,14 @@ class Heard(_Event):
     status: Status
 
 
+class Signed(_Event):
+    """Work of others that a node has signed for, with a valid signature."""
+
+    event: Literal["receipts"] = "receipts"
+    peer: PeerId
+    receipts: Receipts
+
+
 class MessageRefused(_Event):
     """Event of a refused message; ``reason`` is one word, as in `shoal.swarm.gossip`."""
 
@@ -88,7 +97,7 @@ class MessageRefused(_Event):
     reason: Annotated[str, Field(max_length=64)]
 
 
-Event = Watching | Described | Connected | Disconnected | Unreachable | Heard | MessageRefused
+Event = Watching | Described | Connected | Disconnected | Unreachable | Heard | Signed | MessageRefused
 _any: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
 
 

@@ -1,4 +1,4 @@
-"""Light client of a swarm, on libp2p's daemon: it subscribes to the topic of statuses and publishes nothing.
+"""Light client of a swarm, on libp2p's daemon: it subscribes to the topics of statuses and receipts, and publishes nothing.
 
 Like a bootstrap node it needs neither torch nor hivemind's Python, only the daemon in hivemind's wheel. It dials the link's
 addresses first, asks a bootstrap node among them for members, and keeps connections to a few nodes, whose addresses it learns
@@ -13,9 +13,9 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
-from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Unreachable, Watching
+from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Signed, Unreachable, Watching
 from shoal.swarm.access import Link, address_problem
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
@@ -30,7 +30,8 @@ from shoal.swarm.p2p.limits import Counters, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.topics.status import Status
-from shoal.swarm.wire.envelope import pack, unpack
+from shoal.swarm.topics.tally import Receipts
+from shoal.swarm.wire.envelope import Message, pack, unpack
 from shoal.swarm.wire.messages import SEED_PROTOCOL, ManifestReply, ManifestRequest
 
 # Addresses that a watcher can dial, and the time of the next attempt.
@@ -79,7 +80,7 @@ class PeerAddresses:
         return sorted(found, key=lambda peer: self._failures.get(peer, 0))
 
 
-# Filter of a watcher: statuses of its swarm, signed by their authors, newer than the last, and not too many.
+# Filter of a watcher: statuses (and receipts) of its swarm, signed by their authors, newer than the last, and not too many.
 #
 # Other messages are counted under the reason of their refusal.
 
@@ -88,45 +89,49 @@ MAX_PEERS = 4096  # peers whose last status is known
 OLD_S = 600.0  # most seconds between a status and our clock: clocks differ, but last week's swarm must not be shown
 
 
-class RecordFilter:
-    """Filter of the topic of statuses of ``swarm``. Not for several threads at once."""
+R = TypeVar("R", Status, Receipts)
 
-    def __init__(self, swarm: str, clock: Callable[[], float] = time.time) -> None:
+
+class RecordFilter(Generic[R]):
+    """Filter of the topic of ``kind`` of ``swarm``. Not for several threads at once."""
+
+    def __init__(self, kind: type[R], swarm: str, clock: Callable[[], float] = time.time) -> None:
+        self._kind: type[R] = kind
         self._swarm, self._clock = swarm, clock
         self._quotas = TokenBuckets(QUOTA, clock)
         self._issued: OrderedDict[str, float] = OrderedDict()
-        self._room = envelope.room_for(Status)
+        self._room = envelope.room_for(kind)
         self.counters = Counters()
 
-    def open(self, publisher: str, data: bytes) -> Status:
-        """Return the status in ``data``. Raises MessageError, whose reason is counted."""
+    def open(self, publisher: str, data: bytes) -> R:
+        """Return the record in ``data``. Raises MessageError, whose reason is counted."""
         self.counters.add("received")
         try:
-            status = self._open(publisher, data)
+            record = self._open(publisher, data)
         except MessageError as error:
             self.counters.reject(error.reason)
             raise
         self.counters.add("accepted")
-        return status
+        return record
 
-    def _open(self, publisher: str, data: bytes) -> Status:
+    def _open(self, publisher: str, data: bytes) -> R:
         if not self._quotas.take(publisher, 1, len(data)):
             raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
         sent = envelope.open_envelope(data, self._swarm, self._room)
-        opened = envelope.open_body(sent.encoding, sent.size, sent.body, Status)
-        status = opened.message
-        assert isinstance(status, Status)
-        if status.swarm != self._swarm:
-            raise MessageError("A status of another swarm was refused.", "foreign-swarm")
-        if abs(status.issued - self._clock()) > OLD_S:
-            raise MessageError("A status was refused: it is ten minutes old, or a clock is wrong.", "old")
-        if status.issued <= self._issued.get(status.peer, 0.0):
-            raise MessageError("A status was refused: a newer one was there before.", "replayed")
-        self._issued[status.peer] = status.issued
-        self._issued.move_to_end(status.peer)
+        record = envelope.open_body(sent.encoding, sent.size, sent.body, self._kind).message
+        assert isinstance(record, Status | Receipts)
+        what = record.KIND
+        if record.swarm != self._swarm:
+            raise MessageError(f"A {what} of another swarm was refused.", "foreign-swarm")
+        if abs(record.issued - self._clock()) > OLD_S:
+            raise MessageError(f"A {what} was refused: it is ten minutes old, or a clock is wrong.", "old")
+        if record.issued <= self._issued.get(record.peer, 0.0):
+            raise MessageError(f"A {what} was refused: a newer one was there before.", "replayed")
+        self._issued[record.peer] = record.issued
+        self._issued.move_to_end(record.peer)
         if len(self._issued) > MAX_PEERS:
             self._issued.popitem(last=False)
-        return status
+        return cast(R, record)
 
 
 log = logging.getLogger(__name__)
@@ -144,7 +149,7 @@ class LightClient:
 
     def __init__(self, link: Link, send: Callable[[Event], None], clock: Callable[[], float] = time.time) -> None:
         self._link, self._send, self._clock = link, send, clock
-        self._gate = RecordFilter(link.swarm, clock)
+        self._gate, self._receipts = RecordFilter(Status, link.swarm, clock), RecordFilter(Receipts, link.swarm, clock)
         self._book = PeerAddresses()
         for address in link.bootstrap:
             peer = address.rpartition("/p2p/")[2]
@@ -172,7 +177,8 @@ class LightClient:
 
     async def _watch(self, daemon: Daemon) -> None:
         try:
-            await asyncio.gather(self._start(self._listen(daemon)), self._start(self._keep_connected(daemon)))
+            listening = [self._listen(daemon, kind, take) for kind, take in ((Status, self._take), (Receipts, self._confirm))]
+            await asyncio.gather(*map(self._start, listening), self._start(self._keep_connected(daemon)))
         finally:
             tasks = list(self._tasks)
             for task in tasks:
@@ -185,19 +191,22 @@ class LightClient:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _listen(self, daemon: Daemon) -> None:
-        subscription = await asyncio.wait_for(Subscription.to(daemon, topic_of(self._link.swarm, Status)), ASK_S)
+    async def _listen(self, daemon: Daemon, kind: type[Message], take: Callable[[str, bytes], None]) -> None:
+        subscription = await asyncio.wait_for(Subscription.to(daemon, topic_of(self._link.swarm, kind)), ASK_S)
         while True:
             message = await subscription.next()
-            self._take(message.publisher, message.data)
+            try:
+                take(message.publisher, message.data)
+            except MessageError as error:
+                log.debug("%s", error)
+                self._send(MessageRefused(time=self._clock(), reason=error.reason))
+
+    def _confirm(self, publisher: str, data: bytes) -> None:
+        receipts = self._receipts.open(publisher, data)
+        self._send(Signed(time=self._clock(), peer=receipts.peer, receipts=receipts))
 
     def _take(self, publisher: str, data: bytes) -> None:
-        try:
-            status = self._gate.open(publisher, data)
-        except MessageError as error:
-            log.debug("%s", error)
-            self._send(MessageRefused(time=self._clock(), reason=error.reason))
-            return
+        status = self._gate.open(publisher, data)
         if status.state in ("waiting", "training"):
             self._book.learn(status.peer, status.addresses)
         self._send(Heard(time=self._clock(), peer=status.peer, status=status))

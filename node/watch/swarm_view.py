@@ -10,13 +10,15 @@ import re
 import statistics
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Unreachable, Watching
+from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Signed, Unreachable, Watching
+from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
+from shoal.swarm.topics.tally import MOST, Receipts, Work, confirmed, total
 
 # Curves of a watched run: bounded, smoothed, and laid on one grid for a chart.
 
@@ -246,6 +248,51 @@ class Meetings:
         return sorted(sorted(group) for group in {id(group): group for group in groups.values()}.values())
 
 
+# What peers confirm of each other's work.
+
+MAX_SIGNED = 16_384  # pairs of a signer and another, of which the newest receipt is kept
+
+
+class Confirmations:
+    """Newest receipts of a swarm's peers for each other."""
+
+    def __init__(self) -> None:
+        self._signed: OrderedDict[tuple[str, str], tuple[float, Work]] = OrderedDict()
+
+    def add(self, receipts: Receipts) -> None:
+        """Take in a record, whose signature was checked."""
+        for peer, *_ in receipts.work:
+            key = receipts.peer, peer
+            if receipts.issued > self._signed.get(key, (-1.0,))[0] and (work := receipts.of(peer)) is not None:
+                self._signed[key] = receipts.issued, work
+                self._signed.move_to_end(key)
+        while len(self._signed) > MAX_SIGNED:
+            self._signed.popitem(last=False)
+
+    def of(self, peers: Collection[str], rounds: float) -> dict[str, dict[str, Work]]:
+        """Return of each of ``peers`` what each other one confirms.
+
+        Of exchanges what both sides signed, no more of one pair than there were ``rounds``; and of tokens no more an exchange than
+        `MOST` times what is usual: two keys of one owner sign for each other what they like.
+        """
+        found: dict[str, dict[str, Work]] = {peer: {} for peer in peers}
+        for (signer, peer), (_, signed) in self._signed.items():
+            if signer in found and peer in found:
+                own = self._signed.get((peer, signer), (0.0, Work()))[1]
+                part = min(rounds / max(own.exchanges, 1), 1.0)
+                own = Work(math.ceil(own.exchanges * part), own.rounds * part, own.tokens * part)
+                if any(work := confirmed(signed, own)):
+                    found[peer][signer] = work
+        each = [work for partners in found.values() for work in partners.values()]
+        usual = statistics.median([work.tokens / work.exchanges for work in each if work.exchanges] or [0.0])
+        return {
+            peer: {
+                signer: work._replace(tokens=min(work.tokens, MOST * usual * work.exchanges)) for signer, work in partners.items()
+            }
+            for peer, partners in found.items()
+        }
+
+
 MAX_PEERS = 2048
 MAX_LOG = 256
 SILENT_S = 8.0  # seconds without a status after which a node of a small swarm is shown as silent
@@ -328,7 +375,7 @@ class SwarmView:
         """Lines of the log so far, with those that are forgotten."""
         self.now = 0.0
         self._rounds_seen: dict[str, tuple[int, int]] = {}
-        self.meetings = Meetings()
+        self.meetings, self.confirmations = Meetings(), Confirmations()
         self.begun: float | None = None
         """Unix time of the first status."""
         self.rates = {name: Curve() for name in RATES}
@@ -347,6 +394,8 @@ class SwarmView:
         self.now = max(self.now, event.time)
         if isinstance(event, Heard):
             self._status(event.status, event.time)
+        elif isinstance(event, Signed):
+            self.confirmations.add(event.receipts)
         elif isinstance(event, MessageRefused):
             self.refused[event.reason if len(self.refused) < 64 or event.reason in self.refused else "other"] += 1
         elif isinstance(event, Connected):
@@ -485,6 +534,22 @@ class SwarmView:
         """Count the exchanges of each pair, by the ends of their ids; in the newest ``rounds`` rounds if that is not 0."""
         return self.meetings.pairs(rounds)
 
+    def confirmed(self) -> dict[str, dict[str, Any]]:
+        """Return what others confirm of each peer's work: the numbers of `Work`, of partners, and of their address ranges."""
+        rounds = [peer.status.round for peer in self.peers.values()]
+        fragments = 1 if self.title is None else self.title.fragments
+        most = (statistics.median(rounds) + 2) * fragments if rounds else 0.0
+        places = {key: range_met(key, peer.status.addresses, {}) for key, peer in self.peers.items()}
+        return {
+            peer: {
+                **total(partners.values())._asdict(),
+                "partners": len(partners),
+                "ranges": len({places[signer] for signer in partners}),
+                "elsewhere": total(work for signer, work in partners.items() if places[signer] != places[peer]).rounds,
+            }
+            for peer, partners in self.confirmations.of(self.peers, most).items()
+        }
+
     def size(self) -> int:
         """Return about how many peers take part: those heard of, or in buckets the median of their estimates, if that is more."""
         here = self.here()
@@ -521,9 +586,16 @@ class SwarmView:
             "claims": _sum(peer.status.claims for peer in self.peers.values()),
             "checked": _sum(peer.status.checked for peer in self.peers.values()),
             "invalid": _sum(peer.status.invalid for peer in self.peers.values()),
+            "confirmed": self._confirmed(),
             "heard": self.heard,
             "refused": sum(self.refused.values()),
         }
+
+    def _confirmed(self) -> dict[str, Any] | None:
+        """Sum what is confirmed, each exchange once; ``elsewhere``: rounds confirmed from another address range than the peer's."""
+        each = [one for one in self.confirmed().values() if one["partners"]]
+        sums = {name: sum(one[name] for one in each) for name in (*Work._fields, "elsewhere")}
+        return {**sums, "exchanges": sums["exchanges"] // 2, "partners": len(each)} if each else None
 
 
 def _smooth(before: float, value: float, seconds: float) -> float:

@@ -104,6 +104,7 @@ def picture(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> d
     def names(tails: Iterable[str]) -> list[str]:
         return [view.name(tail) for tail in tails]
 
+    confirmed = view.confirmed()
     rewards = [peer.reward.smooth() for peer in peers]
     return {
         "swarm": view.swarm,
@@ -128,6 +129,7 @@ def picture(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> d
                 "age": max(view.now - peer.heard, 0.0),
                 "sent_per_s": peer.sent_rate,
                 "received_per_s": peer.received_rate,
+                "confirmed": confirmed[key],
                 "partners": [view.name(tail) for tail in peer.partners],
                 "faults_text": ", ".join(swarm_view.fault_label(kind, count) for kind, count in peer.status.faults),
                 **peer.status.model_dump(

@@ -152,11 +152,14 @@ class BodyReply(Message):
 
 
 class Opened(NamedTuple):
-    """A record whose signature by ``author`` was verified. ``content`` identifies it however it was packed."""
+    """A record whose signature by ``author`` was verified. ``content`` identifies it however it was packed; ``sealed``: as it was
+    signed.
+    """
 
     author: str
     message: Message
     content: bytes
+    sealed: bytes
 
 
 class Body(NamedTuple):
@@ -251,8 +254,8 @@ def open_body(encoding: Encoding, size: int, data: bytes, *kinds: type[M]) -> Op
 
     Raises MessageError and nothing else.
     """
-    author, message = unseal(expand(encoding, size, data), *kinds)
-    return Opened(author, message, content_of(author, message))
+    author, message = unseal(sealed := expand(encoding, size, data), *kinds)
+    return Opened(author, message, content_of(author, message), sealed)
 
 
 def room_for(kind: type[Message]) -> int:

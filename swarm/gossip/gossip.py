@@ -128,6 +128,8 @@ class Topic(Generic[M]):
         self._seen = LRUSet(REMEMBERED)
         self._inbox: BoundedQueue[tuple[str, GossipEnvelope]] = BoundedQueue(*inbox)
         self._outbox: BoundedQueue[M] = BoundedQueue(*OUTBOX)
+        self.sealed = b""
+        """The record that the handler is called with, as it was signed."""
         self._settled = threading.Condition()  # guards the next one
         self._unsettled = 0  # messages that were neither published nor given up yet
         self._up = asyncio.Event()  # while this node is subscribed
@@ -256,6 +258,7 @@ class Topic(Generic[M]):
         self._check_access(opened.author)
         self._seen.add(opened.content)
         if self._handler is not None:
+            self.sealed = opened.sealed
             self._handler(opened.author, cast(M, opened.message))
         self.counters.add("accepted")
 

@@ -204,6 +204,11 @@ def host_of(address: str) -> str:
     return "".join(address.split("/")[2:3])
 
 
+def range_met(peer: str, said: Sequence[str], met: Mapping[str, str]) -> str:
+    """Return the address range in which a peer was ``met``, or is as it ``said`` (its addresses); one for all that say nothing."""
+    return range_of(met.get(peer) or host_of(said[0] if said else ""))
+
+
 def by_turns(hosts: Iterable[tuple[str, str]]) -> list[str]:
     """Return the peers of (peer, host): first one of each address range, then a second of each, and so on."""
     turns: Counter[str] = Counter()

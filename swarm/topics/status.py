@@ -3,7 +3,7 @@
 Nothing depends on it: a reader learns what the author claims, and no more.
 
 
-This node's status for watchers of the swarm: gathered where things happen, and sent by `StatusPublisher`.
+This node's status for watchers of the swarm: gathered where things happen, and sent by `RecordPublisher`.
 
 Training only notes numbers here; building, signing and sending a status is done on the network's thread.
 
@@ -21,13 +21,17 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip.gossip import Gossip, Handler
 from shoal.swarm.membership.directory import State
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
+from shoal.swarm.p2p.addresses import range_met
+from shoal.swarm.topics.tally import NAME, Receipts, Tally, Work
 from shoal.swarm.wire.envelope import (
     KIB,
     MAX_BYTES,
@@ -36,6 +40,7 @@ from shoal.swarm.wire.envelope import (
     Bytes,
     Count,
     Label,
+    M,
     Message,
     Moment,
     PeerId,
@@ -141,24 +146,30 @@ log = logging.getLogger(__name__)
 
 GAP_S = 0.5  # seconds between two statuses of a node, at least
 BEAT_S = 1.0  # seconds after which a node sends its status again, though no round has ended
+RECEIPTS_S = 5.0  # seconds between two records of receipts of a node
+SAVE_S = 30.0  # seconds between two writings of the tally
+LAST_S = 1.0  # seconds that a node's last receipts have to leave
 
 
-class StatusPublisher:
-    """A publisher of what ``make`` returns, until `close`.
+class RecordPublisher(Generic[M]):
+    """A publisher of the records of ``kind`` that ``make`` returns, until `close`.
 
     ``make`` is called on the host's loop, so it must not wait; ``members`` returns the number of nodes in the swarm, as far as
-    known.
+    known. ``handler``: as of `Gossip.join`. ``beat``: seconds between two records where nothing happens.
     """
 
-    def __init__(self, gossip: Gossip, make: Callable[[], Status | None], members: Callable[[], int]) -> None:
-        self._make, self._members = make, members
-        self.topic = gossip.join(Status, None)
+    def __init__(
+        self, gossip: Gossip, kind: type[M], make: Callable[[], M | None], members: Callable[[], int],
+        handler: Handler[M] | None = None, beat: float = BEAT_S,
+    ) -> None:  # fmt: skip
+        self._make, self._members, self._beat = make, members, beat
+        self.topic = gossip.join(kind, handler)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
         self._running = gossip.host.submit(self._run())
 
     def hint(self) -> None:
-        """Send a status soon, because something happened. For any thread; never waits."""
+        """Send a record soon, because something happened. For any thread; never waits."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 self._loop.call_soon_threadsafe(self._changed.set)
@@ -168,9 +179,9 @@ class StatusPublisher:
         self.topic.close()
 
     def gaps(self) -> tuple[float, float]:
-        """Return the least and the most seconds between two statuses."""
+        """Return the least and the most seconds between two records."""
         share = max(self._members(), 1) / PER_SECOND
-        return max(GAP_S, share), max(BEAT_S, share)
+        return max(GAP_S, share), max(self._beat, share)
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -184,11 +195,11 @@ class StatusPublisher:
 
     def _publish(self) -> None:
         try:
-            status = self._make()
-            if status is not None:
-                self.topic.publish(status)
+            record = self._make()
+            if record is not None:
+                self.topic.publish(record)
         except Exception as error:  # else no later one would be sent either, and nobody would know
-            log.warning("a status was not sent: %s", error)
+            log.warning("a %s was not sent: %s", self.topic.name, error)
 
 
 HELD_S = 2 * GAP_S  # seconds for which a projection is in the statuses, unless a better one comes
@@ -206,10 +217,17 @@ def _rounded(projection: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
 
 
 class StatusReporter:
-    """A reporter of this node's status, from now until `close`. For any thread."""
+    """A reporter of this node's status, and of what it took from others, from now until `close`. For any thread.
 
-    def __init__(self, membership: Membership, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    ``folder``: where the tally of what others confirm is kept; None: nowhere.
+    """
+
+    def __init__(
+        self, membership: Membership, name: str, clock: Callable[[], float] = time.monotonic, folder: Path | None = None
+    ) -> None:
         self._membership, self._name, self._clock = membership, name, clock
+        self.tally = Tally(membership.host.peer_id, membership.swarm, None if folder is None else folder / NAME)
+        self._saved = clock()
         self._projected = 0.0
         self._lock = threading.Lock()
         self._now: dict[str, Any] = {"state": "waiting", "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0}
@@ -217,7 +235,17 @@ class StatusReporter:
         self._faults: Counter[str] = Counter()
         self._more: dict[str, Any] = {}
         directory = membership.directory
-        self._publisher = StatusPublisher(membership.gossip, self.status, directory.size)
+        self._publisher = RecordPublisher(membership.gossip, Status, self.status, directory.size)
+        receipts = self.tally.receipts
+        self._receipts = RecordPublisher(membership.gossip, Receipts, receipts, directory.size, self._confirmed, RECEIPTS_S)
+
+    def _confirmed(self, author: str, receipts: Receipts) -> None:
+        directory = self._membership.directory
+        member = {**directory.departed(), **directory.everyone()}.get(author)  # the last receipts come after the leave
+        if member is None:
+            raise MessageError("A receipt was refused: its author is no member that is known here.", "stranger")
+        place = range_met(author, member.addresses, self._membership.host.met)
+        self.tally.take(receipts, self._receipts.topic.sealed, place)
 
     def progress(
         self,
@@ -237,6 +265,9 @@ class StatusReporter:
             self._now |= {"tokens_per_s": rate(tokens_per_s), "mfu": share(mfu), **(lag or {})}
         if state != before:
             self._publisher.hint()
+        if self._clock() - self._saved >= SAVE_S:
+            self._saved = self._clock()
+            self.tally.save()
 
     def doing(self, what: str) -> None:
         """Note what the node does besides its inner steps; shown in place of its state."""
@@ -257,13 +288,16 @@ class StatusReporter:
         suspicious: int = 0,
         odd: bool = False,
         projection: tuple[float, ...] = (),
+        tokens: int = 0,
     ) -> None:
-        """Note a finished round; ``members``: the peer ids in its mean; bytes and seconds are those of this round alone.
+        """Note a finished round; ``members``: the peer ids in its mean; bytes, seconds and ``tokens`` (trained here) are its own.
 
         ``projection``: that of the slow weights after it (`shoal.optim.outer.weights`), or empty where it is not known.
         ``odd``: without a partner because the number of peers was odd, which is no fault.
         """
-        others = [peer[-TAIL:] for peer in members if peer != self._membership.host.peer_id]
+        partners = [peer for peer in members if peer != self._membership.host.peer_id]
+        others = [peer[-TAIL:] for peer in partners]
+        self.tally.took(partners, Work(1, 1 / max(len(partners), 1), tokens / max(len(partners), 1)))
         done = RoundStatus(
             round=round,
             step=step,
@@ -300,8 +334,14 @@ class StatusReporter:
                 self._more["reward"] = real(fields["reward"])
                 for name in ("own", "foreign"):
                     self._more[f"rollouts_{name}"] = self._more.get(f"rollouts_{name}", 0) + fields[name]
+                for peer, reward in fields["used"]:
+                    self.tally.took([peer], Work(rollouts=1, reward=real(reward) or 0.0))
+                self.tally.made(rollouts=fields["shared"])
             elif event == "verify":
                 self._more["banned"] = tuple(fields["banned"][:BANNED])
+                for peer, count in fields["votes"].items():
+                    self.tally.took([peer], Work(votes=count))
+                self.tally.made(votes=fields["voted"])
 
     def verified(self, report: Mapping[str, int]) -> None:
         """Note the counts of verification so far: claims made, and checks done here."""
@@ -333,4 +373,10 @@ class StatusReporter:
         )
 
     def close(self) -> None:
+        """Send the last receipts, and save the tally."""
+        if (last := self.tally.receipts()) is not None:
+            self._receipts.topic.publish(last)
+            self._receipts.topic.flush(LAST_S)
+        self._receipts.close()
         self._publisher.close()
+        self.tally.save()

@@ -30,7 +30,7 @@ from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION, DirectoryView, MemberView
-from shoal.swarm.p2p.addresses import host_of, range_of
+from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.resync import DriftDetector, Resynchronizer, in_step
 from shoal.swarm.state.selection import StateServer
@@ -459,7 +459,7 @@ class TrainingMember:
         self.reporter: StatusReporter | None = None
         """Sends this node's status to those who watch the swarm, once it is set."""
         self._sync: OuterSync | None = None
-        self._sent = self._received = self._odd = 0
+        self._sent = self._received = self._odd = self._tokens = 0
         self._waited = 0.0
 
     @property
@@ -481,6 +481,7 @@ class TrainingMember:
         """Start from ``state``, the swarm's weights, or from what the optimizer holds; before the first step."""
         if self._sync is None:
             self.serve()
+        self._tokens = self._opt.tokens  # those of a resumed run are in earlier rounds
         if state is not None:
             self.sync.begin_from(state)
         self.sync.begin()
@@ -551,16 +552,16 @@ class TrainingMember:
         return "the number of members is odd" if odd else "all others were taken, or in other rounds"
 
     def _range(self, peer: str) -> str:
-        """Return the address range in which a peer was met, or says that it is; one for all that say nothing."""
         member = self._membership.directory.members().get(peer)
-        said = member.addresses[0] if member is not None and member.addresses else ""
-        return range_of(self._membership.host.met.get(peer) or host_of(said))
+        return range_met(peer, member.addresses if member is not None else (), self._membership.host.met)
 
     def report_round(self, info: RoundInfo, report: RoundReport, loss: float | None) -> None:
         """Send what a round came to, to those who watch. ``loss``: this node's training loss, nats."""
+        tokens, self._tokens = self._opt.tokens - self._tokens, self._opt.tokens
         if self.reporter is not None:
             self.reporter.round(
-                info.members, round=info.key.round, step=info.step, loss=loss, sent=report.sent, received=report.received,
+                info.members, tokens=max(tokens, 0),
+                round=info.key.round, step=info.step, loss=loss, sent=report.sent, received=report.received,
                 wait_s=report.wait_s, suspicious=len(report.rejected), odd=report.odd,
                 projection=self._opt.projection_of(info.key.fragment),
             )  # fmt: skip

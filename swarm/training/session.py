@@ -398,12 +398,14 @@ class Session:
     def status(self) -> dict[str, Any]:
         """Return the swarm as this node sees it.
 
-        That is the object of `shoal status --json`, with this node's ``peer`` and the numbers that it has ``refused`` so far, by
-        reason (`Membership.refused`).
+        That is the object of `shoal status --json`, with this node's ``peer``, the numbers that it has ``refused`` so far, by
+        reason (`Membership.refused`), and what others have ``confirmed`` of its work (`shoal.swarm.topics.tally.Tally.report`).
         """
         membership, directory = self._membership, self._membership.directory
         found = overview(membership.swarm, membership.manifest, directory.members(), time.time(), directory.size())
-        return {**found, "peer": membership.identity.peer_id, "refused": membership.refused()}
+        reporter = None if self._member is None else self._member.reporter
+        mine = {} if reporter is None else {"confirmed": reporter.tally.report()}
+        return {**found, "peer": membership.identity.peer_id, "refused": membership.refused(), **mine}
 
     def finish(self) -> None:
         """Wait for pending exchanges, and average once more if the swarm does; once, after the last step. ``with`` does it too."""

@@ -14,6 +14,7 @@ import shoal.node
 import shoal.swarm
 from shoal.swarm.identity import Identity
 from shoal.swarm.topics.status import RoundStatus
+from shoal.swarm.topics.tally import NAMED
 from shoal.swarm.wire.envelope import Message
 from shoal.verification.consensus.records import VoteRecord
 
@@ -107,6 +108,7 @@ OWN = {
     "claim-material": {"tokens": (bytes(8),), "snapshot": 1}, "training-material": {"snapshot": 1, "projection": b"x"},
     "rollout": {"completions": ("x",), "tokens": (bytes(8),), "logps": (bytes(8),), "tokenizer": "0" * 64},
     "claim": {"model": bytes(32)}, "view": {"table": bytes(32)}, "verdict": {"marks": ("valid", "absent")},
+    "receipts": {"work": ((OTHER, 1, 1.0, 1.0, 1, 1.0, 1),)},
     "punch": {"addresses": ("/ip4/1.2.3.4/udp/4001/quic-v1",), "proof": bytes(64)},
 }  # fmt: skip
 """The same of one kind of message."""
@@ -142,6 +144,7 @@ LARGEST = {
     "member": {"shard": 2**53 - 1}, "invitation": {"key": OTHER, "peer": None},
     "offer": {"shapes": ((2**32 - 1, 2**32 - 1),) * 65_536}, "state-header": {"shapes": ((2**32 - 1, 2**32 - 1),) * 65_536},
     "parcel": {"body": bytes(256 * 1024 - 512)},
+    "receipts": {"work": tuple((Identity.ephemeral().peer_id, 2**53, 1.0, 1.0, 2**53, -1.0, 2**53) for _ in range(NAMED))},
 }  # fmt: skip
 """What does not follow from the bounds of single fields."""
 

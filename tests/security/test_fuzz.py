@@ -123,6 +123,7 @@ OWN = {
     "node/verify/history/history.py:EvidenceFile.claims", "optim/codecs/base.py:buffer",
     "optim/exchange/gloo_groups.py:StoreConsensus._offered", "optim/outer/torch_form.py:TorchForm.unpack",
     "optim/ranks/orders.py:Channel.send", "optim/ranks/orders.py:Channel.receive", "swarm/p2p/addresses.py:Peerstore._load",
+    "swarm/topics/tally.py:_read", "swarm/topics/tally.py:Tally._load",
     "swarm/training/session.py:FollowingSession.__init__", "swarm/state/snapshot.py:Spool.mapped",
 }  # fmt: skip
 """Files and processes of the user's own: settings, data, a node's folder, the ranks of one job."""

@@ -120,11 +120,13 @@ def test_a_status_holds_whatever_a_round_comes_to(sent, received, wait_s, loss, 
             [ME.peer_id, *(OTHER.peer_id,) * 20], round=number, step=MAX_COUNT, loss=loss, sent=sent, received=received,
             wait_s=wait_s, suspicious=3, projection=tuple(projection),
         )  # fmt: skip
-    reporter.event("rl", reward=loss, own=2, foreign=3)
-    reporter.event("verify", banned=[OTHER.peer_id] * 99)
+    reporter.event("rl", reward=loss, own=2, foreign=3, used=[(OTHER.peer_id, loss)] * 3, shared=4)
+    reporter.event("verify", banned=[OTHER.peer_id] * 99, votes={OTHER.peer_id: 2}, voted=3)
     reporter.verified({"claimed": 2**40, "checked": 2**40, "invalid": 2**40})
     status = reporter.status()
     assert unpack(pack(status), type(status)) == status
+    receipts = reporter.tally.receipts()
+    assert unpack(pack(receipts), type(receipts)) == receipts
 
 
 weights = st.floats(min_value=0, allow_infinity=False)

@@ -36,6 +36,7 @@ ROWS = {
     "signed parts": lambda kind, name: name in (
         "record", "signature", "admission", "invitation", "announcement", "manifest", "body", "decision"
     ),
+    "work of others": lambda kind, name: (kind, name) == ("receipts", "work"),
     "what is only shown": lambda kind, name: (kind == "status" and not rows_of(kind, name, others=True))
     or (kind == "announcement" and name in ("params", "round_bytes", "memory"))
     or (kind, name) == ("listed-swarm", "peers")

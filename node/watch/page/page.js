@@ -33,6 +33,15 @@ const lag = (p) => (p.lag ? `${p.lag}${p.lag_auto ? " auto" : ""}${p.late ? `, $
 // How others reach it, and what its exchanges move each way.
 const reach = (p) => (p.reach || "unknown") + (p.throughput ? `, ${(p.throughput / 1e6).toPrecision(3)} MB/s` : "");
 
+// What others signed of its work, and how many they are.
+function work(p) {
+  const c = p.confirmed, said = [];
+  if (c.exchanges) said.push(`${c.exchanges} ex., ${tokens(c.tokens)} tok.`);
+  if (c.rollouts) said.push(`${c.rollouts} rollouts`);
+  if (c.votes) said.push(`${c.votes} votes`);
+  return c.partners ? `${said.join(", ")} by ${c.partners} (${plural(c.ranges, "range")})` : "–";
+}
+
 const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 
 function bytes(value) {
@@ -54,6 +63,10 @@ function tiles(picture) {
   ];
   if (t.reward !== null) shown.push(["Reward", number(t.reward)]);
   if (t.rollouts_own !== null) shown.push(["Groups learnt, own + others'", `${t.rollouts_own} + ${t.rollouts_foreign}`]);
+  if (t.confirmed) {
+    const c = t.confirmed, apart = c.rounds ? `, ${Math.round((100 * c.elsewhere) / c.rounds)} % across address ranges` : "";
+    shown.push(["Confirmed by partners", `${plural(c.exchanges, "exchange")}, ${tokens(c.tokens)} tokens${apart}`]);
+  }
   if (t.claims !== null) shown.push(["Claims, checks, invalid", `${t.claims}, ${t.checked}, ${t.invalid}`]);
   if (t.refused) shown.push(["Messages refused", `${t.refused} of ${t.heard + t.refused}`]);
   byId("tiles").replaceChildren(...shown.map(([name, value]) => {
@@ -104,7 +117,7 @@ const COLUMNS = [
   ["Loss", (p) => number(p.loss)], ["With", (p) => p.partners.slice(0, 3).join(", ") || "–"], ["Steps/s", (p) => number(p.steps_per_s, 1)],
   ["Tokens/s", (p) => tokens(p.tokens_per_s, p.mfu)],
   ["Lag", lag], ["Reach", reach], ["Up", (p) => `${bytes(p.sent_per_s)}/s`], ["Down", (p) => `${bytes(p.received_per_s)}/s`], ["Reward", (p) => number(p.reward)],
-  ["Faults", (p) => p.faults_text || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],
+  ["Confirmed", work], ["Faults", (p) => p.faults_text || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],
 ];
 
 function table(picture) {

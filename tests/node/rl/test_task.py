@@ -82,7 +82,8 @@ def test_two_nodes_learn_by_themselves_and_from_each_other():
     after = [task.greedy_reward() for task in (first, second)]
     assert min(after) > max(before) + 0.3
     assert [round.round for round in rounds] == list(range(40))
-    assert max(round.foreign for round in rounds) == 2
+    assert max(len(round.used) for round in rounds) == 2
+    assert {peer for round in rounds for peer, _ in round.used} == {PEERS[1]}
     assert {round.own for round in rounds} == {2}
     assert first.foreign.used > 20
     assert 0 < first.worth <= 1

@@ -8,13 +8,14 @@ from shoal.node.watch.light_client import OLD_S, QUOTA, RecordFilter
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import Body, make_body, make_envelope
 from shoal.swarm.manifest import swarm_id
+from shoal.swarm.topics.status import Status
 from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
 from tests.node.watch.conftest import NOW, SWARM, Author
 
 
 @pytest.fixture
 def gate():
-    return RecordFilter(SWARM, clock=lambda: NOW)
+    return RecordFilter(Status, SWARM, clock=lambda: NOW)
 
 
 def refused(gate, data, publisher="somebody"):
@@ -87,4 +88,5 @@ def test_the_largest_status_fits():
         rollouts_own=2**53, rollouts_foreign=2**53, claims=2**53, checked=2**53, invalid=2**53,
     )  # fmt: skip
     assert len(pack(status)) < status.LIMIT
-    assert RecordFilter(SWARM, clock=lambda: NOW).open("x", make_envelope(SWARM, make_body(status, author.identity))) == status
+    gate = RecordFilter(Status, SWARM, clock=lambda: NOW)
+    assert gate.open("x", make_envelope(SWARM, make_body(status, author.identity))) == status

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.node.watch import swarm_view
-from shoal.node.watch.events import Connected, Described, Disconnected, MessageRefused, Unreachable, Watching
+from shoal.node.watch.events import Connected, Described, Disconnected, MessageRefused, Signed, Unreachable, Watching
 from shoal.node.watch.swarm_view import BINS, MAX_POINTS, SILENT_S, Curve, SwarmView, chart, mean_curve
 from shoal.node.watch.tui import COLUMNS, headline, peer_rows
 from shoal.node.watch.web import picture
 from shoal.swarm.topics.status import PROJECTED
+from shoal.swarm.topics.tally import Receipts, Work
 from tests.node.watch.conftest import NOW, SWARM, Author
 
 
@@ -316,3 +317,60 @@ def test_roles_are_those_of_the_status_and_a_silent_connection_is_a_bootstrap_no
     assert [(peer["name"], peer["roles"], peer["relayed"]) for peer in shown["peers"]] == [
         ("anna", ["trains", "verifies"], False), ("bert", ["trains"], True),
     ]  # fmt: skip
+
+
+def signed(signer, peer, *numbers, at=NOW, **work):
+    fields = {"swarm": SWARM, "peer": signer.peer, "issued": at, "work": ((peer.peer, *Work(*numbers, **work)),)}
+    return Signed(time=at, peer=signer.peer, receipts=Receipts(**fields))
+
+
+def here(*authors, round=9):
+    return [
+        author.heard(author.round(round), addresses=(f"/ip4/10.{number}.0.1/tcp/1/p2p/{author.peer}",))
+        for number, author in enumerate(authors)
+    ]
+
+
+def test_an_exchange_counts_once_both_sides_signed_it(authors):
+    anna, bert, carl = authors
+    one, both = [signed(anna, bert, 3, 3.0, 300.0)], [signed(bert, anna, 2, 2.0, 80.0)]
+    assert view_of(*here(anna, bert, carl), *one).totals()["confirmed"] is None
+    view = view_of(*here(anna, bert, carl), *one, *both)
+    found, total = view.confirmed(), view.totals()["confirmed"]
+    assert (found[bert.peer]["exchanges"], found[bert.peer]["tokens"], found[bert.peer]["partners"]) == (2, 300.0, 1)
+    assert found[carl.peer]["partners"] == 0
+    assert (total["exchanges"], total["rounds"], total["tokens"], total["elsewhere"]) == (2, 4.0, 380.0, 4.0)
+
+
+def test_what_a_watcher_hears_twice_or_of_an_earlier_moment_adds_nothing(authors):
+    anna, bert, _ = authors
+    now = [signed(anna, bert, 3, 3.0, 300.0), signed(bert, anna, 3, 3.0, 300.0)]
+    before = [signed(anna, bert, 9, 9.0, 900.0, at=NOW - 1), signed(bert, anna, 9, 9.0, 900.0, at=NOW - 1)]
+    assert view_of(*here(anna, bert), *now, *before, *now).totals() == view_of(*here(anna, bert), *now).totals()
+
+
+def test_invented_partners_and_invented_rounds_raise_nothing(authors):
+    anna, bert, carl = authors
+    ghosts = [Author("ghost") for _ in range(3)]
+    said = [event for ghost in ghosts for event in (signed(ghost, carl, 5, 5.0, 50.0), signed(carl, ghost, 5, 5.0, 50.0))]
+    honest = [signed(anna, bert, 4, 4.0, 400.0), signed(bert, anna, 4, 4.0, 400.0)]
+    assert view_of(*here(anna, bert, carl), *honest, *said).confirmed()[carl.peer]["partners"] == 0
+    colluding = [signed(anna, carl, 2**40, 2.0**40, 2.0**50), signed(carl, anna, 2**40, 2.0**40, 2.0**50)]
+    carls = view_of(*here(anna, bert, carl), *honest, *colluding).confirmed()[carl.peer]
+    assert (carls["exchanges"], carls["rounds"]) == (11, 11.0)  # as many as there were rounds, and two
+    usual = [event for number in range(4) for event in pair_of(Author(f"a{number}"), Author(f"b{number}"))]
+    carls = view_of(*here(anna, bert, carl), *usual, *honest, *colluding).confirmed()[carl.peer]
+    assert carls["tokens"] == 4 * 100.0 * 11
+
+
+def pair_of(one, other):
+    return [*here(one, other), signed(one, other, 4, 4.0, 400.0), signed(other, one, 4, 4.0, 400.0)]
+
+
+def test_the_page_shows_what_is_confirmed_and_of_how_many_ranges(authors):
+    anna, bert, carl = authors
+    events = [signed(signer, carl, rollouts=2, reward=1.5, votes=1) for signer in (anna, bert)]
+    shown = picture(view_of(*here(anna, bert, carl), *events), ended=False)
+    (of_carl,) = [peer["confirmed"] for peer in shown["peers"] if peer["id"] == carl.peer]
+    assert (of_carl["rollouts"], of_carl["reward"], of_carl["votes"], of_carl["partners"], of_carl["ranges"]) == (4, 3.0, 2, 2, 2)
+    assert shown["totals"]["confirmed"]["votes"] == 2

@@ -15,6 +15,7 @@ from shoal.swarm.manifest import Manifest
 from shoal.swarm.topics.attestation import Attestation, sign_record
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
+from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import pack, seal
 from shoal.swarm.wire.messages import GroupDecision, Member, Offer
 from tests.swarm.conftest import MODEL, SWARM
@@ -38,6 +39,12 @@ def status(**changes):
         "loss": None, "steps_per_s": 1.0, "sent": 0, "received": 0, "issued": time.time(), "version": "0",
     }  # fmt: skip
     return Status(**{**fields, **changes})
+
+
+def receipts(**changes):
+    work = ((GUEST.peer_id, 1, 1.0, 10.0, 0, 0.0, 0),)
+    fields = {"swarm": SWARM, "peer": HONEST.peer_id, "issued": time.time(), "work": work}
+    return Receipts(**{**fields, **changes})
 
 
 def rollout(**changes):

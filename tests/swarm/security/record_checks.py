@@ -33,6 +33,8 @@ from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.seed import SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.rollout import RolloutPool
+from shoal.swarm.topics.status import Status
+from shoal.swarm.topics.tally import Receipts, Tally
 from shoal.swarm.wire.envelope import ENVELOPE, nonces_from, pack, seal, unpack
 from shoal.swarm.wire.messages import Answer, GroupFormed, GroupReceipt, Offer, SeedRequest
 from tests.clocks import until
@@ -53,6 +55,7 @@ from tests.swarm.security.forgeries import (
     notice,
     offer,
     ready,
+    receipts,
     rollout,
     status,
 )
@@ -350,21 +353,39 @@ class Records(Topics):
         return Attestations(self.gossip, lambda author, record, signature: None).topic
 
 
+class Tallies(Topics):
+    make = staticmethod(receipts)
+
+    def join(self):
+        tally = Tally(GUEST.peer_id, SWARM)
+        topic = self.gossip.join(Receipts, lambda author, record: tally.take(record, topic.sealed, ""))
+        return topic
+
+
 class Gates(Court):
     """A watcher."""
 
     make, old, again = staticmethod(status), {"issued": time.time() - 1000}, True
 
     def __init__(self, network):
-        self.gate = RecordFilter(SWARM)
+        self.gate = RecordFilter(Status, SWARM)
 
     def judge(self, sealed, sender):
         return reason_of(self.gate.open, sender.peer_id, make_envelope(SWARM, Body("plain", len(sealed), sealed)))
+
+
+class Counters(Gates):
+    """A watcher that adds up what is confirmed."""
+
+    make = staticmethod(receipts)
+
+    def __init__(self, network):
+        self.gate = RecordFilter(Receipts, SWARM)
 
 
 COURTS = {
     "`member`, in the DHT": Directories, "`member`, at a bootstrap node": Seeds,  "`manifest`": Manifests, "`invitation`": Policies,
     "`offer`, of a caller": Pairs, "`offer`, in answer": Answers, "`group-ready`, at the leader": Leaders,
     "`group-ready`, in a group": Rosters, "`group-decision`": Judgements, "`rollout`": Pools, "`notice`": Notices,
-    "`attestation`": Records, "`status`": Gates,
+    "`attestation`": Records, "`status`": Gates, "`receipts`, at a node": Tallies, "`receipts`, at a watcher": Counters,
 }  # fmt: skip

@@ -8,7 +8,7 @@ from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.topics.status import BEAT_S, GAP_S, PER_SECOND, RoundStatus, Status, StatusPublisher
+from shoal.swarm.topics.status import BEAT_S, GAP_S, PER_SECOND, RecordPublisher, RoundStatus, Status
 from tests.swarm.gossip.test_gossip import until
 
 SWARM = swarm_id(b"")
@@ -49,7 +49,7 @@ def test_who_listens_hears_a_node_and_nodes_only_pass_on(two):
     speaker, watcher = two
     heard = []
     topic = watcher.gossip.join(Status, lambda author, status: heard.append((author, status)))
-    first, second = (StatusPublisher(node.gossip, node.status, lambda: 2) for node in two)
+    first, second = (RecordPublisher(node.gossip, Status, node.status, lambda: 2) for node in two)
     until(lambda: topic.name and speaker.identity.peer_id in topic.listeners())
     first.hint()
     until(lambda: heard)
@@ -71,7 +71,7 @@ def test_a_status_that_cannot_be_made_costs_that_one():
         made.release()
         raise ValueError("a loss that is no number")
 
-    gossip = StatusPublisher(node.gossip, make, lambda: 1)
+    gossip = RecordPublisher(node.gossip, Status, make, lambda: 1)
     try:
         for _ in range(2):
             assert made.acquire(timeout=60)
@@ -82,8 +82,8 @@ def test_a_status_that_cannot_be_made_costs_that_one():
 
 @pytest.mark.parametrize("members", [0, 1, 4, 10, 100, 5000])
 def test_all_nodes_together_say_about_so_much(members):
-    gossip = StatusPublisher.__new__(StatusPublisher)
-    gossip._members = lambda: members
+    gossip = RecordPublisher.__new__(RecordPublisher)
+    gossip._members, gossip._beat = lambda: members, BEAT_S
     least, most = gossip.gaps()
     assert GAP_S <= least <= most
     assert most >= BEAT_S

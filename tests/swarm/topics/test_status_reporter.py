@@ -96,8 +96,8 @@ def test_alone_is_no_fault_where_nobody_averages():
 
 def test_reinforcement_learning_and_verification_are_told(status_reporter):
     for reward in (0.25, 0.5):
-        status_reporter.event("rl", round=1, reward=reward, own=4, foreign=2, worth=None, loss=0.1)
-    status_reporter.event("verify", round=1, banned=PEERS[1:], check_s=0.1)
+        status_reporter.event("rl", round=1, reward=reward, own=4, foreign=2, worth=None, loss=0.1, used=[], shared=4)
+    status_reporter.event("verify", round=1, banned=PEERS[1:], check_s=0.1, votes={}, voted=0)
     status_reporter.event("evaluation", step=3, loss=1.0)
     status_reporter.verified({"claimed": 5, "planted": 1, "checked": 4, "invalid": 1})
     status = status_reporter.status()
@@ -109,7 +109,7 @@ def test_reinforcement_learning_and_verification_are_told(status_reporter):
 def test_what_is_no_number_is_left_out(status_reporter, bad):
     status_reporter.progress("training", 1, 1, bad, bad, bad, bad)
     over(status_reporter, 1, [ME, PEERS[1]], loss=bad)
-    status_reporter.event("rl", round=1, reward=bad, own=1, foreign=0, worth=None, loss=0.1)
+    status_reporter.event("rl", round=1, reward=bad, own=1, foreign=0, worth=None, loss=0.1, used=[], shared=0)
     status = status_reporter.status()
     assert status.loss is status.reward is status.rounds[0].loss is None
     assert (status.steps_per_s, status.tokens_per_s, status.mfu) == (0.0, 0.0, None)

@@ -37,7 +37,13 @@ def world():
             directory=SimpleNamespace(members=lambda: members),
         ),
         SimpleNamespace(
-            round=3, steps=30, lag=7, lag_auto=True, schedule=SimpleNamespace(every=10), projection_of=lambda fragment: (1.0,)
+            round=3,
+            steps=30,
+            tokens=500,
+            lag=7,
+            lag_auto=True,
+            schedule=SimpleNamespace(every=10),
+            projection_of=lambda fragment: (1.0,),
         ),
         SimpleNamespace(waited=0.0, stats=ExchangeStats()),
         screen := SimpleNamespace(rejections=lambda: [rejected.pop() for _ in rejected[:]], newcomers=Newcomers()),
@@ -110,8 +116,10 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
     assert (third.wait_s, third.odd) == (0.25, False)  # a simulation measures it on its own clock
     assert world.waits == [2.0, 0.5, 0.25]
     assert [name for name, _, _ in world.calls] == ["sync.on_round"] * 3
+    member._tokens = 380
     member.report_round(info(3), first, 1.0)  # nobody watches
     member.reporter = Recorder("reporter", world.calls)
+    member._opt.tokens = 560
     member.report_round(info(3), first, 1.0)
     name, args, fields = world.calls[-1]
     assert (name, args) == ("reporter.round", (("anna", "bert"),))
@@ -125,6 +133,7 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
         "suspicious": 1,
         "odd": False,
         "projection": (1.0,),
+        "tokens": 60,
     }
 
 
