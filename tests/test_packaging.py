@@ -144,9 +144,12 @@ def test_reports_of_bugs_ask_for_what_the_doctor_says():
     assert "shoal doctor --json" in (ROOT / ".github/pull_request_template.md").read_text()
 
 
-def test_coverage_has_a_floor_and_what_it_needs_is_installed():
+def test_coverage_has_a_floor_and_measures_the_whole_product_with_its_processes():
     recipe = re.search(r"^coverage: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
-    assert all(word in recipe for word in ("--cov=shoal", "--cov-fail-under=", "tests/optim", "tests/swarm", "tests/verification"))
+    assert all(word in recipe for word in ("--cov=shoal", "--cov-fail-under="))
+    settings = PROJECT["tool"]["coverage"]["run"]
+    assert {"shoal", *(link.name for link in (ROOT / "shoal").iterdir() if link.is_symlink())} == {*settings["source_dirs"]}
+    assert "subprocess" in settings["patch"]
     assert any(line.startswith("pytest-cov") for line in PROJECT["project"]["optional-dependencies"]["test"])
 
 
