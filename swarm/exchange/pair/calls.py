@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import OVERLAPPED_S, PeerContext
 from shoal.swarm.exchange.contribution import BARRED, Contribution
-from shoal.swarm.exchange.pair.meeting import MAX_HELD, PairingAttempt, PairState
+from shoal.swarm.exchange.pair.meeting import MAX_HELD, PairingAttempt, PairState, Phase
 from shoal.swarm.exchange.pair.transfer import Incoming, PartnerContribution, Withdrawn
 from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import short
@@ -141,7 +141,8 @@ class HeldCalls:
         gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))
         try:
             either: set[asyncio.Future[Any]] = {taken, gone}
-            await asyncio.wait(either, timeout=state.patient(fragment), return_when=asyncio.FIRST_COMPLETED)
+            patience = OVERLAPPED_S if state.overlap else state.patience.of(state.timeouts, fragment)
+            await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             return (taken.result() if taken.done() else None), incoming
         finally:
             del self.calls[call]
@@ -217,7 +218,7 @@ class Caller:
         if not pairing.called.is_set() and (kept := self._kept.take(peer)) is not None:
             with contextlib.suppress(Unanswered):
                 return await self._offer(kept, pairing, until)
-            pairing.offering = False
+            pairing.phase = Phase.DIALING
         began = loop.time()
         stream = await self._open(pairing, peer, until - began)
         return None if stream is None else await self._offer(stream, pairing, until, loop.time() - began)
@@ -244,7 +245,7 @@ class Caller:
         loop, peer, well = asyncio.get_running_loop(), stream.peer_id, False
         ahead: asyncio.TimerHandle | None = None
         try:
-            pairing.offering = True
+            pairing.phase = Phase.OFFERING
             nonce = fresh_nonce()
             offer = make_offer(self._context, pairing.attempt.contribution, nonce)
             try:
@@ -268,7 +269,7 @@ class Caller:
                 well = answer.verdict != "refuse" and not stream.ahead
                 self._note(pairing, peer, answer)
                 return None
-            pairing.accepted = True
+            pairing.phase = Phase.ACCEPTED
             self._welcome |= peer == pairing.partner
             theirs = await receive_offer(stream, self._state.timeouts.chunk)
             difference = pairing.attempt.contribution.differs(theirs)
@@ -276,13 +277,12 @@ class Caller:
             if difference is not None or (theirs.nonce, theirs.swarm, theirs.model, theirs.round) != offered:
                 what = difference or "the nonce, swarm, model or round"
                 raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
-            pairing.dialing = None  # a call from this peer no longer crosses this node's
+            pairing.phase = Phase.TRANSFERRING
             # The rest of the time before the answer is the wait for its training.
             received = await self._state.transfer(stream, pairing, theirs, caller=True, called=opened or 0.0)
             well = received is not None
             return received
         finally:
-            pairing.accepted = False
             self._welcome &= not stream.ahead
             self._kept.keep(stream) if well else stream.close()
 
@@ -322,7 +322,7 @@ class Caller:
             wanted = rounds.within(answer.round, key.fragment, key.round, most)
             pairing.swarm_round = max(pairing.swarm_round, wanted)
         elif answer.verdict == "wait":
-            pairing.expecting = peer
+            pairing.phase = Phase.EXPECTING
         elif answer.verdict == "refuse":
             log.warning("peer %s will not exchange with this node: %s", short(peer), answer.reason)
             pairing.attempt.failed(peer, "refused")
@@ -439,12 +439,14 @@ class CallAnswerer:
                 pairing.engaged.set_result(None)
             return reply("refuse", difference)
         if not taken:
-            crossing = pairing.dialing == peer
-            unasked = pairing.listening and state.selector.accepts(peer, offer.round)
-            if pairing.engaged is not None or not (crossing or pairing.expecting == peer or unasked):
+            crossing = pairing.peer == peer and pairing.phase <= Phase.ACCEPTED
+            expected = pairing.peer == peer and pairing.phase == Phase.EXPECTING
+            unasked = pairing.phase == Phase.LISTENING and state.selector.accepts(peer, offer.round)
+            if pairing.engaged is not None or not (crossing or expected or unasked):
                 state.turn_away(peer, offer.round, offer.fragment)
                 return reply("busy")
-            if crossing and pairing.offering and state.rank(peer, offer.round) > state.rank(self._context.me, offer.round):
+            mine, theirs = (state.rank(one, offer.round) for one in (self._context.me, peer))
+            if crossing and pairing.phase != Phase.DIALING and theirs > mine:
                 # In case this node's call, for which it waits, was just turned away there.
                 state.turn_away(peer, offer.round, offer.fragment)
                 return reply("wait")

@@ -61,7 +61,7 @@ from shoal.swarm.exchange.attempt import ExchangeAttempt, ExchangeBase, Exchange
 from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext, TrainingTime
 from shoal.swarm.exchange.contribution import Contribution, encode_contribution
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PROBE_S, PROBED, CallAnswerer, Caller, HeldCalls
-from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
+from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState, Phase
 from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
@@ -136,10 +136,10 @@ class PairMatchmaker:
             await asyncio.wait({meeting, waiting}, return_when=asyncio.FIRST_COMPLETED)
             since = loop.time()
             await asyncio.wait({meeting}, timeout=max(min(usual - since, time.budget(0, fragment)), 0))
-            awaited = None if meeting.done() or pairing.accepted or pairing.engaged is not None else pairing.partner
+            awaited = None if meeting.done() or pairing.moving else pairing.partner
             if awaited is not None and (over := time.cost(awaited, pairing.key.round, fragment, loop.time() - since)):
                 self._selector.passed.missed(awaited, pairing.key.round, over)
-            while not meeting.done() and (pairing.accepted or pairing.engaged is not None):  # within a transfer's own deadlines
+            while not meeting.done() and pairing.moving:  # within a transfer's own deadlines
                 await asyncio.wait({meeting}, timeout=self._timeouts.chunk)
             return meeting.result() if meeting.done() else None
         finally:
@@ -208,7 +208,7 @@ class PairMatchmaker:
         until = asyncio.get_running_loop().time() + seconds
         if self.held.take(pairing, peer):
             return await pairing.outcome(self._timeouts)
-        pairing.dialing, pairing.failing = peer, False
+        pairing.phase, pairing.peer, pairing.failing = Phase.DIALING, peer, False
         try:
             received = await self.caller.call(pairing, peer, seconds)
         except (NetworkError, MessageError) as error:
@@ -218,16 +218,17 @@ class PairMatchmaker:
                 pairing.attempt.failed(peer, error)
             received = None
         finally:
-            pairing.dialing, pairing.offering = None, False
-        if received is None and pairing.expecting == peer:
+            if pairing.phase != Phase.EXPECTING:
+                pairing.phase = Phase.SEARCHING
+        if pairing.phase == Phase.EXPECTING:
             # It said that it was calling: a call that does not come soon comes from nobody that is still there.
             await pairing.until_called(min(until, asyncio.get_running_loop().time() + self._timeouts.chunk))
-            pairing.expecting = None
+            pairing.phase = Phase.SEARCHING
         return received or await pairing.outcome(self._timeouts)
 
     async def _listen(self, pairing: PairingAttempt, seconds: float) -> PartnerContribution | None:
         """Let any other peer without a partner call, for ``seconds`` and until training needs the outcome."""
-        until, pairing.listening = asyncio.get_running_loop().time() + seconds, True
+        until, pairing.phase = asyncio.get_running_loop().time() + seconds, Phase.LISTENING
         while True:
             if self.state.overlap:
                 either = {asyncio.ensure_future(event.wait()) for event in (pairing.called, pairing.needed)}
@@ -239,7 +240,7 @@ class PairMatchmaker:
             await pairing.until_called(until)
             called, received = pairing.called.is_set(), await pairing.outcome(self._timeouts)
             if received is not None or pairing.broken or not (called and self.state.overlap):  # else the caller had gone on
-                pairing.listening = False
+                pairing.phase = Phase.SEARCHING
                 return received
 
 

@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections import deque
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from shoal.optim.exchange.base import RoundKey, rank
-from shoal.swarm.exchange.context import LEAST_S, OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext, TrainingTime
+from shoal.swarm.exchange.context import LEAST_S, ExchangeTimeouts, Patience, PeerContext, TrainingTime
 from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
 from shoal.swarm.exchange.pair.transfer import Attempt, Incoming, PairTransfer, PartnerContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
@@ -24,6 +25,18 @@ log = logging.getLogger(__name__)
 MAX_HELD = 64
 
 
+class Phase(IntEnum):
+    """What a meeting does with one ``peer``: the first four in this order."""
+
+    DIALING = 1  # until its call is open, the peer's own counts: of two peers perhaps only one can reach the other
+    OFFERING = 2
+    ACCEPTED = 3
+    TRANSFERRING = 4  # both offers are there: a call from this peer no longer crosses this node's
+    EXPECTING = 5  # its call, for it said "wait"
+    LISTENING = 6  # to any peer without a partner
+    SEARCHING = 7
+
+
 @dataclass
 class PairingAttempt:
     """One round of this node."""
@@ -33,12 +46,9 @@ class PairingAttempt:
     """Of the contribution among this node's own (`PairRounds`)."""
     partner: str | None = None
     """The computed partner: only its failures are counted, since other candidates may well be busy."""
-    dialing: str | None = None
-    offering: bool = False
-    """The call to ``dialing`` is open. Until then its own counts: of two peers perhaps only one can reach the other."""
-    expecting: str | None = None
-    """A peer that said "wait"."""
-    listening: bool = False
+    phase: Phase = Phase.SEARCHING
+    peer: str = ""
+    """The one that was called last."""
     engaged: asyncio.Future[PartnerContribution | None] | None = None
     """Set as soon as a call was accepted; its result is the exchange's."""
     called: asyncio.Event = field(default_factory=asyncio.Event)
@@ -51,8 +61,6 @@ class PairingAttempt:
     """Peers that ended a call of theirs as it was accepted; of each the first time is no failure."""
     failing: bool = False
     """The newest call ended with an error."""
-    accepted: bool = False
-    """A call of this node was accepted, and its transfer is under way."""
     broken: bool = False
     """A transfer began and was not committed."""
     usual: bool = False
@@ -63,6 +71,11 @@ class PairingAttempt:
     @property
     def key(self) -> RoundKey:
         return self.attempt.key
+
+    @property
+    def moving(self) -> bool:
+        """Whether a call was accepted, by either side, and its transfer is under way."""
+        return self.engaged is not None or self.phase in (Phase.ACCEPTED, Phase.TRANSFERRING)
 
     def engage(self) -> None:
         self.engaged = asyncio.get_running_loop().create_future()
@@ -170,10 +183,6 @@ class PairState:
         self.selector.ended(peer, pairing.key.round, met=received is not None, over=over)
         if received is not None:
             self.evidence.met([peer], pairing.key.round)
-
-    def patient(self, fragment: int) -> float:
-        """Return the seconds that a meeting of ``fragment`` waits for its partner at most."""
-        return OVERLAPPED_S if self.overlap else self.patience.of(self.timeouts, fragment)
 
     def at(self, fragment: int) -> int | None:
         """Return the round of the meeting of ``fragment`` that is under way, if one is."""
