@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shoal.optim.codecs.base import FLOAT32, Codec, check_sends_weights
 from shoal.optim.codecs.error_feedback import ErrorFeedback
-from shoal.optim.codecs.mod4 import check_no_pair
+from shoal.optim.codecs.mod4 import Mod4Codec, check_no_pair
 from shoal.optim.codecs.topk import TopK2Codec
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.fragments import Fragment, Weight, by_rate, equal, even, positions, possible, strided
@@ -41,7 +41,7 @@ from shoal.optim.schedule import Delayed, Every, Lag, RoundLength, Schedule, Str
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-SPARSE = ErrorFeedback(TopK2Codec(), 0.95)
+SPARSE, MOD4 = ErrorFeedback(TopK2Codec(), 0.95), Mod4Codec()
 """SparseLoCo's codec, ``topk2+ef:0.95``; a template: each optimizer gets a fresh copy with its own residual."""
 
 
@@ -203,9 +203,9 @@ class StreamingDiLoCo(OuterOptimizer):
     or a list of modules (or of lists of modules and parameters), the same on all peers. Without ``model`` (on all peers) that
     number of lists of about equally many values, whatever the layer. Each fragment has its own momentum.
     Evaluate within ``averaged()``: the slow weights are better than any peer's fast ones.
-    ``lag``: by default as found by ``AutoLag``, at least 1. mix 0.5 is the paper's (from memory, as its lr 0.4, momentum 0.9 and
-    lag 1, of which the defaults here differ by what was measured: docs/methods.md); public code (torchft, MaxText) has mix 0.
-    "keep" is ours: what was learnt while the mean was on its way stays, of which 0.5 loses half and 0 all.
+    ``lag``: by default as found by ``AutoLag``, at least 1. ``mix``: "keep" is ours, and all that was learnt while the mean was on
+    its way stays, of which 0.5, the paper's, loses half, and 0, that of public code (torchft, MaxText), all. The paper's lr is 0.4,
+    its momentum 0.9 and its lag 1 (from memory); the defaults here differ by what was measured: docs/methods.md.
     After a failed exchange the fast weights are kept (torchft discards the round).
     """
 
@@ -217,7 +217,7 @@ class StreamingDiLoCo(OuterOptimizer):
         every: int = 100,
         fragments: Fragments = 4,
         lag: Lag = "auto",
-        mix: float | Literal["keep"] = 0.5,
+        mix: float | Literal["keep"] = "keep",
         lr: float = 0.7,
         momentum: float = 0.6,
         **options: Unpack[Options],
@@ -390,7 +390,7 @@ class Method:
     weights: Literal["equal", "tokens", "rate"] = "equal"
     """Default weighting of contributions (`shoal.optim.outer.fragments`)."""
     codec: Codec = FLOAT32
-    """The default codec."""
+    """The default codec of a swarm. The classes of methods for pairs have float32 elsewhere: any exchange can carry it."""
 
     @property
     def knobs(self) -> dict[str, Any]:
@@ -412,9 +412,11 @@ class Method:
 
 
 _ALL = (
-    Method("noloco", NoLoCo, "pair", "weights", "the default: no barrier, a late or dead peer holds up one other at most"),
-    Method("local", LocalSGD, "pair", "weights", "the simplest: plain averaging with a partner, nothing to tune"),
-    Method("gasloc", GASLoC, "pair", "weights", "gossip like noloco, with Nesterov's momentum on the outer iterate"),
+    Method(
+        "noloco", NoLoCo, "pair", "weights", "the default: no barrier, a late or dead peer holds up one other at most", codec=MOD4
+    ),
+    Method("local", LocalSGD, "pair", "weights", "the simplest: plain averaging with a partner, nothing to tune", codec=MOD4),
+    Method("gasloc", GASLoC, "pair", "weights", "gossip like noloco, with Nesterov's momentum on the outer iterate", codec=MOD4),
     Method("none", LocalSGD, "nobody", "weights", "training alone, to compare with", fixed={"fragments": 1, "lag": 0}),
     Method("diloco", DiLoCo, "everyone", "displacement", "few, equal, reliable peers: all hold the same weights after a round"),
     Method("diloco-hb", DiLoCo, "everyone", "displacement", "diloco with heavy-ball momentum", fixed={"nesterov": False}),

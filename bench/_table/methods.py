@@ -50,7 +50,7 @@ CODECS: dict[str, tuple[str, ...]] = {
     "diloco": ("float32", FOUR_BITS, TWO_BITS, ONE_BIT),
     "streaming": ("float32", FOUR_BITS, ONE_BIT),
     "noloco": ("float32", "int8"),
-    "noloco-overlap": ("float32", "int8"),
+    "noloco-overlap": ("float32", "int8", "mod4"),
     "co2": ("float32", FOUR_BITS),
     "sparseloco": (PAPER, AUTHORS),
     TORCHFT_DILOCO: ("float32",),
@@ -59,7 +59,9 @@ CODECS: dict[str, tuple[str, ...]] = {
 BEST = {name: codecs[1] if len(codecs) > 1 else codecs[0] for name, codecs in CODECS.items()} | {"sparseloco": PAPER}
 """The codec of the rows that are run first."""
 LAG = 16
-"""Inner steps that overlapped gossip in int8 takes at 100 Mbit/s and 50 ms (``links``): the lag that a node finds by itself."""
+"""Inner steps that an overlapped exchange takes at 100 Mbit/s and 50 ms (``links``): the lag that a node finds by itself."""
+QUICK = {"mod4": 4}
+"""The same for the codecs of pairs, since these exchange in two to three round trips."""
 
 
 def recipe(method: str, inner: str) -> Recipe:
@@ -101,10 +103,13 @@ def cell(method: str, inner: str = "muon", codec: str | None = None, peers: int 
     return Cell(method, inner, codec or BEST[method], 1 if method == "snoo" else peers, every)
 
 
+DEFAULT = cell("noloco-overlap", codec="mod4", every=25)
+"""What a swarm does whose settings say nothing."""
 FIRST = (
     cell("ddp", "adamw"),
     cell("ddp"),
     cell("diloco"),
+    DEFAULT,
     cell("noloco-overlap"),
     cell("diloco", "adamw"),
     cell("noloco-overlap", "adamw"),
@@ -130,7 +135,7 @@ def _order() -> Iterator[Sequence[Cell]]:
     yield [cell(name, "adamw") for name in OTHERS]
     yield [cell(TORCHFT_DILOCO, "adamw"), cell(TORCHFT_STREAMING, "adamw")]
     yield [cell(name, every=every) for every in (10, 200) for name in SPREAD if (name, every) != ("diloco", 200)]
-    yield [cell(name, peers=8) for name in SPREAD]
+    yield [DEFAULT._replace(peers=8), *(cell(name, peers=8) for name in SPREAD)]
     yield [cell("sparseloco", codec=AUTHORS), cell("streaming", codec="float32"), cell("noloco", codec="float32")]
     yield [cell(TORCHFT_DILOCO), cell(TORCHFT_STREAMING)]
     yield [cell(name, "adamw", peers=8) for name in SPREAD]
@@ -146,6 +151,7 @@ SMALL = [
         (
             *FIRST,
             *(cell("diloco", codec=ONE_BIT, every=every) for every in (20, 40)),  # which divide its steps
+            DEFAULT._replace(peers=8),
             *(cell(name, peers=8) for name in ("diloco", "noloco-overlap")),
             *(cell(name) for name in ("noloco", "streaming", "sparseloco", "co2", "local-sgd")),
         ),
@@ -162,10 +168,10 @@ def fragments(method: str, every: int) -> int:
     return FRAGMENTS if RECIPES[method].overlap else 1
 
 
-def lag(method: str, every: int) -> int:
+def lag(method: str, every: int, codec: str = "") -> int:
     """Inner steps from sending to applying in the runs: as long as an exchange takes, which is most of a short round."""
     if method == "co2":
         return every
     if method == TORCHFT_STREAMING:
         return every // fragments(method, every) - 1
-    return max(1, min(LAG, 5 * every // 8)) if RECIPES[method].overlap else 0
+    return max(1, min(QUICK.get(codec, LAG), 5 * every // 8)) if RECIPES[method].overlap else 0

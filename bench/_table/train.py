@@ -181,7 +181,7 @@ def outer(spec: Spec, place: Place, steer: Steer | None = None) -> Trained:
     names = [f"peer{index}" for index in range(spec.peers)]
     arguments = {**{name: value for name, value in spec.outer if name != "beta2"}, **made.arguments(spec.every)}
     if made.overlap:
-        arguments["lag"] = lag(spec.method, spec.every)
+        arguments["lag"] = lag(spec.method, spec.every, spec.codec)
     at, curve = set(marks(spec.steps, spec.every)), list[tuple[int, float]]()
 
     def peer(exchange: SimulatedExchange) -> tuple[nn.Module, int]:

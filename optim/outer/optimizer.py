@@ -59,7 +59,8 @@ class OuterOptimizer(OuterRounds):
         exchange: averages contributions with other peers.
         rule: the outer mathematics.
         schedule: when to send and apply.
-        codec: how contributions become bytes. One with state (error feedback) is copied for each fragment.
+        codec: how contributions become bytes; by default that of a swarm's exchange, else float32. One with state (error feedback)
+            is copied for each fragment.
         run: name of the run; peers of different runs never average.
         slow_device: where the slow weights and the rule's state live: a device, or as a path a folder for files that are mapped
             into memory and have no name, so that they are gone with the process. OSError if it has no room.
@@ -107,7 +108,7 @@ class OuterOptimizer(OuterRounds):
         *,
         rule: Rule,
         schedule: Schedule,
-        codec: Codec = FLOAT32,
+        codec: Codec | None = None,
         run: str = "run",
         slow_device: torch.device | str | Path = "cpu",
         on_round: Callable[[RoundInfo], None] | None = None,
@@ -125,6 +126,7 @@ class OuterOptimizer(OuterRounds):
             schedule = replace(schedule, lag=min(1, schedule.every - 1))  # the processes of a peer would apply at different steps
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
         self._auto = AutoLag(schedule.every) if getattr(schedule, "lag", 0) == "auto" else None
+        codec = codec or getattr(exchange, "codec", FLOAT32)
         self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
         self.length = length or Steps()
         every, own = all_parameters(inner), excluded(exclude, inner, model)

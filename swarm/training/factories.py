@@ -120,7 +120,7 @@ def make_outer(
     OuterError if they cannot be used, as some show only with the model.
     """
     method = method_named(settings.method)
-    options: dict[str, Any] = {"codec": codec_named(settings.codec)} if settings.codec is not None else {}
+    options: dict[str, Any] = {"codec": codec_named(settings.codec or method.codec.name)}
     if settings.weighing != method.weights:
         options["weight"] = WEIGHTS[settings.weighing]
     if fragments:

@@ -162,7 +162,7 @@ class Session:
             inner = self._real_exchange(opt)
             params = opt.parameters
             parts = [[params[index] for index in opt.positions(number)] for number in range(opt.fragments)]
-            self._exchange = SessionExchange(inner, self._attach, self._ordered, parts)
+            self._exchange = SessionExchange(inner, self._attach, self._ordered, parts, opt.codec.fresh())
         return self._exchange
 
     def _real_exchange(self, opt: OuterOptimizer) -> PairExchange | GroupExchange:

@@ -232,7 +232,7 @@ class SessionExchange:
     """An ``optim.Exchange`` in front of ``inner`` that calls ``attached`` with the optimizer that it is given to.
 
     ``ordered``: as of ``optim.exchange.base.OrdersParameters``. ``fragments``: the parameters of each of the swarm's fragments, as
-    which an optimizer with that number of them takes its own.
+    which an optimizer with that number of them takes its own. ``codec``: the swarm's, of an optimizer that names none.
     """
 
     def __init__(
@@ -241,8 +241,9 @@ class SessionExchange:
         attached: Callable[[OuterOptimizer], None],
         ordered: Callable[[Sequence[Tensor]], list[Tensor]],
         fragments: Sequence[Sequence[Tensor]] = (),
+        codec: Codec = FLOAT32,
     ) -> None:
-        self.inner, self._attached, self._ordered, self.fragments = inner, attached, ordered, fragments
+        self.inner, self._attached, self._ordered, self.fragments, self.codec = inner, attached, ordered, fragments, codec
         self._closed = False
 
     def attach(self, optimizer: OuterOptimizer) -> None:

@@ -354,3 +354,4 @@ def test_overlapped_runs_are_as_late_as_the_link_that_the_default_is_judged_by()
     assert late == [(2, 4), (2, 24), (4, 49)]  # torchft raises where they do not divide a round, or the lag is all of their share
     assert [methods.lag("noloco-overlap", every) for every in (1, 10, 16, 20)] == [1, 6, 10, 12]  # five eighths of a round
     assert (methods.lag("noloco", 50), methods.lag("co2", 50)) == (0, 50)
+    assert (methods.lag("noloco-overlap", 25, "mod4"), methods.lag("noloco-overlap", 50, "int8")) == (4, 16)

@@ -155,7 +155,7 @@ def test_the_flags_of_a_table_make_the_same_table_again():
         ("outer.lr", 0.5, "outer.lr=1.0"),
         ("outer.method", "diloco", "outer.method='noloco'"),
         ("outer.every", 3, "outer.every=7"),
-        ("outer.codec", "int8", "outer.codec='float32'"),
+        ("outer.codec", "int8", "outer.codec='mod4'"),
         ("swarm.name", "x", "swarm.name='whales'"),
         ("swarm.start_when", 9, "swarm.start_when=1"),
         ("swarm.invite_only", True, "swarm.invite_only=False"),

@@ -135,6 +135,7 @@ def test_two_trainers_of_unequal_speed_meet_in_every_round():
             clock=lambda: exchange.simulation.now,
             on_round=infos.append,
             round="seconds:20",
+            codec="float32",
         )
         while len(infos) < 6:
             trainer.step()

@@ -77,7 +77,7 @@ def test_its_own_codec_is_the_one_it_uses(name):
     model, inner = pieces()
     method = method_named(name)
     opt = method.make(inner, Alone(), model=model)
-    assert opt.codec.name == method.codec.name
+    assert opt.codec.name == ("float32" if method.group == "pair" else method.codec.name)  # mod4 needs an exchange of pairs
     assert codec_named(method.codec.name).name == method.codec.name
     assert opt.codec is not method.codec or opt.codec.fresh() is opt.codec  # a memory is nobody else's
 

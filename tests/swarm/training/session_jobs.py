@@ -135,7 +135,7 @@ def saved(data, folder):
     steps(opt, model, iter(ahead), 2 * EVERY, ranks)
     wanted = full(model)
     model.load_state_dict(weights)
-    again = shoal.NoLoCo(sgd(model), shoal.Alone(), every=EVERY, lag=0, model=model, ranks=ranks)
+    again = shoal.NoLoCo(sgd(model), shoal.Alone(), every=EVERY, lag=0, codec=opt.codec.fresh(), model=model, ranks=ranks)
     again.load_state_dict(torch.load(path, weights_only=False))
     steps(again, model, iter(ahead), 2 * EVERY, ranks)
     errors = []

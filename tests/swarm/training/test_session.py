@@ -78,7 +78,9 @@ def sgd(module):
     return torch.optim.SGD(module.parameters(), lr=0.05)
 
 
-@pytest.mark.parametrize(("method", "make", "lag"), [("noloco", partial(NoLoCo, lag=0), {"lag": 0}), ("diloco", DiLoCo, {})])
+@pytest.mark.parametrize(
+    ("method", "make", "lag"), [("noloco", partial(NoLoCo, lag=0), {"lag": 0, "codec": "float32"}), ("diloco", DiLoCo, {})]
+)
 def test_two_loops_compute_what_a_simulation_computes(method, make, lag):
     begin = model(0)
     first = shoal.create(state=begin, method=method, every=EVERY, **lag, start_when=2, network=HERE, node="anna")
@@ -178,7 +180,7 @@ def test_fragments_that_the_creator_names_are_those_of_all_who_join():
     """It catches a joiner that cuts the model by layer, which would average other parameters with these."""
     begin, other = square(0), square(7)
     cut = [begin[2], [begin[0], begin[3].bias, begin[1]]]
-    first = shoal.create(state=begin, fragments=cut, lag=0, every=EVERY, network=HERE, start_when=2, wait_s=60.0)
+    first = shoal.create(state=begin, fragments=cut, lag=0, every=EVERY, codec="float32", network=HERE, start_when=2, wait_s=60.0)
     link, manifest = first.link, first.membership.manifest
     assert (manifest.outer.fragments, manifest.fragment_of) == (2, (1, 1, 1, 1, 0, 0, 1))
 
@@ -346,7 +348,7 @@ def alone():
         (lambda inner, e: NoLoCo(inner, e, every=5, lag=0), "lr is 1.0 and not 0.5"),
         (lambda inner, e: DiLoCo(inner, e, every=5, lr=0.5), "it is DiLoCo and not NoLoCo"),
         (lambda inner, e: GASLoC(inner, e, every=5, lr=0.5, lag=0), "it is GASLoC and not NoLoCo"),
-        (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, codec=INT8, lag=0), "the codec is int8 and not float32"),
+        (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, codec=INT8, lag=0), "the codec is int8 and not mod4"),
         (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, weight=2.0, lag=0), "weighted is True and not False"),
     ],
 )
@@ -396,7 +398,7 @@ def several(module):
 @pytest.mark.parametrize("settings", [{"lag": 0}, {"lag": 0, "fragments": 2}, {"method": "diloco"}])
 def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_group(settings, frozen):
     """It catches parameters that are sent in the order of an optimizer's groups: their shapes are equal here."""
-    first = shoal.create(state=(begin := square(0, frozen)), every=EVERY, **settings, start_when=2, network=HERE)
+    first = shoal.create(state=(begin := square(0, frozen)), every=EVERY, codec="float32", **settings, start_when=2, network=HERE)
     link = first.link
 
     def anna():

@@ -77,7 +77,7 @@ def simulated(make, seed):
 @pytest.mark.parametrize(
     ("kinds", "method", "make"),
     [
-        (("ddp", "fsdp"), {"lag": 0}, lambda *a, **k: NoLoCo(*a, lag=0, **k)),
+        (("ddp", "fsdp"), {"lag": 0, "codec": "float32"}, lambda *a, **k: NoLoCo(*a, lag=0, **k)),
         (("fsdp", "ddp"), {"method": "diloco"}, DiLoCo),
     ],
 )
