@@ -67,11 +67,11 @@ def test_four_processes_end_with_the_bits_of_the_simulation(shoal):
     options = {"width": 16, "heads": 2, "layers": 1, "context": 16, "batch": 2}
     rounds, every = 5, 4
     train = TrainSettings(steps=rounds * every, seed=SEED, optimizer="muon")  # the default of the built-in task
-    outer = blocking(every=every, wait_s=60.0)
+    outer = blocking(every=every, wait_s=60.0, codec="float32")
     file = shoal.toml(
         options=options,
         swarm={"start_when": PEERS, "shards": PEERS},
-        outer={"every": every, "wait_s": 60.0, "lag": 0},
+        outer={"every": every, "wait_s": 60.0, "lag": 0, "codec": "float32"},
         train={"steps": train.steps, "seed": SEED},
     )
     nodes = [shoal.node("up", file, "peer-0", "--shard", f"0/{PEERS}", "--keep-rounds")]

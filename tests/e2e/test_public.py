@@ -24,7 +24,7 @@ def test_a_public_swarm_is_found_and_joined_by_its_name(shoal, eventually):
         "name": "common", "task": "text", "method": "noloco", "needs_task": False,
     }  # fmt: skip
     assert found[0]["params"] > 5000
-    assert found[0]["round_bytes"] >= 4 * found[0]["params"]
+    assert found[0]["params"] / 2 < found[0]["round_bytes"] < found[0]["params"]  # 4 bits a value, and two bytes for each of 64
     bert = shoal.node("join", "common", "bert", "--yes", "--bootstrap", address)
     assert bert.line().startswith(f"shoal://{found[0]['swarm']}")
     eventually(
