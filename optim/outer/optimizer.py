@@ -126,7 +126,7 @@ class OuterOptimizer(OuterRounds):
             schedule = replace(schedule, lag=min(1, schedule.every - 1))  # the processes of a peer would apply at different steps
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
         self._auto = AutoLag(schedule.every) if getattr(schedule, "lag", 0) == "auto" else None
-        codec = codec or getattr(exchange, "codec", FLOAT32)
+        codec = codec if codec is not None else getattr(exchange, "codec", None) or FLOAT32
         self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
         self.length = length or Steps()
         every, own = all_parameters(inner), excluded(exclude, inner, model)
