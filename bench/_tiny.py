@@ -13,8 +13,8 @@ import torch
 
 from bench._world import Completion, Group, Settings, World
 from shoal.node.rl.environment import HELD_OUT, Strings
-from shoal.node.rl.remote_rollouts import RolloutGroup as Learnt
-from shoal.node.rl.remote_rollouts import loss_of, make_update
+from shoal.node.rl.task import RolloutGroup as Learnt
+from shoal.node.rl.task import loss_of, make_update
 from shoal.node.rl.tiny import HABITS, Tiny
 from shoal.optim.rl import TokenLoss
 

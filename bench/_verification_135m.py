@@ -30,7 +30,7 @@ from bench._questions import question
 from bench._verification_claims import ACTIVATIONS, CHEATING, FRESH, SAMPLING
 from bench._verification_world import DTYPES, noisy, rounded, seed_of
 from shoal.verification.fingerprints import LastHidden, gumbel, output_head
-from shoal.verification.fingerprints.sampling import FARTHEST
+from shoal.verification.fingerprints.fingerprint import FARTHEST
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "bench" / "results" / "verification_135m.json.gz"

@@ -17,9 +17,9 @@ from bench import _verification_sequential as sequential
 from bench._interval import rate_interval
 from bench._verification_135m import CHEATS, HONEST, SIDES, TOKENS, VARIANTS
 from bench._verification_claims import ACTIVATIONS, SAMPLING
-from shoal.verification.calibration.calibration import FEWEST, Calibration, Pair
+from shoal.verification.calibration import FEWEST, Calibration, Pair
 from shoal.verification.fingerprints import Evidence
-from shoal.verification.sequential.series import ALARM
+from shoal.verification.sequential import ALARM
 
 RATE = 1e-4
 PAIRS = [(prover, verifier) for prover in SIDES for verifier in SIDES]

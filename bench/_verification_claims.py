@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from bench._verification_world import CHEATS, DTYPES, World, Writer, honest, seed_of
-from shoal.verification.calibration.calibration import Honest
+from shoal.verification.calibration import Honest
 from shoal.verification.fingerprints import ActivationProof, Drawn, Evidence, SeededSampling
 from shoal.verification.fingerprints.activations import WINDOW
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from bench._verification_claims import ACTIVATIONS, CHEATING, FRESH, SAMPLING, examined
 from bench._verification_tiny import Tiny
 from bench._verification_world import CHEATS, DTYPES, Writer, honest
-from shoal.verification.sequential.series import ACROSS, ALARM, JUMP, KAPPAS, LENGTH, TOLERANCE
+from shoal.verification.sequential import ACROSS, ALARM, JUMP, KAPPAS, LENGTH, TOLERANCE
 
 Rows = NDArray[np.float64]
 ROOT = Path(__file__).resolve().parents[1]

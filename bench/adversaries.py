@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench._attacks import ATTACKS, BACKDOORS, FRESH, Board, Honest, Hostile, learnt, poisoned
 from bench._page import put_into
 from bench._quality_train import Diverged, QualityText, backward
-from shoal.node.runtime.make_trainer import OTHER_SEED
+from shoal.node.runtime.join import OTHER_SEED
 from shoal.node.task import Shard
 from shoal.node.tasks.text import Document
 from shoal.optim import Simulation, method_named

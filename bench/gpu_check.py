@@ -27,11 +27,10 @@ from typing import Any
 
 import torch
 
-from shoal.node.batch import to_device
 from shoal.node.config.device import resolve_device
-from shoal.node.task import Shard, iterator_of
+from shoal.node.task import Shard, iterator_of, to_device
 from shoal.node.tasks.text import TextTask
-from shoal.node.training.schedule import make_inner
+from shoal.node.training.inner_step import make_inner
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.manifest import OuterSettings, TrainSettings

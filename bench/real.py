@@ -27,7 +27,7 @@ from typing import Any
 
 from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
 from shoal.node.runtime.display import Display, make_display
-from shoal.node.runtime.result import RESULT
+from shoal.node.runtime.resume import RESULT
 
 TASK = f"{Path(__file__).parent / '_real_task.py'}:RealText"
 LOCAL = "/ip4/127.0.0.1/tcp/0"

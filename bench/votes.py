@@ -19,7 +19,7 @@ import torch
 if not __package__:  # run as a file: its folder comes first on the path, where bench/verification.py hides the package
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from shoal.verification.consensus.reputation import vote
+from shoal.verification.consensus.rulings import vote
 
 SEATS = (3, 5, 7)
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4)

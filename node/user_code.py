@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 
-from shoal.node.exit_codes import ExitCode
+from shoal.node.console import ExitCode
 from shoal.swarm.errors import ShoalError
 
 SMALLER = "make the model or its batches smaller, or end other programs"

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from shoal.node.console import free_memory
 from shoal.node.demo import nodes
-from shoal.node.doctor import machine_checks
-from shoal.node.doctor.checkup import Note
-from shoal.node.memory import free_memory
+from shoal.node.doctor import checks
+from shoal.node.doctor.network_checks import Note
 from shoal.node.runtime.display import processor_time
 from shoal.node.runtime.training_node import compute_last
 from shoal.node.training import resources
@@ -90,7 +90,7 @@ def test_the_doctor_knows_the_platforms(monkeypatch, system, machine, says):
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     if says is None:
-        assert f"on {system} {machine}" in machine_checks.python(print)
+        assert f"on {system} {machine}" in checks.python(print)
     else:
         with pytest.raises(Note, match=says):
-            machine_checks.python(print)
+            checks.python(print)

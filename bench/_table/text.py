@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench._quality_train import QualityText
-from shoal.node.tasks.gpt import GPT
-from shoal.node.tasks.text import Document
+from shoal.node.tasks.text import GPT, Document
 
 ENDINGS = (".txt", ".rst", ".md", ".dict")
 SHARE = Path("/usr/share")

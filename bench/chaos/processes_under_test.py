@@ -22,8 +22,8 @@ from bench.chaos import processes
 from bench.chaos.actor_options import HONEST, PROGRAM
 from bench.chaos.figures import Life
 from shoal.node.checkpoint.folder import steps as saved_steps
+from shoal.node.console import ExitCode
 from shoal.node.demo.nodes import DemoError, Nodes, Process, read_line
-from shoal.node.exit_codes import ExitCode
 
 END_S, END_EACH_S = 20.0, 1.0  # seconds for all nodes together to end in good order, and more for each
 GONE_S = 5.0  # seconds for the guards to end the daemons of killed nodes

@@ -19,11 +19,11 @@ from bench.chaos.plan import Hit
 from bench.chaos.processes_under_test import LINK_S, ChaosError, ProcessesUnderTest, Running
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import Settings
-from shoal.node.data import manifest_options as agreement
+from shoal.node.data import reader
 from shoal.node.demo.demo import settings_toml
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.join import for_new_swarm
-from shoal.node.runtime.result import write_json
+from shoal.node.runtime.resume import write_json
 from shoal.node.runtime.run_options import METRICS
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task
@@ -113,7 +113,7 @@ class _Run:
 
     def _own(self, peer: int) -> list[str]:
         task = self.settings.task
-        return ["--shard", f"{peer}/{self.peers}", *agreement.flags(task.hooks, task.options), *self.flags]
+        return ["--shard", f"{peer}/{self.peers}", *reader.flags(task.hooks, task.options), *self.flags]
 
     def _join(self, peer: int) -> Running:
         resumed = self.fleet.saved(peer)

@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from shoal.node.cli.main import main
-from shoal.node.exit_codes import ExitCode
-from shoal.node.json_output import dumps
+from shoal.node.console import ExitCode, dumps
 
 
 @click.command(short_help="Simulate a swarm on a virtual clock.")

@@ -18,10 +18,8 @@ from shoal.node.cli.options import (
     overrides,
     set_option,
 )
-from shoal.node.exit_codes import ExitCode
+from shoal.node.console import ExitCode, dumps, log_to_stderr
 from shoal.node.help import AVERAGING, titled
-from shoal.node.json_output import dumps
-from shoal.node.logs import log_to_stderr
 
 
 @click.command(

@@ -1,4 +1,4 @@
-"""The command line: ``shoal``. Flat verbs; results on stdout, everything else on stderr; exit codes in `shoal.node.exit_codes`.
+"""The command line: ``shoal``. Flat verbs; results on stdout, everything else on stderr; exit codes in `shoal.node.console`.
 
 Heavy imports (torch, hivemind) happen inside the commands, so that ``shoal --help`` and ``shoal id`` answer at once.
 """
@@ -17,9 +17,8 @@ from shoal.node.cli.swarm import identity, invite, link, peers, seed, status, sw
 from shoal.node.cli.up import join, up
 from shoal.node.cli.verify import verify
 from shoal.node.cli.watch import watch
-from shoal.node.exit_codes import ExitCode, epilogue
+from shoal.node.console import ExitCode, drop_lost_output, epilogue
 from shoal.node.help import Chapters
-from shoal.node.logs import drop_lost_output
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
 

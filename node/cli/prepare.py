@@ -13,11 +13,8 @@ from typing import Any
 import click
 
 from shoal.node.cli.options import json_option, waiting
-from shoal.node.doctor.checkup import CheckOutcome, Outcome
-from shoal.node.exit_codes import ExitCode
-from shoal.node.extras import require
-from shoal.node.json_output import dumps
-from shoal.node.logs import log_to_stderr
+from shoal.node.console import ExitCode, dumps, log_to_stderr, require
+from shoal.node.doctor.network_checks import CheckOutcome, Verdict
 from shoal.swarm.errors import ShoalError
 
 # ``shoal init``: copy a template of `shoal.node` into a new folder.
@@ -111,7 +108,7 @@ def plan(as_json: bool, **numbers: Any) -> int:
 
 # The command ``shoal doctor``. Heavy imports happen inside the checks.
 
-_COLOURS: dict[Outcome, str] = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "blue"}
+_COLOURS: dict[Verdict, str] = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "blue"}
 
 
 @click.command(short_help="Check this machine and its way into a swarm.")
@@ -133,7 +130,7 @@ def doctor(
     log_to_stderr(verbose)
     if not verbose:  # the findings repeat the network's warnings
         logging.getLogger("shoal").setLevel(logging.ERROR)
-    from shoal.node.doctor.swarm_checks import diagnose
+    from shoal.node.doctor.checks import diagnose
 
     def tell(finding: CheckOutcome) -> None:
         click.echo(finding.trace or "", nl=False, err=True)

@@ -8,9 +8,7 @@ from typing import Any
 import click
 
 from shoal.node.cli.options import json_option, waiting
-from shoal.node.exit_codes import ExitCode
-from shoal.node.json_output import dumps
-from shoal.node.logs import log_to_stderr
+from shoal.node.console import ExitCode, dumps, log_to_stderr
 from shoal.swarm.errors import printable
 
 # The command ``shoal merge``. Heavy imports happen inside it.
@@ -28,8 +26,8 @@ def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: b
 
     A CHECKPOINT is a node's folder (its newest checkpoint), a folder step-..., or a safetensors file.
     """
-    from shoal.node.checkpoint.merge import merge as average
-    from shoal.node.checkpoint.merge import parse_weights
+    from shoal.node.checkpoint.export import merge as average
+    from shoal.node.checkpoint.export import parse_weights
 
     shares = None if weights is None else parse_weights(weights)
     report = average(checkpoints, out, weights=shares, slow=slow, force=force)

@@ -10,9 +10,7 @@ from typing import Any
 import click
 
 from shoal.node.cli.options import json_option, verbose_option, waiting
-from shoal.node.exit_codes import ExitCode
-from shoal.node.json_output import dumps
-from shoal.node.logs import log_to_stderr
+from shoal.node.console import ExitCode, dumps, log_to_stderr
 
 _path_option = click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.")
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -75,7 +73,7 @@ def link(name: str | None, folder: Path | None, as_json: bool) -> int:
       shoal link
       shoal link --name anna
     """
-    from shoal.node.commands.link import current_link, folder_of
+    from shoal.node.commands.status import current_link, folder_of
 
     found = current_link(folder_of(name, folder))
     for note in found["notes"]:
@@ -103,8 +101,8 @@ def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | No
 
     parsed = read_link(link)
     log_to_stderr(verbose)
-    from shoal.node.commands.link import invite as make
-    from shoal.node.commands.link import seconds
+    from shoal.node.commands.status import invite as make
+    from shoal.node.commands.status import seconds
 
     if peer is not None and not is_peer_id(peer):
         raise AdmissionError(f"--peer {peer[:80]!a} is no peer id: let the newcomer run `shoal id show` and pass what it prints.")
@@ -230,8 +228,7 @@ def status(link: str | None, folder: Path | None, mine: bool, as_json: bool, ver
     from shoal.node.config.links import read_link
 
     if mine:
-        from shoal.node.commands.link import current_link
-        from shoal.node.commands.status import tally_table
+        from shoal.node.commands.status import current_link, tally_table
         from shoal.swarm.topics.tally import saved_tally
 
         if link is not None:
@@ -246,8 +243,7 @@ def status(link: str | None, folder: Path | None, mine: bool, as_json: bool, ver
     report: dict[str, Any] = {}
     lines = []
     if folder is not None:
-        from shoal.node.commands.link import current_link
-        from shoal.node.commands.status import link_line
+        from shoal.node.commands.status import current_link, link_line
         from shoal.node.config.links import LINK
         from shoal.node.runtime.refusal_log import read_refusals, sentence
 

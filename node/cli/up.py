@@ -22,16 +22,14 @@ from shoal.node.cli.options import (
     verbose_option,
 )
 from shoal.node.cli.swarm import link_for
-from shoal.node.exit_codes import ExitCode
+from shoal.node.console import ExitCode, dumps, log_to_stderr
 from shoal.node.help import AVERAGING, RUN, titled
-from shoal.node.json_output import dumps
-from shoal.node.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from shoal.node.config.settings import Settings
     from shoal.node.parallel.launcher import Job
     from shoal.node.parallel.ranks import NodeRanks
-    from shoal.node.runtime.signals import ShutdownSignals
+    from shoal.node.runtime.run_options import ShutdownSignals
     from shoal.swarm.access import Link
 
 
@@ -108,7 +106,7 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
 
         run_rank(job, lambda: _run_rank(job, file, link, flags))
     from shoal.node.config.settings import load
-    from shoal.node.runtime.signals import ShutdownSignals, end_with_parent, handle_all
+    from shoal.node.runtime.run_options import ShutdownSignals, end_with_parent, handle_all
 
     shutdown = ShutdownSignals()
     shutdown.install()
@@ -131,7 +129,7 @@ def _run_rank(job: Job, file: Path | None, link: str | None, flags: dict[str, An
     from shoal.node.parallel import launcher
     from shoal.node.parallel.ranks import NodeRanks
     from shoal.node.runtime.node_run import follow
-    from shoal.node.runtime.signals import ShutdownSignals, again, end_with_parent
+    from shoal.node.runtime.run_options import ShutdownSignals, again, end_with_parent
 
     if (parent := launcher.launcher()) is not None:
         end_with_parent(parent)

@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from shoal.node.exit_codes import ExitCode
-from shoal.node.json_output import dumps
+from shoal.node.console import ExitCode, dumps
 
 SIDES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ON_THE_SPOT = 32  # honest claims to calibrate with where no calibration is given
@@ -49,13 +48,13 @@ def check(claim: str, folder: Path | None, model: str | None, env: str | None, c
 
     The exit code is 0 if the claim passes all checks, and 4 if it is refused.
     """
-    from shoal.node.verify.completions import inspection, material
+    from shoal.node.verify import completions, material
 
     folders = [folder / "claims"] if folder is not None else sorted(Path("runs").glob("*/claims"))
     stored = material.load_claim(material.find_claim(claim, folders))
-    finding = inspection.inspect(stored, model or "tiny", env, calibration, ON_THE_SPOT)
-    report = inspection.report(stored, finding)
-    click.echo(dumps(report) if as_json else inspection.summary(report))
+    finding = completions.inspect(stored, model or "tiny", env, calibration, ON_THE_SPOT)
+    report = completions.report(stored, finding)
+    click.echo(dumps(report) if as_json else completions.summary(report))
     return int(ExitCode.OK if finding.accepted else ExitCode.REFUSED)
 
 
@@ -68,11 +67,11 @@ def explain(peer: str, folder: Path | None, as_json: bool) -> int:
 
     PEER is its id, or the beginning or end of it, as `shoal peers` shows it. The exit code is 0, whatever was found.
     """
-    from shoal.node.verify.history import explain as explaining
+    from shoal.node.verify import history
 
     folders = [folder] if folder is not None else sorted(Path("runs").glob("*"))
-    report = explaining.explain(peer, folders)
-    click.echo(dumps(report) if as_json else explaining.summary(report))
+    report = history.explain(peer, folders)
+    click.echo(dumps(report) if as_json else history.summary(report))
     return int(ExitCode.OK)
 
 
@@ -96,7 +95,7 @@ def explain(peer: str, folder: Path | None, as_json: bool) -> int:
 @_json_option
 def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: Path | None, as_json: bool, **drawn: Any) -> int:
     """Measure honest claims of a policy on this machine, to distinguish false ones from them."""
-    from shoal.node.verify.completions import inspection
+    from shoal.node.verify import completions
 
     named = [part.strip() for part in dtypes.split(",")]
     unknown = [name for name in named if name not in SIDES]
@@ -110,7 +109,7 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
             click.echo(f"\r{done} of {of} claims", nl=done == of, err=True)
 
     out = out or Path(f"{re.sub(r'[^A-Za-z0-9_.-]', '-', model.rstrip('/').rpartition('/')[2])}.calibration")
-    report = inspection.calibrate_spec(model, env, sides, claims, rate, out, progress=progress, **drawn)
+    report = completions.calibrate_spec(model, env, sides, claims, rate, out, progress=progress, **drawn)
     if report["warning"]:
         click.echo(f"Warning: {report['warning']}", err=True)
     text = f"{out}: {claims} honest claims of {report['policy']!r} for each of {len(report['pairs'])} pairs of dtypes"
@@ -135,7 +134,7 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
 @_json_option
 def odds(verifiers: int, as_json: bool, **shares: Any) -> int:
     """Compute how often drawn verifiers accept a wrong claim or reject an honest one, in closed form, without network."""
-    from shoal.node.verify.history.explain import odds_report, odds_table
+    from shoal.node.verify.history import odds_report, odds_table
 
     try:
         report = odds_report(verifiers, **shares)

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import click
 
-from shoal.node.config.endpoint import HERE, Address, parse_address
-from shoal.node.exit_codes import ExitCode
-from shoal.node.extras import require
-from shoal.node.logs import log_to_stderr
+from shoal.node.config.settings import HERE, Address, parse_address
+from shoal.node.console import ExitCode, log_to_stderr, require
 
 SHOWN = {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()}  # packages of each form
 OWN = (HERE, "::1", "localhost")

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shoal.node.plan.table import MEMORY_SOURCE, advise, amount, rows
+from shoal.node.plan import MEMORY_SOURCE, advise, amount, rows
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line
@@ -79,16 +79,15 @@ def plan(
 
 def measured_line(link: Link) -> Measured:
     """Dial the members of a swarm, or its seeds, and measure; this node joins nothing. Raises NetworkError if nobody answers."""
-    from shoal.node.doctor import network_checks as network
-    from shoal.node.doctor.checkup import Note
-    from shoal.node.doctor.network_checks import FoundError, Visit
+    from shoal.node.doctor import network_checks
+    from shoal.node.doctor.network_checks import FoundError, Note, Visit
     from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, MAX_BYTES, SPEED_PROTOCOL, ask, measure
 
     visit = Visit(link)
     try:
-        network.daemon(visit, lambda finding: None)
+        network_checks.daemon(visit, lambda finding: None)
         try:
-            network.bootstrap(visit, lambda finding: None)
+            network_checks.bootstrap(visit, lambda finding: None)
         except (FoundError, Note):  # only seeds answer, or not all of the link's peers do
             if not (visit.reached or visit.seeds):
                 raise

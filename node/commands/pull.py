@@ -25,14 +25,13 @@ from torch import Tensor, nn
 
 from shoal.node.checkpoint.export import WEIGHTS, export_model, export_numbered, fill
 from shoal.node.config.settings import Settings, load
-from shoal.node.data.dealing import DataError
-from shoal.node.data.hub import PREFIX, is_path
-from shoal.node.data.manifest_options import TEXT
-from shoal.node.extras import require
+from shoal.node.console import require
+from shoal.node.data.reader import TEXT
+from shoal.node.data.source import PREFIX, DataError, is_path
 from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
-from shoal.node.tasks.gpt import GPT, VOCABULARY, Attention
 from shoal.node.tasks.loader import HookError
+from shoal.node.tasks.text import GPT, VOCABULARY, Attention
 from shoal.optim import Alone, method_named
 from shoal.optim.codecs.base import FLOAT32, all_finite
 from shoal.optim.outer.inner import float_buffers, trained

@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 
 from shoal.node.checkpoint.export import ABOUT, README, WEIGHTS
 from shoal.node.config.device import resolve_device
-from shoal.node.data import manifest_options
-from shoal.node.data.dealing import DataError
-from shoal.node.data.tokenizer import BYTES, MAX_VOCABULARY, Tokenizer, load_tokenizer
-from shoal.node.memory import free_memory
+from shoal.node.console import free_memory
+from shoal.node.data import reader
+from shoal.node.data.reader import BYTES, MAX_VOCABULARY, Tokenizer, load_tokenizer
+from shoal.node.data.source import DataError
 from shoal.node.tasks import text_size
-from shoal.node.tasks.gpt import GPT, sized
+from shoal.node.tasks.text import GPT, sized
 from shoal.swarm.errors import ShoalError
 
 MAX_ABOUT = 2**20  # bytes of shoal.json
@@ -84,7 +84,7 @@ def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
     """Load what `shoal.node.commands.pull` wrote for the task ``text``. Raises SampleError or DataError."""
     about = _about(folder)
     task, size = about.get("task"), about.get("model")
-    if task != manifest_options.TEXT:
+    if task != reader.TEXT:
         what = f"are of the task {str(task)[:80]!r}, and `shoal sample` continues texts with those of the built-in task text"
         raise SampleError(f"The weights in {str(folder)!r} {what}: load them as {README} there says.")
     if size is None:
@@ -92,10 +92,10 @@ def load_pulled(folder: Path, tokenizer: str | None = None) -> PulledModel:
     if not _is_size(size) or not isinstance(about.get("task_options"), dict):
         raise SampleError(f"The file {str(folder / ABOUT)!r} is damaged: {AGAIN}.")
     model = _model(folder, size)
-    own = {} if tokenizer is None else {manifest_options.TOKENIZER: tokenizer}
-    options = manifest_options.taken(manifest_options.TEXT, about["task_options"], own)
-    name = str(options.get(manifest_options.TOKENIZER, BYTES))
-    made = load_tokenizer(name, str(options.get(manifest_options.DIGEST, "")))
+    own = {} if tokenizer is None else {reader.TOKENIZER: tokenizer}
+    options = reader.taken(reader.TEXT, about["task_options"], own)
+    name = str(options.get(reader.TOKENIZER, BYTES))
+    made = load_tokenizer(name, str(options.get(reader.DIGEST, "")))
     if made.vocabulary != model.head.out_features:
         raise DataError(
             f"The tokenizer {name!r} has {made.vocabulary} tokens and the model {model.head.out_features}: "

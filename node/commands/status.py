@@ -1,22 +1,134 @@
-"""``shoal status``: show a swarm without being a member."""
+"""``shoal status``: show a swarm without being a member.
+
+``shoal link`` and ``shoal invite``: the newest link of a node here, and invitations.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shoal.swarm.access import Link
-from shoal.swarm.errors import printable
+from shoal.node.config.links import LINK
+from shoal.node.config.settings import default_identity_path
+from shoal.swarm.access import Link, issue
+from shoal.swarm.errors import AdmissionError, LinkError, printable
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.admission import connected, open_directory
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.overview import ASK_S, clock_problem, compare_clocks, overview, totals_said
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics.status import lag_label, reach_label
+
+# ``shoal invite``: issue an invitation to an invitation-only swarm.
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+MAX_LIFE_S = 10 * 366 * 86_400
+
+
+def seconds(text: str) -> float:
+    """Return the seconds in ``text``, such as 30m, 12h, 7d or 2w. Raises AdmissionError."""
+    found = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
+    life = int(found[1]) * UNITS[found[2]] if found else 0
+    if not 0 < life <= MAX_LIFE_S:
+        raise AdmissionError(f"--expires {text[:40]!a} is no time up to ten years: write it such as 30m, 12h, 7d or 2w.")
+    return float(life)
+
+
+def invite(link: Link, path: Path | None, *, uses: int, peer: str | None, lives: float) -> dict[str, Any]:
+    """Return a link with an invitation by the key in ``path`` to the swarm of ``link``, and its terms.
+
+    Raises:
+        IdentityError, StartupError, NetworkError, MessageError.
+        AdmissionError: the swarm is open, or the key is not its creator's.
+    """
+    identity = Identity.load(path or default_identity_path())
+    with connected(link) as (_, _, manifest):
+        pass
+    check(manifest, identity)
+    now = time.time()
+    invitation = issue(identity, link.swarm, lives=lives, uses=uses, peer=peer, now=now)
+    invited = Link(link.swarm, link.bootstrap[:1], invitation).also(link.bootstrap[1:])  # as many as fit beside it
+    return {"link": str(invited), "swarm": link.swarm, "uses": uses, "peer": peer, "expires": now + lives}
+
+
+def check(manifest: Manifest, identity: Identity) -> None:
+    """Raise AdmissionError unless ``identity`` may invite to the swarm of ``manifest``."""
+    if not manifest.invite_only:
+        raise AdmissionError(
+            f"The swarm {manifest.name!r} is open, so its link needs no invitation: share the link, or make a swarm with "
+            "`shoal up --invite-only`."
+        )
+    if manifest.creator != identity.peer_id:
+        raise AdmissionError(
+            f"Only the swarm's creator, {manifest.creator}, can invite, and the key in {identity.path} is {identity.peer_id}: "
+            "name the creator's key file with --identity; if it is lost, begin a new swarm (shoal up --resume-from)."
+        )
+
+
+STALE_S = 120.0  # seconds without a new link after which its node may have ended
+MAX_BYTES = 64 * 1024
+RUNS = Path("runs")
+
+
+def folder_of(name: str | None, folder: Path | None) -> Path | None:
+    """Return the folder of the node that the user names, as `shoal.node.config.settings` places it. Raises LinkError."""
+    if name is None:
+        return folder
+    if folder is not None:
+        raise LinkError("Pass either --name or --folder.")
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise LinkError(f"{name[:80]!r} is no name of a node: pass --folder to name a folder.")
+    return RUNS / name
+
+
+def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any]:
+    """Return the link that the node of ``folder`` wrote last, and notes about it; by default of the newest below ``runs``.
+
+    Raises LinkError: there is none, or it is unreadable.
+    """
+    path = folder / LINK if folder is not None else _newest(RUNS)
+    if path is None:
+        raise LinkError("No folder runs/NAME here has a link: name the folder of a node with --folder, or start one (shoal join).")
+    try:
+        with path.open(encoding="utf-8") as file:
+            found = json.loads(file.read(MAX_BYTES))
+        link, age = str(Link.parse(str(found["link"]))), (time.time() if now is None else now) - float(found["written"])
+        name, invite_only = str(found["name"]), bool(found["invite_only"])
+    except FileNotFoundError:
+        raise LinkError(f"There is no link in {str(path.parent)!r}: name the folder of a node, such as runs/NAME.") from None
+    except OSError as error:
+        raise LinkError(f"Cannot read {str(path)!r} ({error.strerror}): check its permissions.") from error
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise LinkError(f"The file {str(path)!r} is damaged: start its node again, which writes it anew.") from error
+    notes = []
+    if age > STALE_S:
+        notes.append(
+            f"The node of {str(path.parent)!r} wrote this link {_ago(age)} ago and may have ended; the link works while a peer in "
+            "it is there."
+        )
+    if invite_only:
+        notes.append("This swarm is by invitation only: the link shows it, and its creator admits others (shoal invite LINK).")
+    return {"link": link, "name": name, "folder": str(path.parent), "invite_only": invite_only, "notes": notes}
+
+
+def _newest(runs: Path) -> Path | None:
+    found = [(path.stat().st_mtime, path) for path in runs.glob(f"*/{LINK}")]
+    return max(found)[1] if found else None
+
+
+def _ago(seconds: float) -> str:
+    unit, size = next((unit for unit in (("days", 86_400), ("hours", 3600)) if seconds >= 2 * unit[1]), ("minutes", 60))
+    return f"{seconds / size:.0f} {unit}"
+
 
 COLUMNS = (
     "name", "peer", "state", "round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag", "failed", "shard", "reach",

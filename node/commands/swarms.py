@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.node.config.settings import ConfigError, default_identity_path
-from shoal.node.json_output import dumps
-from shoal.node.plan.table import amount
+from shoal.node.console import dumps
+from shoal.node.plan import amount
 from shoal.node.tasks.text_size import listed_parameters
 from shoal.swarm.access import Link, address_problem
 from shoal.swarm.errors import LinkError, NetworkError

@@ -20,13 +20,12 @@ from safetensors.torch import load_file
 from shoal.node.checkpoint.folder import check_writable
 from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import Settings, load
-from shoal.node.data import manifest_options
+from shoal.node.data import reader
 from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
 from shoal.node.metrics.sinks import check_demo, flags_of_demo
 from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.door import task_label
-from shoal.node.runtime.result import RESULT
-from shoal.node.runtime.resume import ROUNDS
+from shoal.node.runtime.resume import RESULT, ROUNDS
 from shoal.node.tasks.loader import load_task
 from shoal.swarm.file_lock import FileLock, InUseError
 
@@ -135,7 +134,7 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
 
     def own(index: int) -> list[str]:
         place = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
-        own_data = manifest_options.flags(hooks, settings.task.options)
+        own_data = reader.flags(hooks, settings.task.options)
         chosen = [*flags, *settings.train.flags(), *flags_of_demo(settings.node, index)]
         return [*place, *own_data, "--keep-rounds", *chosen]
 

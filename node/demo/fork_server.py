@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from shoal.node.extras import uncollected
+from shoal.node.console import uncollected
 
 COMMANDS = "shoal.node.cli.main"  # which the nodes run, by its name; nothing here depends on it
 REQUEST = 1 << 17  # bytes of a request: a name, a module and its arguments

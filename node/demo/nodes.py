@@ -16,10 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from shoal.node.exit_codes import ExitCode
+from shoal.node.console import ExitCode
 from shoal.node.runtime.display import ACTIVITY, Display
-from shoal.node.runtime.run_options import METRICS
-from shoal.node.runtime.signals import handle_all
+from shoal.node.runtime.run_options import METRICS, handle_all
 from shoal.swarm.errors import ShoalError
 
 # Whether the nodes of a demo still move: by what they write, and by what they say that they do meanwhile.

@@ -19,7 +19,7 @@ from shoal.node.metrics.sinks import check_demo, flags_of_demo
 from shoal.node.rl.rollout_sharing import make_task
 from shoal.node.rl.tiny import HABITS
 from shoal.node.runtime.display import Display
-from shoal.node.runtime.result import RESULT
+from shoal.node.runtime.resume import RESULT
 
 VERIFIED = {"verify.round_s": 15.0, "verify.audit_rate": 1.0, "verify.planted": 0.0, "node.verify_seconds": 20.0}
 """Settings of verification in a demo, which ends before the usual ones say anything."""

@@ -1,4 +1,7 @@
-"""Checks of the network: daemon, bootstrap peers, clock, dialling back, NAT and bandwidth."""
+"""Checks of the network: daemon, bootstrap peers, clock, dialling back, NAT and bandwidth.
+
+Runner of checks in order, each with a deadline; a check that needs a failed one is skipped.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ import contextlib
 import ipaddress
 import socket
 import statistics
+import threading
 import time
-from collections.abc import Awaitable, Callable
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, Tell, many
-from shoal.node.exit_codes import ExitCode
+from shoal.node.console import ExitCode
+from shoal.node.user_code import explained
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.identity import Identity
@@ -39,6 +44,118 @@ if TYPE_CHECKING:
     from shoal.swarm.manifest import Manifest
     from shoal.swarm.membership.directory import Directory
     from shoal.swarm.p2p.host import Host
+Verdict = Literal["ok", "note", "failed", "skipped"]
+
+
+class Note(ShoalError):
+    """Raised by a check for something worth knowing that does not prevent training."""
+
+
+class Skip(ShoalError):
+    """Raised by a check that cannot run here."""
+
+
+@dataclass(frozen=True)
+class CheckOutcome:
+    """Outcome of a check. ``said``: one sentence; after a failure what happened and what to do. ``seconds`` it took.
+
+    ``trace``: the traceback of the user's own code, if that failed; "" if it returned something wrong.
+    """
+
+    check: str
+    outcome: Verdict
+    said: str
+    seconds: float = 0.0
+    trace: str | None = None
+
+
+Tell = Callable[[CheckOutcome], None]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check. ``run`` returns in a few words what is well, or raises ShoalError. It may report findings of its own before.
+
+    ``needs``: names of earlier checks. ``code``: exit code of `shoal doctor` if this is the first that fails. ``seconds``: time
+    limit, after which its thread is abandoned.
+    """
+
+    name: str
+    code: ExitCode
+    run: Callable[[Tell], str]
+    needs: tuple[str, ...] = ()
+    seconds: float = 20.0
+
+
+def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple[list[CheckOutcome], ExitCode]:
+    """Run all ``checks``; return all findings and the code of the first failure. ``tell`` gets each finding at once."""
+    findings: list[CheckOutcome] = []
+    cause: dict[str, str] = {}  # check that failed or was skipped -> the failed check that caused it
+    code = ExitCode.OK
+
+    def note(finding: CheckOutcome) -> None:
+        findings.append(finding)
+        tell(finding)
+
+    for check in checks:
+        blocked = next((cause[name] for name in check.needs if name in cause), None)
+        if blocked is not None:
+            cause[check.name] = blocked
+            note(CheckOutcome(check.name, "skipped", f"needs {blocked!r}, see there"))
+            continue
+        finding = _run(check, note)
+        if finding.outcome in ("failed", "skipped"):
+            cause[check.name] = check.name
+        if finding.outcome == "failed" and code == ExitCode.OK:
+            code = check.code if finding.trace is None else ExitCode.BAD_INPUT
+        note(finding)
+    return findings, code
+
+
+def many(number: int, what: str) -> str:
+    """Format a count: ``1 peer``, ``2 peers``."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _run(check: Check, note: Tell) -> CheckOutcome:
+    began = time.monotonic()
+    ended: list[CheckOutcome] = []
+    late = threading.Event()
+
+    def tell(finding: CheckOutcome) -> None:
+        if not late.is_set():
+            note(finding)
+
+    def work() -> None:
+        outcome: Verdict = "ok"
+        trace: str | None = None
+        try:
+            said = check.run(tell)
+        except Note as error:
+            outcome, said = "note", str(error)
+        except Skip as error:
+            outcome, said = "skipped", str(error)
+        except ShoalError as error:
+            outcome, said, trace = "failed", str(error), getattr(error, "trace", None)
+        except Exception as error:  # one check must not stop the others
+            outcome = "failed"
+            if (own := explained(error)) is not None:
+                said, trace = str(own), getattr(own, "trace", "")
+            else:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
+                what = f"{type(error).__name__}: {error}".split("\n")[0][:300]
+                said = f"this check itself failed ({what}, in {where}): please report it."
+        ended.append(CheckOutcome(check.name, outcome, said, round(time.monotonic() - began, 3), trace))
+
+    thread = threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True)
+    thread.start()
+    thread.join(check.seconds)
+    if ended:
+        return ended[0]
+    late.set()
+    said = f"this took longer than {check.seconds:g} s and was given up: the machine may be overloaded, try again."
+    return CheckOutcome(check.name, "failed", said, round(time.monotonic() - began, 3))
 
 
 # State that the checks of the network share: the daemon, the reached peers and their answers.

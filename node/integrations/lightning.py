@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from shoal.node.batch import elements
 from shoal.node.integrations.own_loop import TakingPart
+from shoal.node.task import elements
 from shoal.swarm.errors import ShoalError
 
 

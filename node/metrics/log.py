@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from shoal.node.json_output import dumps, finite
+from shoal.node.console import dumps, finite
 from shoal.swarm.errors import ShoalError
 
 Fields = Mapping[str, Any]

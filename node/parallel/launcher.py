@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shoal.node.config.settings import MAX_RANKS, ConfigError, Settings
-from shoal.node.exit_codes import ExitCode
+from shoal.node.console import ExitCode
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shoal.node.extras import require
-from shoal.node.rl.policy import Choose, Completion, PolicyError, chances, draw, drawn, looks, pad
+from shoal.node.console import require
+from shoal.node.rl.environment import Choose, Completion, PolicyError, chances, draw, drawn, looks, pad
 from shoal.node.user_code import calling
 
 ROWS = 16  # sequences at once, forward and backward, which bounds the memory

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 
-from shoal.node.config.rl import env_label
+from shoal.node.config.settings import env_label
 from shoal.node.rl.environment import (
     HELD_OUT,
     Env,
@@ -16,12 +16,13 @@ from shoal.node.rl.environment import (
     GuardedEnvironment,
     Gym,
     Option,
+    Policy,
+    PolicyError,
     Question,
     Strings,
     canonical,
 )
 from shoal.node.rl.hf import load_hf
-from shoal.node.rl.policy import Policy, PolicyError
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.tasks.loader import HookError, find_class
 from shoal.node.user_code import summary, user_trace

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.node.rl.environment import Environment
-from shoal.node.rl.policy import Choose, Completion, PolicyError, chances, draw, drawn, looks, pad
+from shoal.node.rl.environment import Choose, Completion, Environment, PolicyError, chances, draw, drawn, looks, pad
 
 ALPHABET = "".join(map(chr, range(32, 127)))
 END, OTHER = 0, 1  # token ids; those of the alphabet follow

@@ -12,14 +12,13 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from shoal.node.config.rl import RLSettings, env_label
-from shoal.node.config.settings import ConfigError, Settings, SwarmSettings, TaskSettings
-from shoal.node.data import manifest_options as agreement
+from shoal.node.config.settings import ConfigError, RLSettings, Settings, SwarmSettings, TaskSettings, env_label
+from shoal.node.data import reader
 from shoal.node.task import Task
 from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
 from shoal.node.tasks.text import TextTask
 from shoal.node.training import resources
-from shoal.node.training.schedule import MUON_KNOBS
+from shoal.node.training.inner_step import MUON_KNOBS
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest import Manifest, Terms
 from shoal.swarm.membership.membership import OWN_LOOP
@@ -27,7 +26,7 @@ from shoal.swarm.state.sync import ModelDiffersError
 
 RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
-LOCAL_OPTIONS = (agreement.DATA, agreement.TOKENIZER, agreement.DIGEST)
+LOCAL_OPTIONS = (reader.DATA, reader.TOKENIZER, reader.DIGEST)
 """Options of the text task that each node has its own of."""
 INNER = ("optimizer", *MUON_KNOBS)
 """Settings of the inner optimizer, whose state a checkpoint holds."""
@@ -162,10 +161,10 @@ def _task_of(settings: Settings, manifest: Manifest, carrier: str) -> tuple[Task
     if manifest.task == OWN_LOOP:
         raise HookError("The members of this swarm train in loops of their own: join it with swarm.join(link, state=model).")
     if task_label(hooks) != manifest.task:
-        if hooks != agreement.TEXT or manifest.task in BUILT_IN_TASKS:
+        if hooks != reader.TEXT or manifest.task in BUILT_IN_TASKS:
             raise HookError(f"The swarm trains {manifest.task!r}, this node was given {hooks!r}: use the swarm's task.")
         raise HookError(f"The swarm trains {manifest.task!r}, {_no_code(carrier)} --task.")
-    options = agreement.taken(hooks, dict(manifest.task_options), settings.task.options)
+    options = reader.taken(hooks, dict(manifest.task_options), settings.task.options)
     if hooks == RL:
         rl = rl.model_copy(update={"env": _own_env(rl, str(options.pop("env", "")), carrier)})
     return settings.task.model_copy(update={"hooks": hooks, "options": options}), rl
@@ -197,7 +196,7 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
     differ += _differing("verify", settings.verify, manifest.verify)
     if isinstance(terms := manifest.terms, Terms):
         differ += _differing("rl", settings.rl, terms, lambda name, fixed: not getattr(settings.rl, name))
-    text = manifest.task == agreement.TEXT
+    text = manifest.task == reader.TEXT
     for name, wanted in settings.task.options.items():
         fixed = manifest.task_options.get(name)
         if wanted != fixed and not (text and name in LOCAL_OPTIONS):

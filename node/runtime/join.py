@@ -1,31 +1,46 @@
-"""The manifest of a new swarm from settings; in a swarm, the wait for others and the choice of a shard."""
+"""The manifest of a new swarm from settings; in a swarm, the wait for others and the choice of a shard.
+
+The trainer that the settings ask for, in this process alone or on the ranks of the node.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import re
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import ValidationError
 
 from shoal.node.config.links import LINK
-from shoal.node.config.rl import env_label
-from shoal.node.config.settings import ConfigError, Settings
-from shoal.node.data import manifest_options as agreement
+from shoal.node.config.settings import ConfigError, Settings, env_label
+from shoal.node.data import reader
 from shoal.node.runtime.door import RL, task_label
-from shoal.node.runtime.result import write_json
-from shoal.node.task import Shard
-from shoal.node.training.schedule import resolved
-from shoal.optim import OuterOptimizer
+from shoal.node.runtime.resume import write_json
+from shoal.node.task import Shard, Task, iterator_of, to_device
+from shoal.node.tasks.text import TextTask
+from shoal.node.training import resources
+from shoal.node.training.inner_step import parameter_split, resolved
+from shoal.node.training.trainer import Trainer
+from shoal.optim import OuterOptimizer, RoundInfo
+from shoal.swarm.exchange.robust import DistanceScreen, LossCheck
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import TASK_NAME, Manifest, Terms
+from shoal.swarm.manifest import TASK_NAME, Manifest, OuterSettings, Terms, TrainSettings
 from shoal.swarm.membership.membership import Membership
+from shoal.swarm.training.factories import LossTrial, steps_of_rounds
 from shoal.swarm.training.session_setup import waiting_for
 from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import Member
+
+if TYPE_CHECKING:
+    from shoal.node.parallel.ranks import NodeRanks
 
 # The newest link to a running node's swarm, in a file of its folder for ``shoal link``.
 
@@ -61,7 +76,7 @@ WAITING_S = 10.0  # seconds between two reminders that peers are missing
 def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
     """Return the task options that all peers share. For rl that is also the environment, but neither policy nor algorithm."""
     own = {"env": env_label(settings.rl.env)} if settings.task.hooks == RL else {}
-    return {**agreement.shared(settings.task.hooks, settings.task.options), **own}
+    return {**reader.shared(settings.task.hooks, settings.task.options), **own}
 
 
 def for_new_swarm(settings: Settings) -> Settings:
@@ -74,7 +89,7 @@ def for_new_swarm(settings: Settings) -> Settings:
         settings = settings.model_copy(update={"outer": settings.outer.guarded()})
     train, task = settings.train, settings.task
     chosen = "optimizer" in train.model_fields_set or "lr" in task.options
-    if task.hooks != agreement.TEXT or chosen or not hasattr(torch.optim, "Muon"):
+    if task.hooks != reader.TEXT or chosen or not hasattr(torch.optim, "Muon"):
         return settings
     return settings.model_copy(update={"train": train.model_copy(update={"optimizer": "muon"})})
 
@@ -159,3 +174,160 @@ def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, M
     if pair is not None:
         return Shard(pair[0], pair[1], seed)
     return Shard(least_used(members, manifest.shards, peer), manifest.shards, seed)
+
+
+# A node's trial of its partners' weights (`shoal.swarm.training.factories`), on batches of its task.
+
+OTHER_SEED = 7_919
+"""Added to the shard's seed, so that a trial's batches are others than those that are trained on at that time."""
+
+
+def try_partners(trainer: Trainer, screen: DistanceScreen, log: Callable[[str], None]) -> None:
+    """Let ``screen`` try what partners send, if the swarm's settings ask for it (``outer.check_loss``) and this node can.
+
+    ``trainer`` has its shard.
+    """
+    if not trainer.outer.check_loss:
+        return
+    task, shard = trainer.task, trainer.shard
+    why = "the batches of its task are made with the model" if task.draws_with_model else ""
+    if trainer.layout.ranks > 1:
+        why = "its model is trained by several processes"
+    if why:
+        log(f"this node counts partners' weights untried (outer.check_loss), for {why}")
+        return
+    other = Shard(shard.index, shard.of, shard.seed + OTHER_SEED)
+    batches = (to_device(batch, trainer.device) for batch in iterator_of(task.batches(other), other))
+    screen.loss_check = LossCheck(LossTrial(task.loss, batches, trainer.model, trainer.whole, log, trainer.inner_step.autocast))
+
+
+# torch's optimizers without torch's compiler.
+#
+# When an optimizer of torch is made, and when it steps, it imports ``torch._dynamo``, only to keep itself out of functions that
+# are being compiled: 1.2 to 1.7 s of a processor, as long as torch itself, and a quarter of what a node needed up to its first
+# step. A node that compiles nothing does without.
+
+KEPT_OUT = "__dynamo_disable"
+"""Attribute in which torch keeps what it calls in place of a method that is not to be compiled, once it has made that."""
+
+
+def without_compiler() -> None:
+    """Keep optimizers from importing the compiler, unless it is there already. What they compute does not change.
+
+    Where a later version of torch does it in another way they import it as ever.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        plain = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+        setattr(plain, KEPT_OUT, plain)
+    for kind in (torch.optim.Adam, torch.optim.SGD):  # AdamW has Adam's
+        if "step" in vars(kind) and hasattr(kind.step, "__wrapped__"):
+            setattr(kind, "step", _as_torch_steps(inspect.unwrap(kind.step)))  # noqa: B010 (mypy: a method)
+
+
+def _as_torch_steps(plain: Any) -> Any:
+    """Return the method that takes a step without recording gradients, as torch's own decorator has it."""
+
+    @functools.wraps(plain)
+    def step(self: torch.optim.Optimizer, *arguments: Any, **named: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return plain(self, *arguments, **named)
+
+    return step
+
+
+def with_own_lag(settings: Settings) -> Settings:
+    """Return the settings with this node's own lag in place of the swarm's, if it has one.
+
+    Raises ConfigError: the swarm's method has no lag, or its rounds are too short for this one.
+    """
+    lag = settings.node.lag
+    if lag is None:
+        return settings
+    try:
+        outer = OuterSettings.model_validate({**settings.outer.resolved().model_dump(), "lag": lag})
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"The setting node.lag={lag!r} cannot be used in this swarm: {problem}.") from None
+    return settings.model_copy(update={"outer": outer})
+
+
+def schedule_steps(settings: Settings, swarm: TrainSettings | None) -> int:
+    """Return the length of the learning-rate schedule: of this node's run, or the ``swarm``'s if this node takes part for less."""
+    own = settings.train.steps
+    if swarm is None or not own or not swarm.steps or not settings.schedule.follows_swarm:
+        return own
+    return max(own, swarm.steps)
+
+
+def follow_schedule(
+    trainer: Trainer, settings: Settings, manifest: Manifest, round: int, members: Iterable[Member], met: Mapping[str, str]
+) -> str | None:
+    """Let the learning-rate schedule go on to where the swarm is in ``round``, and return a sentence about it if it did.
+
+    It never goes back, nor beyond its end; a swarm without an end has no place in a schedule.
+    """
+    schedule, fragments = trainer.schedule, trainer.whole.fragments
+    if schedule.scheduler is None or not schedule.length or not manifest.train.steps or not settings.schedule.follows_swarm:
+        return None
+    found = steps_of_rounds(manifest.outer, round // fragments, members, met)
+    if found is None:
+        return (
+            f"the learning-rate schedule goes on from step {schedule.done} of {schedule.length}: how far the swarm is cannot be "
+            "told, for no member has said how fast it is"
+        )
+    step, before = min(found, schedule.length), schedule.done
+    if step <= before:
+        return None
+    trainer.schedule_at(step)
+    said = f"the learning-rate schedule {'goes on' if before else 'begins'} at step {step} of {schedule.length}, where the swarm is"
+    left, steps = schedule.length - step, trainer.whole.steps
+    if settings.train.steps - steps > left:
+        said += f", and stays at its end from this node's step {steps + left} on"
+    return f'{said} (schedule.from = "own": by this node\'s own steps)'
+
+
+def make_trainer(
+    settings: Settings,
+    task: Task,
+    device: torch.device,
+    ranks: NodeRanks | None,
+    log: Callable[[str], None],
+    on_round: Callable[[RoundInfo], None],
+    speeds: Callable[[], Iterable[float]],
+    swarm: TrainSettings | None = None,
+) -> Trainer:
+    """Return the trainer of ``task``. ``log`` gets sentences for the user, ``swarm``: the swarm's settings of training, if it has
+    been there before; the rest is as for ``Trainer``.
+
+    Raises ShoalError: the task, its model, or this node's own lag cannot be used.
+    """
+    settings = with_own_lag(settings)
+    node, method, train = settings.node, settings.outer.method, settings.train
+    on_device = node.slow_on_device
+    slow_here = node.offload is None and (not on_device or device.type == "cpu")
+
+    def check(params: list[torch.nn.Parameter]) -> None:
+        if not isinstance(task, TextTask):  # whose size was known before (`door.check_size`)
+            resources.check(node.ram, params, log, method=method, slow_here=slow_here)
+
+    steps = schedule_steps(settings, swarm)
+    if ranks is not None:
+        made: Trainer = ranks.make_trainer(
+            task, settings, schedule_steps=steps, slow_on_device=on_device, on_model=check, on_round=on_round, speeds=speeds
+        )
+    else:
+        if not train.compile:
+            without_compiler()
+        made = Trainer(
+            task, settings.outer, train, own=train, schedule_steps=steps, device=device,
+            slow_on_device=on_device, offload=node.offload, on_model=check,
+            on_round=on_round, speeds=speeds,
+        )  # fmt: skip
+    if made.plan is not None:
+        log(f"{made.plan}")
+    found = parameter_split(task, train, made.model)
+    if found is not None:
+        log(f"{found}.")
+    return made

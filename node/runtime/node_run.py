@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from shoal.node.checkpoint import folder as checkpoints
 from shoal.node.config.device import resolve_device, use_threads
-from shoal.node.exit_codes import ExitCode
-from shoal.node.extras import uncollected
+from shoal.node.console import ExitCode, uncollected
 from shoal.node.metrics.log import Metrics
 from shoal.node.metrics.sinks import open_sinks
 from shoal.node.runtime.display import Activity
@@ -21,7 +20,7 @@ from shoal.swarm.identity import Identity
 if TYPE_CHECKING:
     from shoal.node.config.settings import Settings
     from shoal.node.parallel.ranks import NodeRanks
-    from shoal.node.runtime.result import Result
+    from shoal.node.runtime.resume import Result
 
 
 class NodeRun(RunOptions):

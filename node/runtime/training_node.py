@@ -19,15 +19,23 @@ from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.log import Metrics, RoundRecord, Sinks
 from shoal.node.metrics.sinks import about
-from shoal.node.plan.table import memory_of, work_of
+from shoal.node.plan import memory_of, work_of
 from shoal.node.runtime import resume
 from shoal.node.runtime.display import Activity
 from shoal.node.runtime.door import RL, check_size, continued, enter, make_task
-from shoal.node.runtime.join import LinkFile, await_others, choose_shard, for_new_swarm, new_manifest, wait_for_peers
-from shoal.node.runtime.make_trainer import follow_schedule, make_trainer, try_partners
+from shoal.node.runtime.join import (
+    LinkFile,
+    await_others,
+    choose_shard,
+    follow_schedule,
+    for_new_swarm,
+    make_trainer,
+    new_manifest,
+    try_partners,
+    wait_for_peers,
+)
 from shoal.node.runtime.refusal_log import RefusalLog, rejections
-from shoal.node.runtime.result import Result, save, summary
-from shoal.node.runtime.resume import SavedRun
+from shoal.node.runtime.resume import Result, SavedRun, save, summary
 from shoal.node.runtime.run_options import RunOptions, create
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources

@@ -31,8 +31,7 @@ from torch.utils.data._utils import signal_handling
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.worker import _AckStartup
 
-from shoal.node.batch import mapped
-from shoal.node.task import Batches, NumberedBatches, Task
+from shoal.node.task import Batches, NumberedBatches, Task, mapped
 from shoal.node.user_code import UserCodeError, summary
 from shoal.swarm.errors import ShoalError
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.node.memory import free_memory
+from shoal.node.console import free_memory
 from shoal.swarm.errors import ShoalError
 
 if TYPE_CHECKING:

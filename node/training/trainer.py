@@ -21,14 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.node.batch import to_device
 from shoal.node.config.settings import OwnTraining
-from shoal.node.task import Batches, Shard, Task, iterator_of, tokens_in
-from shoal.node.training.inner_step import InnerStep
+from shoal.node.task import Batches, Shard, Task, iterator_of, to_device, tokens_in
+from shoal.node.training.inner_step import InnerStep, Schedule, make_inner
 from shoal.node.training.inner_step import TrainingError as TrainingError
 from shoal.node.training.loader import Loader
 from shoal.node.training.resources import DevicePlan
-from shoal.node.training.schedule import Schedule, make_inner
 from shoal.node.training.throughput import FlopCount, Rates, Throughput, repeated
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo, method_named
 from shoal.optim.device import copies_beside

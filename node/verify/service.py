@@ -17,20 +17,17 @@ from typing import Any
 import torch
 
 from shoal.node.config.settings import Settings
-from shoal.node.verify.audit.auditing import Audit, Auditor, Budget, Made
-from shoal.node.verify.audit.finding import VerifyError
-from shoal.node.verify.audit.network import AuditNetwork
-from shoal.node.verify.completions.kind import CompletionClaims
-from shoal.node.verify.history.history import NAME, History
+from shoal.node.verify.audit import Audit, AuditNetwork, Auditor, Budget, Made, VerifyError
+from shoal.node.verify.completions import CompletionClaims
+from shoal.node.verify.history import NAME, History
 from shoal.node.verify.peers import reasons, rules_of
 from shoal.optim.device import current_device
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.verification.consensus.log import decode_log
-from shoal.verification.consensus.log import encode as encode_log
-from shoal.verification.consensus.participant import Participant
+from shoal.verification.consensus.participant import Participant, decode_log
+from shoal.verification.consensus.participant import encode as encode_log
 from shoal.verification.consensus.protocol import Checked
 from shoal.verification.consensus.records import Claim, Refused, Signed, decode
-from shoal.verification.consensus.reputation import ScoreRules, Table
+from shoal.verification.consensus.rulings import ScoreRules, Table
 
 # Output of verification: sentences for people, events for the metrics, standings for the report.
 

@@ -25,8 +25,8 @@ def make_terms(settings: Settings, task: Task) -> Terms | None:
     if settings.verify.kind == "none":
         return None
     from shoal.node.rl.task import RLTask
-    from shoal.node.verify.audit.network import base
-    from shoal.node.verify.completions.checker import policy_label
+    from shoal.node.verify.audit import base
+    from shoal.node.verify.checker import policy_label
 
     if not isinstance(task, RLTask):
         raise ConfigError("This task writes no completions to claim: pass --task rl with it.")
@@ -41,8 +41,8 @@ def make_terms(settings: Settings, task: Task) -> Terms | None:
 
 def check_terms(terms: Terms, settings: Settings, task: RLTask) -> None:
     """Raise ConfigError if this node's policy is not the one that the swarm's claims are about."""
-    from shoal.node.verify.audit.network import base
-    from shoal.node.verify.completions.checker import policy_label
+    from shoal.node.verify.audit import base
+    from shoal.node.verify.checker import policy_label
 
     own = policy_label(settings.rl.policy)
     if own != terms.policy:
@@ -64,9 +64,8 @@ def start_verification(settings: Settings, membership: Membership, task: Task) -
     if terms is None:
         return None
     from shoal.node.rl.task import RLTask
-    from shoal.node.verify.audit.finding import VerifyError
-    from shoal.node.verify.audit.network import SwarmNetwork
-    from shoal.node.verify.completions.kind import CompletionClaims
+    from shoal.node.verify.audit import SwarmNetwork, VerifyError
+    from shoal.node.verify.completions import CompletionClaims
     from shoal.node.verify.service import Verification
 
     if not isinstance(task, RLTask):

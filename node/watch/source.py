@@ -1,26 +1,318 @@
-"""Sources of events: the swarm itself, or a recording. Each runs in a thread of its own until it is stopped."""
+"""Sources of events: the swarm itself, or a recording. Each runs in a thread of its own until it is stopped.
+
+Light client of a swarm, on libp2p's daemon: it subscribes to the topics of statuses and receipts, and publishes nothing.
+
+Like a bootstrap node it needs neither torch nor hivemind's Python, only the daemon in hivemind's wheel. It dials the link's
+addresses first, asks a bootstrap node among them for members, and keeps connections to a few nodes, whose addresses it learns
+from their statuses; so it continues when the first peers are gone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
+import random
 import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from copy import deepcopy
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
-from shoal.node.extras import uncollected
-from shoal.node.logs import is_lost
-from shoal.node.watch.events import MAX_LINE, Event, ReplayError, event_of, line_of
-from shoal.node.watch.swarm_view import SwarmView
-from shoal.swarm.access import Link
-from shoal.swarm.errors import ShoalError
+from shoal.node.console import is_lost, uncollected
+from shoal.node.watch.swarm_view import (
+    MAX_LINE,
+    Connected,
+    Described,
+    Disconnected,
+    Event,
+    Heard,
+    MessageRefused,
+    ReplayError,
+    Signed,
+    SwarmView,
+    Unreachable,
+    Watching,
+    event_of,
+    line_of,
+)
+from shoal.swarm.access import Link, address_problem
+from shoal.swarm.errors import MessageError, NetworkError, ShoalError
+from shoal.swarm.gossip import envelope
+from shoal.swarm.gossip.envelope import topic_of
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest import MANIFEST_PROTOCOL, swarm_id, title_of
+from shoal.swarm.p2p import connections, reachability
+from shoal.swarm.p2p.addresses import DialBackoff
+from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
+from shoal.swarm.p2p.host import Subscription
+from shoal.swarm.p2p.limits import Counters, RateLimit, TokenBuckets
+from shoal.swarm.p2p.stream import Stream
+from shoal.swarm.pacing import TrafficMeter
+from shoal.swarm.topics.status import Status
+from shoal.swarm.topics.tally import Receipts
+from shoal.swarm.wire.envelope import Message, pack, unpack
+from shoal.swarm.wire.messages import SEED_PROTOCOL, ManifestReply, ManifestRequest
+
+# Addresses that a watcher can dial, and the time of the next attempt.
+
+AGAIN_S = 6.0  # seconds (libp2p itself puts a dial off for 5) before the same peer is dialled again, doubled with each failure
+AGAIN_MAX_S = 60.0
+MOST_FAILURES = 30  # failures that are counted
+MAX_KNOWN = 1024  # peers whose addresses are kept
+
+
+class PeerAddresses:
+    """Addresses by peer, bounded, and when each peer may be dialled again."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._failures: dict[str, int] = {}
+        self._after: dict[str, float] = {}
+
+    def learn(self, peer: str, addresses: Iterable[str]) -> None:
+        """Replace the addresses of ``peer``."""
+        usable = tuple(a for a in addresses if address_problem(a) is None and a.endswith(f"/p2p/{peer}"))
+        if not usable:
+            return
+        self._known[peer] = usable
+        self._known.move_to_end(peer)
+        while len(self._known) > MAX_KNOWN:
+            gone, _ = self._known.popitem(last=False)
+            self._failures.pop(gone, None)
+            self._after.pop(gone, None)
+
+    def addresses(self, peer: str) -> tuple[str, ...]:
+        return self._known.get(peer, ())
+
+    def tried(self, peer: str, now: float, *, reached: bool) -> None:
+        """Note the outcome of an attempt."""
+        if peer not in self._known:
+            return
+        failures = self._failures[peer] = 0 if reached else min(self._failures.get(peer, 0) + 1, MOST_FAILURES)
+        self._after[peer] = now + min(AGAIN_S * 2.0 ** (failures - 1), AGAIN_MAX_S)
+
+    def due(self, now: float, but: Iterable[str]) -> list[str]:
+        """Return the peers that may be dialled now, those that failed least first."""
+        left_out = set(but)
+        found = [peer for peer in self._known if peer not in left_out and self._after.get(peer, 0.0) <= now]
+        random.shuffle(found)
+        return sorted(found, key=lambda peer: self._failures.get(peer, 0))
+
+
+# Filter of a watcher: statuses (and receipts) of its swarm, signed by their authors, newer than the last, and not too many.
+#
+# Other messages are counted under the reason of their refusal.
+
+QUOTA = RateLimit(messages=300, nbytes=4 << 20, senders=4096)  # a minute for each publisher; nodes send 120 at most
+MAX_PEERS = 4096  # peers whose last status is known
+OLD_S = 600.0  # most seconds between a status and our clock: clocks differ, but last week's swarm must not be shown
+
+
+R = TypeVar("R", Status, Receipts)
+
+
+class RecordFilter(Generic[R]):
+    """Filter of the topic of ``kind`` of ``swarm``. Not for several threads at once."""
+
+    def __init__(self, kind: type[R], swarm: str, clock: Callable[[], float] = time.time) -> None:
+        self._kind: type[R] = kind
+        self._swarm, self._clock = swarm, clock
+        self._quotas = TokenBuckets(QUOTA, clock)
+        self._issued: OrderedDict[str, float] = OrderedDict()
+        self._room = envelope.room_for(kind)
+        self.counters = Counters()
+
+    def open(self, publisher: str, data: bytes) -> R:
+        """Return the record in ``data``. Raises MessageError, whose reason is counted."""
+        self.counters.add("received")
+        try:
+            record = self._open(publisher, data)
+        except MessageError as error:
+            self.counters.reject(error.reason)
+            raise
+        self.counters.add("accepted")
+        return record
+
+    def _open(self, publisher: str, data: bytes) -> R:
+        if not self._quotas.take(publisher, 1, len(data)):
+            raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
+        sent = envelope.open_envelope(data, self._swarm, self._room)
+        record = envelope.open_body(sent.encoding, sent.size, sent.body, self._kind).message
+        assert isinstance(record, Status | Receipts)
+        what = record.KIND
+        if record.swarm != self._swarm:
+            raise MessageError(f"A {what} of another swarm was refused.", "foreign-swarm")
+        if abs(record.issued - self._clock()) > OLD_S:
+            raise MessageError(f"A {what} was refused: it is ten minutes old, or a clock is wrong.", "old")
+        if record.issued <= self._issued.get(record.peer, 0.0):
+            raise MessageError(f"A {what} was refused: a newer one was there before.", "replayed")
+        self._issued[record.peer] = record.issued
+        self._issued.move_to_end(record.peer)
+        if len(self._issued) > MAX_PEERS:
+            self._issued.popitem(last=False)
+        return cast(R, record)
+
+
+log = logging.getLogger(__name__)
+
+LISTEN = ("/ip4/127.0.0.1/tcp/0",)  # nobody calls a watcher
+WANTED = 4  # connections to keep
+DIAL_S = 5.0  # seconds for one attempt to connect
+ASK_S = 5.0  # seconds for one question and its answer
+LOOK_S = 0.25  # seconds between two looks at the connections
+RESTART_S = 1.0  # seconds before a daemon that ended is started again
+
+
+class LightClient:
+    """Watcher of the swarm of ``link``, which passes every event to ``send``, on the loop that runs `run`."""
+
+    def __init__(self, link: Link, send: Callable[[Event], None], clock: Callable[[], float] = time.time) -> None:
+        self._link, self._send, self._clock = link, send, clock
+        self._gate, self._receipts = RecordFilter(Status, link.swarm, clock), RecordFilter(Receipts, link.swarm, clock)
+        self._book = PeerAddresses()
+        for address in link.bootstrap:
+            peer = address.rpartition("/p2p/")[2]
+            self._book.learn(peer, (*self._book.addresses(peer), address))
+        self._traffic = TrafficMeter()
+        self._connected: set[str] = set()
+        self._dialling: set[str] = set()
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._described = False
+
+    async def run(self) -> None:
+        """Watch until cancelled; a daemon that ends is started again. Raises StartupError."""
+        self._send(Watching(time=self._clock(), swarm=self._link.swarm))
+        while True:
+            daemon = await Daemon.launch(Identity.ephemeral(), listen=LISTEN, light=True, idle="")  # no connection to it stays open
+            daemon.backoff = DialBackoff(self._link.bootstrap)
+            try:
+                await self._watch(daemon)
+            except (*DAEMON_GONE, NetworkError, asyncio.TimeoutError) as error:
+                log.warning("the network daemon stopped (%r); restarting it", error)
+            finally:
+                await daemon.shutdown()
+            self._note_connections(daemon, set())
+            await asyncio.sleep(RESTART_S)
+
+    async def _watch(self, daemon: Daemon) -> None:
+        try:
+            listening = [self._listen(daemon, kind, take) for kind, take in ((Status, self._take), (Receipts, self._confirm))]
+            await asyncio.gather(*map(self._start, listening), self._start(self._keep_connected(daemon)))
+        finally:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _listen(self, daemon: Daemon, kind: type[Message], take: Callable[[str, bytes], None]) -> None:
+        subscription = await asyncio.wait_for(Subscription.to(daemon, topic_of(self._link.swarm, kind)), ASK_S)
+        while True:
+            message = await subscription.next()
+            try:
+                take(message.publisher, message.data)
+            except MessageError as error:
+                log.debug("%s", error)
+                self._send(MessageRefused(time=self._clock(), reason=error.reason))
+
+    def _confirm(self, publisher: str, data: bytes) -> None:
+        receipts = self._receipts.open(publisher, data)
+        self._send(Signed(time=self._clock(), peer=receipts.peer, receipts=receipts))
+
+    def _take(self, publisher: str, data: bytes) -> None:
+        status = self._gate.open(publisher, data)
+        if status.state in ("waiting", "training"):
+            self._book.learn(status.peer, status.addresses)
+        self._send(Heard(time=self._clock(), peer=status.peer, status=status))
+
+    async def _keep_connected(self, daemon: Daemon) -> None:
+        now = asyncio.get_running_loop().time
+        while True:
+            here = set(await asyncio.wait_for(daemon.peers(), ASK_S))
+            self._note_connections(daemon, here)
+            busy = here | self._dialling
+            for peer in self._book.due(now(), busy)[: max(WANTED - len(busy), 0)]:
+                self._dialling.add(peer)
+                self._start(self._dial(daemon, peer))
+            await asyncio.sleep(LOOK_S)
+
+    def _note_connections(self, daemon: Daemon, here: set[str]) -> None:
+        for peer in self._connected - here:
+            self._send(Disconnected(time=self._clock(), peer=peer))
+        for peer in here - self._connected:
+            self._send(Connected(time=self._clock(), peer=peer))
+            self._start(self._get_to_know(daemon, peer))
+        self._connected = here
+
+    async def _dial(self, daemon: Daemon, peer: str) -> None:
+        addresses, reached, why = self._book.addresses(peer), False, ""
+        try:
+            await asyncio.wait_for(daemon.connect(peer, addresses), DIAL_S)
+            reached = True
+        except PutOffError:
+            log.debug("%s is not dialled: its host failed under other names", peer)
+        except (DaemonError, ValueError) as error:
+            why = connections.why(error, addresses[0])
+        except asyncio.TimeoutError:
+            why = f"did not answer within {DIAL_S:g} s"
+        except (OSError, EOFError) as error:  # the daemon is gone, which `_listen` sees too
+            log.debug("dialling %s ended: %r", peer, error)
+        finally:
+            self._dialling.discard(peer)
+        self._book.tried(peer, asyncio.get_running_loop().time(), reached=reached)
+        if why:
+            self._send(Unreachable(time=self._clock(), peer=peer, reason=why))
+
+    async def _get_to_know(self, daemon: Daemon, peer: str) -> None:
+        """Ask a node for the manifest, or a bootstrap node for members; a peer that knows neither is kept as well."""
+        try:
+            if not self._described and await self._describe(daemon, peer):
+                return
+            if peer in {address.rpartition("/p2p/")[2] for address in self._link.bootstrap}:
+                stream = await self._open(daemon, peer, SEED_PROTOCOL)
+                try:
+                    members = await reachability.ask_seed(stream, self._link.swarm)
+                finally:
+                    stream.close()
+                for member in members:
+                    self._book.learn(member.peer, member.addresses)
+        except (*DAEMON_GONE, NetworkError, MessageError, asyncio.TimeoutError) as error:  # it costs a title and no more
+            log.debug("asking %s failed: %r", peer, error)
+
+    async def _open(self, daemon: Daemon, peer: str, protocol: str) -> Stream:
+        return Stream(peer, *await asyncio.wait_for(daemon.open(peer, protocol), ASK_S), self._traffic)
+
+    async def _describe(self, daemon: Daemon, peer: str) -> bool:
+        try:
+            stream = await self._open(daemon, peer, MANIFEST_PROTOCOL)
+        except DaemonError as error:
+            log.debug("no manifest from %s: %s", peer, error)  # a bootstrap node has none
+            return False
+        try:
+            await stream.send(pack(ManifestRequest(swarm=self._link.swarm)), ASK_S)
+            reply = unpack(await stream.receive(ManifestReply.LIMIT, ASK_S), ManifestReply)
+        finally:
+            stream.close()
+        if reply.manifest is None or swarm_id(reply.manifest) != self._link.swarm:
+            return False
+        title = title_of(reply.manifest)
+        if not self._described:  # another peer may have answered meanwhile
+            self._described = True
+            self._send(Described(time=self._clock(), **title._asdict()))
+        return True
+
 
 # Recordings of ``--record`` and ``--replay``: files of events, one a line.
 
@@ -204,7 +496,7 @@ class Live(_Thread):
 
     def _work(self) -> None:
         with uncollected():
-            from shoal.node.watch.light_client import LightClient
+            from shoal.node.watch.source import LightClient
         client = LightClient(self._link, self._send)
 
         async def until_stopped() -> None:
@@ -220,7 +512,7 @@ class Live(_Thread):
 
 # Stream of events from a source to a view: a bounded queue, a recording on the way, and plain lines of JSON.
 
-LOOK_S = 0.1
+READ_S = 0.1
 
 
 def event_sink(inbox: queue.Queue[Event], recorder: Recorder | None, *, drop: bool) -> Callable[[Event], None]:
@@ -251,7 +543,7 @@ def print_lines(inbox: queue.Queue[Event], source: EventSource, seconds: float |
     while end is None or time.monotonic() < end:
         ended = source.ended.is_set()
         try:
-            event = inbox.get(timeout=LOOK_S)
+            event = inbox.get(timeout=READ_S)
         except queue.Empty:
             if ended:
                 return

@@ -1,6 +1,9 @@
 """Model of a swarm from the statuses of its nodes: fed with events, read by the views.
 
 It never waits, reads no clock and trusts no input: every collection is bounded, and a peer is known by its key alone.
+
+
+Events of a watched swarm, as types and as the JSON lines that ``--json`` prints and ``--record`` keeps.
 """
 
 from __future__ import annotations
@@ -13,12 +16,122 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from shoal.node.watch.events import Connected, Described, Disconnected, Event, Heard, MessageRefused, Signed, Unreachable, Watching
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, TypeAdapter, ValidationError, model_serializer
+
+from shoal.node.console import dumps
+from shoal.swarm.errors import ShoalError
 from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
 from shoal.swarm.topics.tally import MOST, Receipts, Work, confirmed, total
+from shoal.swarm.wire.envelope import PeerId, Reason, SwarmId
+
+MAX_LINE = 64 * 1024  # characters
+
+
+class ReplayError(ShoalError):
+    """Failure to read a recording."""
+
+
+class _Event(BaseModel):
+    """Base of events. ``time``: of reception, Unix seconds."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    LIMIT: ClassVar[int] = MAX_LINE
+    time: Annotated[float, Field(ge=0)]
+
+
+class Watching(_Event):
+    """First event: the swarm that is watched."""
+
+    event: Literal["watching"] = "watching"
+    swarm: SwarmId
+
+
+class Described(_Event):
+    """Settings that the creator fixed for the swarm, from its manifest."""
+
+    event: Literal["described"] = "described"
+    name: Annotated[str, Field(max_length=64)]
+    task: Annotated[str, Field(max_length=1024)]
+    method: Annotated[str, Field(max_length=64)]
+    fragments: Annotated[int, Field(ge=1, le=1024)] = 1
+
+    @model_serializer(mode="wrap")
+    def _plain(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the fields; ``fragments`` only where there are several, as recordings of before they were named."""
+        fields: dict[str, Any] = handler(self)
+        if self.fragments == 1:
+            fields.pop("fragments", None)
+        return fields
+
+
+class Connected(_Event):
+    """New connection of this watcher to ``peer``."""
+
+    event: Literal["connected"] = "connected"
+    peer: Annotated[str, Field(max_length=64)]
+
+
+class Disconnected(_Event):
+    """Lost connection to ``peer``."""
+
+    event: Literal["disconnected"] = "disconnected"
+    peer: Annotated[str, Field(max_length=64)]
+
+
+class Unreachable(_Event):
+    """Failed connection to ``peer``."""
+
+    event: Literal["unreachable"] = "unreachable"
+    peer: Annotated[str, Field(max_length=64)]
+    reason: Reason
+
+
+class Heard(_Event):
+    """Status of a node, with a valid signature."""
+
+    event: Literal["status"] = "status"
+    peer: PeerId
+    status: Status
+
+
+class Signed(_Event):
+    """Work of others that a node has signed for, with a valid signature."""
+
+    event: Literal["receipts"] = "receipts"
+    peer: PeerId
+    receipts: Receipts
+
+
+class MessageRefused(_Event):
+    """Event of a refused message; ``reason`` is one word, as in `shoal.swarm.gossip`."""
+
+    event: Literal["refused"] = "refused"
+    reason: Annotated[str, Field(max_length=64)]
+
+
+Event = Watching | Described | Connected | Disconnected | Unreachable | Heard | Signed | MessageRefused
+_any: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="event")])
+
+
+def line_of(event: Event) -> str:
+    """Encode ``event`` as one line of JSON, without the line's end."""
+    return dumps(event.model_dump(mode="json"))
+
+
+def event_of(line: str, where: str = "the recording") -> Event:
+    """Decode the event in ``line``. Raises ReplayError if it is none; ``where`` names the place for the sentence."""
+    if len(line) > MAX_LINE:
+        raise ReplayError(f"Cannot replay: {where} is longer than {MAX_LINE} characters: give a file that --record wrote.")
+    try:
+        return _any.validate_json(line)
+    except ValidationError as error:
+        what = error.errors(include_url=False, include_context=False, include_input=False)[0]["msg"]
+        said = ascii(what)[1:-1][:120]
+        raise ReplayError(f"Cannot replay: {where} is no event ({said}): give a file that --record wrote.") from None
+
 
 # Curves of a watched run: bounded, smoothed, and laid on one grid for a chart.
 

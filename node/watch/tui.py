@@ -16,9 +16,8 @@ from textual.containers import Container
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, RichLog, Static
 
-from shoal.node.watch.events import Event
 from shoal.node.watch.source import EventSource
-from shoal.node.watch.swarm_view import SwarmView, fault_label, mean_curve
+from shoal.node.watch.swarm_view import Event, SwarmView, fault_label, mean_curve
 from shoal.swarm.topics.status import TAIL, lag_label, reach_label
 
 # A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no markup is parsed.

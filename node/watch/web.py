@@ -22,11 +22,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
-from shoal.node.json_output import dumps
+from shoal.node.console import dumps
 from shoal.node.watch import swarm_view
-from shoal.node.watch.events import Event
 from shoal.node.watch.source import EventSource, Timeline, WatchError
-from shoal.node.watch.swarm_view import SwarmView, chart
+from shoal.node.watch.swarm_view import Event, SwarmView, chart
 from shoal.swarm.access import Link
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.p2p.addresses import host_asked, range_of

@@ -16,9 +16,9 @@ from bench._verification_figure import curve
 from bench._verification_table import BEGIN, END
 from bench._verification_world import CHEATS, honest, seed_of
 from bench.verification import main, voted
-from shoal.verification.calibration.calibration import Honest, Pair
+from shoal.verification.calibration import Honest, Pair
 from shoal.verification.fingerprints import Drawn, Evidence, prefill_states
-from shoal.verification.sequential.series import Reference, Series
+from shoal.verification.sequential import Reference, Series
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.node.exit_codes import ExitCode
+from shoal.node.console import ExitCode
 
 AS_PROGRAM = ("-m", "shoal")  # which loads the stand-in anew, with its environment
 

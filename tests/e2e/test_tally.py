@@ -5,8 +5,7 @@ import signal
 
 import pytest
 
-from shoal.node.watch.events import event_of
-from shoal.node.watch.swarm_view import SwarmView
+from shoal.node.watch.swarm_view import SwarmView, event_of
 from tests.e2e.test_cli import create, joiner, rounds
 from tests.e2e.test_watch import heard
 

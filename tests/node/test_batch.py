@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.node.batch import elements, leaves, to_device
 from shoal.node.config.settings import OwnTraining
-from shoal.node.task import Shard, Task, tokens_in
+from shoal.node.task import Shard, Task, elements, leaves, to_device, tokens_in
 from shoal.node.tasks.loader import Guarded
 from shoal.node.training import inner_step
 from shoal.node.training.loader import Loader

@@ -7,12 +7,11 @@ from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
 from shoal.node.cli.prepare import ScaffoldError, scaffold
-from shoal.node.data.dealing import DataError
-from shoal.node.data.tokenizer import load_tokenizer
-from shoal.node.extras import require
-from shoal.node.rl.environment import EnvError, Gym
+from shoal.node.console import require
+from shoal.node.data.reader import load_tokenizer
+from shoal.node.data.source import DataError
+from shoal.node.rl.environment import EnvError, Gym, PolicyError
 from shoal.node.rl.hf import load_hf
-from shoal.node.rl.policy import PolicyError
 from shoal.node.watch.source import WatchError
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import Identity

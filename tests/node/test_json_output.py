@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
+from shoal.node.console import dumps
 from shoal.node.demo import demo
-from shoal.node.json_output import dumps
 from shoal.swarm.identity import Identity
 
 NODE = Path(__file__).parents[2] / "node"
@@ -39,9 +39,9 @@ def test_what_is_not_finite_is_null():
         (["status", LINK], "shoal.node.commands.status.read_status"),
         (["peers", LINK], "shoal.node.verify.peers.read_peers"),
         (["pull", LINK, "--out", "x"], "shoal.node.commands.pull.pull"),
-        (["merge", "x", "--out", "y"], "shoal.node.checkpoint.merge.merge"),
-        (["invite", LINK], "shoal.node.commands.link.invite"),
-        (["verify", "odds"], "shoal.node.verify.history.explain.odds_report"),
+        (["merge", "x", "--out", "y"], "shoal.node.checkpoint.export.merge"),
+        (["invite", LINK], "shoal.node.commands.status.invite"),
+        (["verify", "odds"], "shoal.node.verify.history.odds_report"),
     ],
 )
 def test_every_command_that_reports_numbers_prints_json(arguments, where, monkeypatch):
@@ -55,7 +55,7 @@ def test_no_command_encodes_json_by_itself():
         for file in (NODE / folder).rglob("*.py"):
             calls = [item.func for item in ast.walk(ast.parse(file.read_text())) if isinstance(item, ast.Call)]
             own = [call for call in calls if isinstance(call, ast.Attribute) and ast.unparse(call) in ("json.dumps", "json.dump")]
-            assert not own, f"{file}: write dumps of shoal.node.json_output"
+            assert not own, f"{file}: write dumps of shoal.node.console"
 
 
 def test_a_demo_whose_evaluations_are_not_known_still_has_a_report():

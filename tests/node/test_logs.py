@@ -12,7 +12,7 @@ from shoal.node.checkpoint.folder import steps
 WRITES = """
 import logging, sys, click
 from rich.console import Console
-from shoal.node.logs import drop_lost_output, is_lost, log_to_stderr
+from shoal.node.console import drop_lost_output, is_lost, log_to_stderr
 from shoal.node.runtime.display import LiveDisplay, make_display
 drop_lost_output()
 log_to_stderr(False)
@@ -67,7 +67,7 @@ def test_every_kind_of_writing_goes_on(tmp_path, kind, unbuffered, which):
 def test_messages_for_a_full_disk_are_dropped_and_results_are_not():
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full")
-    script = "import sys\nfrom shoal.node.logs import drop_lost_output\ndrop_lost_output()\nprint('x', file=sys.{}, flush=True)"
+    script = "import sys\nfrom shoal.node.console import drop_lost_output\ndrop_lost_output()\nprint('x', file=sys.{}, flush=True)"
     with open("/dev/full", "w") as full:
         assert run(["-c", script.format("stderr")], subprocess.PIPE, full).returncode == 0
         result = run(["-c", script.format("stdout")], full, subprocess.PIPE)
@@ -97,7 +97,7 @@ def test_a_node_trains_to_its_end_and_saves(tmp_path):
 
 WATCHES = """
 import queue, sys, threading
-from shoal.node.logs import drop_lost_output
+from shoal.node.console import drop_lost_output
 from shoal.node.watch import source
 drop_lost_output()
 class Endless:

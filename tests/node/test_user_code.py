@@ -9,10 +9,10 @@ import torch
 from shoal.node.cli import main as command_line
 from shoal.node.commands import pull as pulling
 from shoal.node.config.settings import load
+from shoal.node.console import ExitCode
 from shoal.node.demo.nodes import Nodes
-from shoal.node.doctor import swarm_checks
-from shoal.node.doctor.checkup import Check, examine
-from shoal.node.exit_codes import ExitCode
+from shoal.node.doctor import checks as swarm_checks
+from shoal.node.doctor.network_checks import Check, examine
 from shoal.node.rl.loading import load_env
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.node_run import NodeRun
@@ -321,7 +321,7 @@ def test_every_command_that_makes_a_task_names_its_fault(task, fault, command, t
     if command == "doctor":
         visit = SimpleNamespace(agreed=lambda: renamed, hooks=spec)
         checks = [Check("model", ExitCode.DIFFERS, lambda tell: swarm_checks.model(visit, tell))]
-        monkeypatch.setattr("shoal.node.doctor.swarm_checks.diagnose", lambda link, tell, **options: examine(checks, tell))
+        monkeypatch.setattr("shoal.node.doctor.checks.diagnose", lambda link, tell, **options: examine(checks, tell))
     arguments = {
         "up": [], "demo": ["--peers", 2], "join": [link],
         "pull": [link, "--out", tmp_path / "out"], "doctor": [link],

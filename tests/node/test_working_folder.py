@@ -8,14 +8,13 @@ import torch
 
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
-from shoal.node.config.rl import RLSettings
-from shoal.node.config.settings import NodeSettings, Settings
-from shoal.node.data.tokenizer import BYTES
+from shoal.node.config.settings import NodeSettings, RLSettings, Settings
+from shoal.node.data.reader import BYTES
 from shoal.node.integrations.own_loop import Run
 from shoal.node.runtime.door import task_label
 from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask
-from shoal.node.verify.history.history import EvidenceFile
+from shoal.node.verify.history import EvidenceFile
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.file_lock import FileLock
 from shoal.swarm.identity import Identity

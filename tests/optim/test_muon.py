@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from shoal.node.tasks.gpt import GPT
+from shoal.node.tasks.text import GPT
 from shoal.optim import Alone, NoLoCo, muon
 
 STEPS = 4

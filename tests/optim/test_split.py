@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shoal.node.rl.tiny import TinyModel
-from shoal.node.tasks.gpt import GPT
 from shoal.node.tasks.loader import load_task
+from shoal.node.tasks.text import GPT
 from shoal.optim import hidden_matrices
 from shoal.optim.inner import split
 

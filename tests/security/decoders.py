@@ -18,27 +18,25 @@ import msgpack
 import torch
 from safetensors.torch import save
 
-from shoal.node.checkpoint import merge, store
-from shoal.node.commands import link as link_file
+from shoal.node.checkpoint import export, store
+from shoal.node.commands import status
 from shoal.node.commands.sample import SampleError, load_pulled
 from shoal.node.config.settings import load as load_settings
-from shoal.node.data.dealing import DataError
+from shoal.node.data.source import DataError
 from shoal.node.rl.environment import EnvError
 from shoal.node.runtime import resume
 from shoal.node.runtime.join import new_manifest
 from shoal.node.task import Shard
-from shoal.node.tasks.gpt import GPT
-from shoal.node.tasks.text import TextTask
+from shoal.node.tasks.text import GPT, TextTask
 from shoal.node.training.inner_step import TrainingError
 from shoal.node.training.trainer import Trainer
-from shoal.node.verify.audit import network
-from shoal.node.verify.audit.finding import VerifyError
-from shoal.node.verify.completions import inspection
-from shoal.node.verify.completions import material as claims
-from shoal.node.verify.completions.material import Agreed, Coordinates, encode, material_of
-from shoal.node.verify.completions.material import decode_material as decode_material
-from shoal.node.verify.history.history import _odds
-from shoal.node.watch.events import ReplayError, Unreachable, event_of, line_of
+from shoal.node.verify import audit, completions
+from shoal.node.verify import material as claims
+from shoal.node.verify.audit import VerifyError
+from shoal.node.verify.history import _odds
+from shoal.node.verify.material import Agreed, Coordinates, encode, material_of
+from shoal.node.verify.material import decode_material as decode_material
+from shoal.node.watch.swarm_view import ReplayError, Unreachable, event_of, line_of
 from shoal.optim import Alone
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.codecs.registry import codec_named
@@ -54,7 +52,7 @@ from shoal.swarm.p2p import addresses as multiaddr
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import Message, diagnose, pack, peek, seal, unpack, unseal
 from shoal.swarm.wire.messages import Announcement, GroupFormed, GroupReady, ListedSwarm, Member
-from shoal.verification.calibration.calibration import (
+from shoal.verification.calibration import (
     Calibration,
     CalibrationError,
     Honest,
@@ -62,15 +60,13 @@ from shoal.verification.calibration.calibration import (
     load_calibration,
     save_calibration,
 )
-from shoal.verification.consensus.log import Log, decode_log
-from shoal.verification.consensus.log import encode as encode_log
-from shoal.verification.consensus.records import Claim, Signed, VoteRecord
+from shoal.verification.consensus.participant import Log, decode_log
+from shoal.verification.consensus.participant import encode as encode_log
+from shoal.verification.consensus.records import Claim, Electorate, Signed, VoteRecord
 from shoal.verification.consensus.records import decode as decode_record
-from shoal.verification.consensus.reputation import Standing, Table
-from shoal.verification.consensus.sortition import Electorate
+from shoal.verification.consensus.rulings import Standing, Table
 from shoal.verification.fingerprints.activations import ActivationProof
-from shoal.verification.fingerprints.fingerprint import Evidence, Feature
-from shoal.verification.fingerprints.sampling import Drawn, SeededSampling
+from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, Feature, SeededSampling
 from tests.security.hostile import (
     DIGESTED,
     INVITE,
@@ -351,7 +347,7 @@ def read_tensors(data):
 
 def merged(data):
     (HERE / "one.safetensors").write_bytes(data)
-    return merge.merge([HERE / "one.safetensors"] * 2, HERE / "out.safetensors", force=True)
+    return export.merge([HERE / "one.safetensors"] * 2, HERE / "out.safetensors", force=True)
 
 
 def merged_state(data):
@@ -360,7 +356,7 @@ def merged_state(data):
     _, _, tensors = checkpoint()
     (read_aside / store.TENSORS).write_bytes(tensors)
     (read_aside / store.STATE).write_bytes(data)
-    return merge.merge([read_aside], HERE / "out.safetensors", force=True, slow=True)
+    return export.merge([read_aside], HERE / "out.safetensors", force=True, slow=True)
 
 
 @functools.cache
@@ -421,15 +417,15 @@ def inspected(data):
         read = decode_material(found.material)
     except MessageError:
         return found
-    return inspection._environment(read, None)
+    return completions._environment(read, None)
 
 
 def environment(data):
-    return inspection._environment(material(data[:4096]), None)
+    return completions._environment(material(data[:4096]), None)
 
 
 def current(data):
-    return Folder("linked").reader("link.json", link_file.current_link)(data)
+    return Folder("linked").reader("link.json", status.current_link)(data)
 
 
 ADDRESS = multiaddr.to_bytes(f"/ip4/203.0.113.5/tcp/4001/p2p/{ME.peer_id}")
@@ -574,7 +570,7 @@ def decoders():
         Decoder("origin", (), multiaddr.origin, lambda: [ADDRESS[:8]]),
         Decoder(
             "log of verification",
-            ("verification/consensus/log.py:_frames",),
+            ("verification/consensus/participant.py:_frames",),
             decode_log,
             lambda: [log()],
             frames(4),
@@ -582,12 +578,12 @@ def decoders():
             sound=lambda log: decode_log(encode_log(log)) == log,
             sentence=False,
         ),
-        Decoder("odds in a vote", ("node/verify/history/history.py:_odds",), _odds, lambda: [b'{"odds": 3.5}'], JSON, sound=finite),
+        Decoder("odds in a vote", ("node/verify/history.py:_odds",), _odds, lambda: [b'{"odds": 3.5}'], JSON, sound=finite),
         *codecs(),
         *proofs(),
         Decoder(
             "material of a claim",
-            ("node/verify/completions/material.py:decode_material", "node/verify/completions/material.py:Material.rows"),
+            ("node/verify/material.py:decode_material", "node/verify/material.py:Material.rows"),
             lambda data: decode_material(data).rows(),
             lambda: [MATERIAL],
             MSGPACK,
@@ -595,7 +591,7 @@ def decoders():
         ),
         Decoder(
             "stored claim",
-            ("node/verify/completions/material.py:_opened",),
+            ("node/verify/material.py:_opened",),
             inspected,
             lambda: [stored()],
             MSGPACK,
@@ -603,7 +599,7 @@ def decoders():
         ),
         Decoder(
             "environment of a claim",
-            ("node/verify/completions/inspection.py:_environment",),
+            ("node/verify/completions.py:_environment",),
             environment,
             lambda: [b'{"letters": 4}'],
             JSON,
@@ -612,14 +608,14 @@ def decoders():
         Decoder(
             "weights of a policy",
             (),
-            lambda data: network.load_snapshot(policy(), data),
+            lambda data: audit.load_snapshot(policy(), data),
             lambda: [policy_snapshot()],
             SAFETENSORS,
             (VerifyError,),
         ),
         Decoder(
             "calibration",
-            ("verification/calibration/calibration.py:load_calibration",),
+            ("verification/calibration.py:load_calibration",),
             lambda data: calibrated(data),
             lambda: [calibration()],
             SAFETENSORS,
@@ -628,7 +624,7 @@ def decoders():
         ),
         Decoder(
             "calibrated pairs",
-            ("verification/calibration/calibration.py:load_calibration",),
+            ("verification/calibration.py:load_calibration",),
             pairs,
             lambda: [pairs_of(calibration())],
             JSON,
@@ -652,15 +648,20 @@ def decoders():
             (store.CheckpointError, TrainingError),
         ),
         Decoder(
-            "weights to merge", ("node/checkpoint/merge.py:merge",), merged, lambda: [pulled()[0]], SAFETENSORS, (merge.MergeError,)
+            "weights to merge",
+            ("node/checkpoint/export.py:merge",),
+            merged,
+            lambda: [pulled()[0]],
+            SAFETENSORS,
+            (export.MergeError,),
         ),
         Decoder(
             "checkpoint to merge",
-            ("node/checkpoint/merge.py:merge",),
+            ("node/checkpoint/export.py:merge",),
             merged_state,
             lambda: [checkpoint()[1]],
             DIGESTED,
-            (merge.MergeError, store.CheckpointError),
+            (export.MergeError, store.CheckpointError),
         ),
         Decoder(
             "pulled weights",
@@ -680,7 +681,7 @@ def decoders():
         ),
         Decoder(
             "link of a node",
-            ("node/commands/link.py:current_link",),
+            ("node/commands/status.py:current_link",),
             current,
             lambda: [json.dumps({"link": LINK, "written": 1.0, "name": "n", "invite_only": False}).encode()],
             JSON,
@@ -688,7 +689,7 @@ def decoders():
         ),
         Decoder(
             "recording",
-            ("node/watch/events.py:event_of",),
+            ("node/watch/swarm_view.py:event_of",),
             text(event_of),
             lambda: [line_of(Unreachable(time=1.0, peer=ME.peer_id, reason="x")).encode()],
             JSON,

@@ -101,26 +101,26 @@ OPENERS = {
 }  # fmt: skip
 """What makes something of bytes or text. ``unpack`` and ``unseal`` of messages go through two of these."""
 DIGESTS = {
-    "node/data/dealing.py:number", "node/data/dealing.py:held_out", "node/rl/environment.py:Gym.question",
+    "node/data/source.py:number", "node/data/source.py:held_out", "node/rl/environment.py:Gym.question",
     "node/rl/task.py:RLTask._number", "node/task.py:LoadedBatches._begin_epoch",
-    "node/tasks/text.py:_digest", "node/verify/completions/material.py:seed_of",
+    "node/tasks/text.py:_digest", "node/verify/material.py:seed_of",
     "optim/rules/gossip.py:chosen", "swarm/membership/dht.py:bits_of",
-    "swarm/membership/dht.py:bits_in", "swarm/state/resync.py:_order", "verification/consensus/sortition.py:must_plant",
-    "verification/consensus/sortition.py:is_audited",
+    "swarm/membership/dht.py:bits_in", "swarm/state/resync.py:_order", "verification/consensus/records.py:must_plant",
+    "verification/consensus/records.py:is_audited",
     "swarm/identity.py:", "swarm/identity.py:b58encode",
 }  # fmt: skip
 """Numbers of digests, keys and constants, all of one length."""
 OWN = {
     "optim/codecs/mod4.py:Mod4Codec.load_state_dict", "optim/codecs/mod4.py:_read_text",
     "node/checkpoint/store.py:_pack",
-    "node/config/settings.py:_read", "node/config/settings.py:assignment", "node/data/hub.py:HubDataset.documents",
-    "node/data/source.py:RecordFiles._text", "node/data/tokenizer.py:Bytes.encode", "node/demo/demo.py:run_demo",
+    "node/config/settings.py:_read", "node/config/settings.py:assignment", "node/data/source.py:HubDataset.documents",
+    "node/data/source.py:RecordFiles._text", "node/data/reader.py:Bytes.encode", "node/demo/demo.py:run_demo",
     "node/demo/demo.py:consensus_distances", "node/demo/fork_server.py:ForkServer._fork", "node/demo/nodes.py:EventReader.read",
     "node/demo/rl.py:run_demo", "node/parallel/launcher.py:read_ends", "node/parallel/ranks.py:NodeRanks.follow",
-    "node/runtime/refusal_log.py:_counted", "node/runtime/signals.py:_own_link",
+    "node/runtime/refusal_log.py:_counted", "node/runtime/run_options.py:_own_link",
     "node/templates/finetune/task.py:Finetune.tokens_of",
-    "node/templates/pretrain/task.py:Pretrain.text", "node/verify/history/history.py:EvidenceFile.series",
-    "node/verify/history/history.py:EvidenceFile.claims", "optim/codecs/base.py:buffer",
+    "node/templates/pretrain/task.py:Pretrain.text", "node/verify/history.py:EvidenceFile.series",
+    "node/verify/history.py:EvidenceFile.claims", "optim/codecs/base.py:buffer",
     "optim/exchange/gloo_groups.py:StoreConsensus._offered", "optim/outer/torch_form.py:TorchForm.unpack",
     "optim/ranks/orders.py:Channel.send", "optim/ranks/orders.py:Channel.receive", "swarm/p2p/addresses.py:Peerstore._load",
     "swarm/topics/tally.py:_read", "swarm/topics/tally.py:Tally._load",

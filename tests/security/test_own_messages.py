@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.verify.audit.finding import Finding
+from shoal.node.verify.audit import Finding
 from shoal.node.verify.peers import rules_of
 from shoal.optim.codecs.base import FLOAT32
 from shoal.optim.exchange.base import RoundKey
@@ -34,11 +34,11 @@ from shoal.swarm.training.member import SelfReport, TrainingMember
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.envelope import FAILURES, MAX_COUNT, Message, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Abort, Answer, GroupReady, GroupReceipt, Member, Offer, SwarmsReply
-from shoal.verification.consensus.log import Log, decode_log
-from shoal.verification.consensus.log import encode as encode_log
+from shoal.verification.consensus.participant import Log, decode_log
+from shoal.verification.consensus.participant import encode as encode_log
 from shoal.verification.consensus.records import ATTEMPTS, MAX_ROUND, Commitment, Reveal, Verdict, View, hide
 from shoal.verification.consensus.records import decode as decode_record
-from shoal.verification.consensus.reputation import MOST_ABSENCE, MOST_SCORE, ROW, Standing, Table
+from shoal.verification.consensus.rulings import MOST_ABSENCE, MOST_SCORE, ROW, Standing, Table
 from tests.security.message_kinds import good, kinds, largest
 from tests.swarm.topics.test_status_reporter import membership as watched
 

@@ -18,10 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.verification.consensus.records import (
+    BEHIND,
+    OPENS,
     Claim,
     Commitment,
     Dispute,
     Duty,
+    Electorate,
     Entry,
     Ledger,
     Limits,
@@ -39,7 +42,6 @@ from shoal.verification.consensus.records import (
     hide,
 )
 from shoal.verification.consensus.rulings import Rules, Ruling, decide, first_draws, is_plant, rule, second_draw
-from shoal.verification.consensus.sortition import BEHIND, OPENS, Electorate
 
 # Timing of a case: the draws of verifiers for a claim or an appeal, and the state of each.
 #

@@ -10,8 +10,19 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shoal.verification.fingerprints.activations import ActivationProof, LastHidden, output_head, prefill_states
-from shoal.verification.fingerprints.fingerprint import Evidence, Feature, Fingerprint, ProofError
-from shoal.verification.fingerprints.sampling import Drawn, SeededSampling, draw, draw_each, draw_rows, gumbel, margins
+from shoal.verification.fingerprints.fingerprint import (
+    Drawn,
+    Evidence,
+    Feature,
+    Fingerprint,
+    ProofError,
+    SeededSampling,
+    draw,
+    draw_each,
+    draw_rows,
+    gumbel,
+    margins,
+)
 
 if TYPE_CHECKING:  # each keeps the protocol
     _KINDS: tuple[Fingerprint[Tensor], Fingerprint[Drawn]] = (ActivationProof(), SeededSampling())

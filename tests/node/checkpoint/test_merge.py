@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from shoal.node.checkpoint import merge as module
+from shoal.node.checkpoint import export
 from shoal.node.checkpoint import store as checkpoint
+from shoal.node.checkpoint.export import MergeError, merge, parse_weights
 from shoal.node.checkpoint.folder import CheckpointError
-from shoal.node.checkpoint.merge import MergeError, merge, parse_weights
 from shoal.node.cli.main import cli
 from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer
@@ -148,7 +148,7 @@ def test_a_failure_while_writing_leaves_the_old_file_and_no_other(tmp_path, monk
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, step, full)
+    monkeypatch.setattr(export.os, step, full)
     with pytest.raises(MergeError, match=r"Cannot write .*out' \(No space left on device\)"):
         merge([one, two], out, force=True)
     assert out.read_text() == "old"

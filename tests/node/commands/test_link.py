@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.commands.link import STALE_S, current_link, folder_of
+from shoal.node.commands.status import STALE_S, current_link, folder_of
 from shoal.node.config.links import KNOWN_PEERS, LINK, read_link
 from shoal.swarm.access import Link
 from shoal.swarm.errors import LinkError

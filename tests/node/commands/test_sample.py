@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 
 from shoal.node.cli.main import cli
 from shoal.node.commands.sample import SampleError, continuation, load_pulled, prompt_tokens, sample
-from shoal.node.data.dealing import DataError
-from shoal.node.data.tokenizer import Bytes, load_tokenizer
-from shoal.node.tasks.gpt import GPT
+from shoal.node.data.reader import Bytes, load_tokenizer
+from shoal.node.data.source import DataError
+from shoal.node.tasks.text import GPT
 from shoal.swarm.errors import printable
 from tests.node.data.tokenizers_made_here import train
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shoal.node.config import settings as config
 from shoal.node.config.device import resolve_device
 from shoal.node.config.settings import ConfigError, Settings, assignment, known_keys, load
-from shoal.node.doctor import machine_checks
-from shoal.node.doctor.checkup import Note
+from shoal.node.doctor import checks
+from shoal.node.doctor.network_checks import Note
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "swarm.toml"
 
@@ -217,7 +217,7 @@ def test_a_driver_that_is_too_old_for_the_build_is_named(machine, monkeypatch):
         resolve_device("cuda")
     assert resolve_device("auto").type == "cpu"
     with pytest.raises(Note, match=r"a GPU cannot be used .*too old.*: install its driver, or a build that fits it"):
-        machine_checks.device(lambda said: None)
+        checks.device(lambda said: None)
 
 
 def test_host_name_is_a_file_name(monkeypatch):

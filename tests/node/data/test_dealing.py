@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.node.data.dealing import HELD_OUT_ONE_IN, belongs, dealt, held_out
+from shoal.node.data.source import HELD_OUT_ONE_IN, belongs, dealt, held_out
 from shoal.node.task import Shard
 
 NAMES = st.lists(st.text(st.characters(codec="utf-8"), max_size=8), max_size=40)

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from shoal.node.data import hub
-from shoal.node.data.hub import HubDataset, Name
-from shoal.node.data.source import Skipped
+from shoal.node.data import source as hub
+from shoal.node.data.source import HubDataset, Name, Skipped
 from shoal.node.task import Shard
 from shoal.node.tasks.text import DataError, open_stream, read_documents
 

@@ -4,8 +4,8 @@ import pytest
 
 from shoal.node.cli.options import overrides
 from shoal.node.config.settings import load
-from shoal.node.data.dealing import DataError
-from shoal.node.data.manifest_options import flags
+from shoal.node.data.reader import flags
+from shoal.node.data.source import DataError
 from shoal.node.runtime.door import swarm_settings
 from shoal.node.runtime.join import new_manifest
 from shoal.swarm.identity import Identity

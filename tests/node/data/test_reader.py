@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.data.dealing import DataError
-from shoal.node.data.reader import Reader
-from shoal.node.data.source import Document, Listed
-from shoal.node.data.tokenizer import Bytes
+from shoal.node.data.reader import Bytes, Reader
+from shoal.node.data.source import DataError, Document, Listed
 from shoal.node.task import Shard
 
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from shoal.node.data import tokenizer
-from shoal.node.data.dealing import DataError
-from shoal.node.data.tokenizer import Bytes, bits_per_byte, label, load_tokenizer
+from shoal.node.data import reader
+from shoal.node.data.reader import Bytes, bits_per_byte, label, load_tokenizer
+from shoal.node.data.source import DataError
 from tests.node.data.tokenizers_made_here import TEXT, train
 
 
@@ -43,7 +43,7 @@ def test_without_a_token_for_ends_it_is_an_end_of_line(tmp_path):
 
 
 def test_long_documents_are_cut_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizer, "PIECE", 100)
+    monkeypatch.setattr(reader, "PIECE", 100)
     made = load_tokenizer(str(train(tmp_path)))
     pieces = list(made.encode(TEXT.encode()))
     assert len(pieces) == math.ceil(len(TEXT) / 100) + 1
@@ -98,7 +98,7 @@ def test_a_damaged_or_huge_file_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="cannot be loaded") as caught:
         load_tokenizer(str(file))
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(tokenizer, "MAX_FILE", 100)
+    monkeypatch.setattr(reader, "MAX_FILE", 100)
     with pytest.raises(DataError, match="is larger than"):
         load_tokenizer(str(file))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.data import dealing
+from shoal.node.data import source
 from shoal.node.task import Shard
 from shoal.node.tasks.text import DataError, TextTask
 from shoal.node.training.trainer import Trainer
@@ -81,7 +81,7 @@ def test_held_out_documents_of_a_stream_are_the_same_everywhere_and_never_traine
     task = TextTask(data=stream, **TINY)
     held = task.held_out()
     assert 3 < len(held) < 30
-    assert all(dealing.held_out(document.content) for document in held)
+    assert all(source.held_out(document.content) for document in held)
     seen = [list(task._training().documents(Shard(index, 2, seed), 0)) for index in range(2) for seed in (0, 7)]
     names = {document.name for part in seen for _, document in part}
     assert not names & {document.name for document in held}

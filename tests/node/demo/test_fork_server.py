@@ -43,7 +43,7 @@ with Nodes(pathlib.Path(sys.argv[1])) as nodes:
 """
 WAITING = """
 import sys, threading
-from shoal.node.runtime.signals import end_with_parent
+from shoal.node.runtime.run_options import end_with_parent
 end_with_parent(int(sys.argv[-1]), 0.01)
 print("here", flush=True)
 threading.Event().wait()

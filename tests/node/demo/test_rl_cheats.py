@@ -11,7 +11,7 @@ from shoal.node.demo.rl import bans, policies, run_demo
 from shoal.node.rl import rollout_sharing
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.tiny import Tiny
-from shoal.node.verify.completions import checker, kind
+from shoal.node.verify import checker, completions
 
 
 def test_rounded_matrices_have_fifteen_values_a_row_within_the_block_and_the_old_ones_after():
@@ -32,13 +32,13 @@ def test_a_cheat_writes_with_rounded_weights_and_evaluates_and_checks_with_its_o
 
     monkeypatch.setattr(Tiny, "generate", generate)
     monkeypatch.setattr(rollout_sharing, "load_policy", None)
-    monkeypatch.setattr(kind, "prove", None)
+    monkeypatch.setattr(completions, "prove", None)
     monkeypatch.setattr(checker, "prove", lambda policy: seen.append(len(set(policy.module.head.weight[0].tolist()))))
     cheating.cheat()
     policy = rollout_sharing.load_policy("tiny", load_env("strings", {}), 0, 0)
     for writer, temperature in ((policy, 1.0), (policy, 0.0), (copy.deepcopy(policy), 1.0)):
         writer.generate(["?"], 1, temperature=temperature, max_tokens=4, seed=0)
-    kind.prove(policy)
+    completions.prove(policy)
     assert [values <= 15 for values in seen] == [True, False, False, True]
 
 

@@ -16,13 +16,10 @@ from click.testing import CliRunner
 from shoal.node.cli.main import cli
 from shoal.node.commands.plan import measured_line
 from shoal.node.config.settings import load
-from shoal.node.doctor import machine_checks as machine
-from shoal.node.doctor import network_checks, swarm_checks
-from shoal.node.doctor import swarm_checks as agreement
-from shoal.node.doctor.checkup import Check, CheckOutcome, Note, Skip, examine
-from shoal.node.doctor.network_checks import Visit
-from shoal.node.doctor.swarm_checks import diagnose
-from shoal.node.exit_codes import ExitCode
+from shoal.node.console import ExitCode
+from shoal.node.doctor import checks, network_checks
+from shoal.node.doctor.checks import diagnose
+from shoal.node.doctor.network_checks import Check, CheckOutcome, Note, Skip, Visit, examine
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks.loader import load_task
 from shoal.swarm.access import Link, issue
@@ -156,7 +153,7 @@ def test_a_plan_measures_the_way_to_a_member_and_joins_nothing(healthy):
 
 def test_in_a_swarm_of_own_loops_there_is_no_task_to_compare():
     with pytest.raises(Skip, match=r"own: swarm\.join compares the model"):
-        agreement.model(SimpleNamespace(agreed=lambda: SimpleNamespace(task=OWN_LOOP)), None)
+        checks.model(SimpleNamespace(agreed=lambda: SimpleNamespace(task=OWN_LOOP)), None)
 
 
 def dealt(peer, *reached):
@@ -169,15 +166,15 @@ def dealt(peer, *reached):
 
 def test_a_member_that_never_shows_up_in_its_bucket_is_named(healthy):
     here = healthy.host.addresses()[0]
-    found = agreement.bucket(dealt(healthy, here), None)
+    found = checks.bucket(dealt(healthy, here), None)
     assert found == "1 member looked for, and found in the bucket of this epoch"
     with pytest.raises(Note) as said:
-        agreement.bucket(dealt(healthy, here, NOBODY), None)
+        checks.bucket(dealt(healthy, here, NOBODY), None)
     wanted = f"…{NOBODY[-8:]} never showed up in the bucket of this epoch, so nobody is paired with it: if it has run for"
     assert str(said.value).startswith(wanted)
     assert "set its clock by NTP" in str(said.value)
     with pytest.raises(Skip, match="no member answered"):
-        agreement.bucket(dealt(healthy), None)
+        checks.bucket(dealt(healthy), None)
 
 
 def test_of_members_in_view_it_says_by_which_way_they_are_reached_and_what_that_moves():
@@ -191,15 +188,15 @@ def test_of_members_in_view_it_says_by_which_way_they_are_reached_and_what_that_
         ("unknown", 0.0),
     ]
     members = {str(number): SimpleNamespace(reach=reach, throughput=moved) for number, (reach, moved) in enumerate(met)}
-    assert agreement.in_view(members, 7) == ", 7 peers in view (3 punched, 2 MB/s; 2 direct, 9 MB/s; 1 relayed)"
+    assert checks.in_view(members, 7) == ", 7 peers in view (3 punched, 2 MB/s; 2 direct, 9 MB/s; 1 relayed)"
 
 
 def test_of_a_swarm_of_buckets_it_says_that_size_and_speed_are_estimated():
     known = {"state": "training", "loss": 2.0, "tokens_per_s": 10.0, "steps_per_s": 1.0, "reach": "unknown"}
     members = {str(number): SimpleNamespace(**known) for number in range(48)}
-    assert agreement.in_view(members, 48) == ", 48 peers in view"
+    assert checks.in_view(members, 48) == ", 48 peers in view"
     estimated = ": about 1,536 peers (± 14 %), estimated from the 48 in view: 15,360 tokens a second in all, median loss 2.0000"
-    assert agreement.in_view(members, 1536) == estimated
+    assert checks.in_view(members, 1536) == estimated
 
 
 def test_a_skewed_clock_another_version_and_other_shapes_are_named(strange):
@@ -312,13 +309,13 @@ class TestThisMachine:
         def full(*arguments, **options):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(machine.tempfile, "TemporaryFile", full)
+        monkeypatch.setattr(checks.tempfile, "TemporaryFile", full)
         found, code = examined(None)
         assert "(No space left on device): free some space, or use --folder elsewhere." in found["disk"].said
         assert code == ExitCode.UNFIT_MACHINE
 
     def test_little_memory(self, monkeypatch):
-        monkeypatch.setattr(machine, "free_memory", lambda: (1e8, 8e9))
+        monkeypatch.setattr(checks, "free_memory", lambda: (1e8, 8e9))
         found, code = examined(None)
         assert "only 0.1 of 8.0 GB free" in found["memory"].said
         assert code == ExitCode.UNFIT_MACHINE
@@ -387,9 +384,9 @@ def test_a_check_that_hangs_is_given_up():
 
 def test_an_invitation_for_one_peer_is_shown_with_the_key_of_that_peer_and_with_no_other(monkeypatch, tmp_path):
     mine, creator, visits = Identity.load_or_create(tmp_path / "mine.key"), Identity.ephemeral(), []
-    monkeypatch.setattr(swarm_checks.network, "checks", lambda visit: visits.append(visit) or [])
-    monkeypatch.setattr(swarm_checks, "swarm_checks", lambda visit: [])
-    monkeypatch.setattr(swarm_checks.machine, "checks", lambda port: [])
+    monkeypatch.setattr(checks.network_checks, "checks", lambda visit: visits.append(visit) or [])
+    monkeypatch.setattr(checks, "swarm_checks", lambda visit: [])
+    monkeypatch.setattr(checks, "machine_checks", lambda port: [])
     for options in ({"peer": mine.peer_id}, {}):
         link = Link("a" * 52, (NOBODY,), issue(creator, "a" * 52, lives=60.0, **options))
         diagnose(str(link), identity=tmp_path / "mine.key")
@@ -399,7 +396,7 @@ def test_an_invitation_for_one_peer_is_shown_with_the_key_of_that_peer_and_with_
 
 def test_checks_that_were_skipped_are_not_said_to_be_well(monkeypatch):
     outcomes = [CheckOutcome("python", "ok", "3.11"), CheckOutcome("swarm", "skipped", "no link")]
-    monkeypatch.setattr(swarm_checks, "diagnose", lambda *_, **__: (outcomes, ExitCode.OK))
+    monkeypatch.setattr(checks, "diagnose", lambda *_, **__: (outcomes, ExitCode.OK))
     assert CliRunner().invoke(cli, ["doctor"]).output.endswith("nothing that was checked is in the way; skipped: 1 of 2\n")
     outcomes.pop()
     assert CliRunner().invoke(cli, ["doctor"]).output.endswith("nothing is in the way\n")

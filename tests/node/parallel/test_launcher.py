@@ -12,7 +12,7 @@ PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 LAUNCH = """
 import sys
 from shoal.node.parallel.launcher import Launcher, RanksFailedError
-from shoal.node.runtime.signals import handle_all
+from shoal.node.runtime.run_options import handle_all
 launcher = Launcher(2, [sys.argv[1]], int(sys.argv[2]), [sys.argv[3]])
 handle_all(launcher.forward)
 try:

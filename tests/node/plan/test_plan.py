@@ -9,12 +9,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from shoal.node import plan as table
 from shoal.node.cli.main import cli
 from shoal.node.commands import plan as command
 from shoal.node.commands.plan import Measured, PlanError, measured_line, plan
 from shoal.node.config.settings import load
-from shoal.node.plan import table
-from shoal.node.plan.table import FIXED_BYTES, OVERLAPPED, WAITING, advise, amount, choices, rows, work_of
+from shoal.node.plan import FIXED_BYTES, OVERLAPPED, WAITING, advise, amount, choices, rows, work_of
 from shoal.optim import METHODS, Alone
 from shoal.optim.schedule import Delayed
 from shoal.swarm.access import Link

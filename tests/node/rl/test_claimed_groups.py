@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.node.config.rl import RLSettings
+from shoal.node.config.settings import RLSettings
 from shoal.node.rl.task import Claimed, RLTask
 from shoal.node.rl.tiny import Tiny, Warm
 from tests.node.rl.test_task import ENV, PEERS, SHARD, Bus

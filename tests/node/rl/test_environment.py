@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.rl.environment import HELD_OUT, RULES, Question, Strings, canonical
+from shoal.node.rl.environment import HELD_OUT, RULES, PolicyError, Question, Strings, canonical
 from shoal.node.rl.loading import load_env, load_policy
-from shoal.node.rl.policy import PolicyError
 from shoal.node.user_code import UserCodeError
 
 ADD = f"{Path(__file__).parents[3] / 'examples' / 'add_env.py'}:Add"

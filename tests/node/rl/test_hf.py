@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.node.config.rl import RLSettings
-from shoal.node.rl.environment import Env, Gym, Strings, canonical
+from shoal.node.config.settings import RLSettings
+from shoal.node.rl.environment import Env, Gym, PolicyError, Strings, canonical
 from shoal.node.rl.hf import HF, load_hf
-from shoal.node.rl.policy import PolicyError
-from shoal.node.rl.remote_rollouts import RolloutGroup, make_update
-from shoal.node.rl.task import RLTask
+from shoal.node.rl.task import RLTask, RolloutGroup, make_update
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.swarm.manifest import OuterSettings, TrainSettings

@@ -6,12 +6,10 @@ import time
 import pytest
 import torch
 
-from shoal.node.config.rl import RLSettings
-from shoal.node.rl.environment import HELD_OUT, EnvError, Question
+from shoal.node.config.settings import RLSettings
+from shoal.node.rl.environment import HELD_OUT, Completion, EnvError, Question
 from shoal.node.rl.loading import load_env
-from shoal.node.rl.policy import Completion
-from shoal.node.rl.remote_rollouts import RemoteRollouts, RolloutGroup, completions_of, fair, loss_of, make_update
-from shoal.node.rl.task import RLTask
+from shoal.node.rl.task import RemoteRollouts, RLTask, RolloutGroup, completions_of, fair, loss_of, make_update
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from shoal.node.commands.link import check
+from shoal.node.commands.status import check
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
 from shoal.node.runtime.run_options import create, join

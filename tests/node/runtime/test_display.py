@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.node.exit_codes import MEANING, ExitCode, epilogue
+from shoal.node.console import MEANING, ExitCode, epilogue
 from shoal.node.metrics.log import Metrics, MetricsError, RoundRecord
 from shoal.node.runtime.display import LINE_EVERY_S, LineDisplay, LiveDisplay, describe, make_display
-from shoal.node.runtime.result import Result, summary
+from shoal.node.runtime.resume import Result, summary
 
 
 def info(**changes):

@@ -8,8 +8,8 @@ from shoal.node.runtime import door
 from shoal.node.runtime.door import check_size, continued, enter, swarm_settings
 from shoal.node.runtime.join import new_manifest
 from shoal.node.tasks import text_size
-from shoal.node.tasks.gpt import GPT, sized
 from shoal.node.tasks.loader import HookError
+from shoal.node.tasks.text import GPT, sized
 from shoal.node.training import resources
 from shoal.node.training.resources import GB, MemoryBudgetError
 from shoal.swarm.exchange.contribution import model_digest

@@ -6,7 +6,7 @@ from shoal.node.config.settings import load
 from shoal.node.metrics.log import Metrics
 from shoal.node.runtime import node_run, training_node
 from shoal.node.runtime.display import make_display
-from shoal.node.runtime.signals import ShutdownSignals
+from shoal.node.runtime.run_options import ShutdownSignals
 from shoal.node.user_code import UserCodeError
 
 TASK = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim.optimizer import _use_grad_for_differentiable
 
-from shoal.node.runtime.make_trainer import KEPT_OUT, without_compiler
+from shoal.node.runtime.join import KEPT_OUT, without_compiler
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = """
@@ -19,7 +19,7 @@ import gc, json, sys
 from shoal.node.config.settings import load
 from shoal.node.runtime.display import make_display
 from shoal.node.runtime.node_run import NodeRun
-from shoal.node.runtime.signals import ShutdownSignals
+from shoal.node.runtime.run_options import ShutdownSignals
 
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append("torch" in sys.modules))
@@ -27,7 +27,7 @@ NodeRun(load(None, {}), None, make_display(), ShutdownSignals())._prepare()
 gc.callbacks.clear()
 import torch
 from shoal.node.runtime.door import check_size, make_task
-from shoal.node.runtime.make_trainer import make_trainer
+from shoal.node.runtime.join import make_trainer
 from shoal.node.task import Shard
 from shoal.optim import Alone
 

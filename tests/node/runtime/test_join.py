@@ -11,8 +11,7 @@ from shoal.node.config.settings import ConfigError, OwnTraining, TrainTable, loa
 from shoal.node.demo.demo import settings_toml
 from shoal.node.runtime import training_node
 from shoal.node.runtime.door import own_data, swarm_settings, task_label
-from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest
-from shoal.node.runtime.make_trainer import with_own_lag
+from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, with_own_lag
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import HookError

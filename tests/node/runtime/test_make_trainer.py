@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.node.config.settings import load
-from shoal.node.runtime.make_trainer import follow_schedule, schedule_steps
+from shoal.node.runtime.join import follow_schedule, schedule_steps
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone

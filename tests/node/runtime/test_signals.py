@@ -9,7 +9,7 @@ import pytest
 
 CHILD = """
 import sys, threading
-from shoal.node.runtime.signals import ShutdownSignals, end_with_parent
+from shoal.node.runtime.run_options import ShutdownSignals, end_with_parent
 signals = ShutdownSignals()
 signals.install()
 if sys.argv[1] == "parent":

@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard, Task
-from shoal.node.tasks.gpt import GPT, Block
+from shoal.node.tasks.text import GPT, Block
 from shoal.node.training.trainer import Trainer, TrainingError, recompute
 from shoal.optim import Alone
 from shoal.optim.inner import repeated_blocks

@@ -6,7 +6,7 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Shard
-from shoal.node.tasks.gpt import GPT
+from shoal.node.tasks.text import GPT
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.manifest import TrainSettings

@@ -7,8 +7,7 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.tasks.text import TextTask
-from shoal.node.training.inner_step import SKIPS
-from shoal.node.training.schedule import factor
+from shoal.node.training.inner_step import SKIPS, factor
 from shoal.node.training.trainer import TrainingError
 from shoal.swarm.manifest import TrainSettings
 from tests.node.training.loops import CPU, STEPS, Overflows, Small, float16, near, plain, run, same, trainer

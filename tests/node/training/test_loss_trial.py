@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.node.runtime.make_trainer import try_partners
+from shoal.node.runtime.join import try_partners
 from shoal.node.task import Shard, Task
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.exchange.robust import DistanceScreen

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.node.memory import free_memory
+from shoal.node.console import free_memory
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources as memory
 from shoal.node.training.resources import BODIES, GB, POOL, DevicePlan, MemoryBudgetError, check, held, shares

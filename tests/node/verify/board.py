@@ -5,13 +5,12 @@ import itertools
 
 import torch
 
-from shoal.node.config.rl import RLSettings
-from shoal.node.config.settings import Settings
+from shoal.node.config.settings import RLSettings, Settings
 from shoal.node.rl.loading import load_env
 from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
-from shoal.node.verify.completions.kind import CompletionClaims
+from shoal.node.verify.completions import CompletionClaims
 from shoal.node.verify.service import Verification
 from shoal.node.verify.start import make_terms
 from shoal.swarm.errors import MessageError, NetworkError
@@ -28,7 +27,7 @@ class Board:
 
 
 class Net:
-    """`shoal.node.verify.audit.network.AuditNetwork` on a board. ``hands_out`` False: it has nothing that it is asked for."""
+    """`shoal.node.verify.audit.AuditNetwork` on a board. ``hands_out`` False: it has nothing that it is asked for."""
 
     def __init__(self, board, me, hands_out=True):
         self.board, self.me, self.swarm, self.hands_out = board, me, SWARM, hands_out

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from shoal.node.rl.environment import Env, Strings, canonical
-from shoal.node.rl.policy import Policy
+from shoal.node.rl.environment import Env, Policy, Strings, canonical
 from shoal.node.rl.tiny import Tiny, Warm
-from shoal.node.verify.audit.network import digest, snapshot
-from shoal.node.verify.completions.checker import Checker, make_claim, prove
-from shoal.node.verify.completions.kind import self_calibrate
-from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, seed_of
-from shoal.verification.calibration.calibration import Calibration
+from shoal.node.verify.audit import digest, snapshot
+from shoal.node.verify.checker import Checker, make_claim, prove
+from shoal.node.verify.completions import self_calibrate
+from shoal.node.verify.material import DTYPES, Agreed, Coordinates, seed_of
+from shoal.verification.calibration import Calibration
 
 RUN, ROUND, PEER, SLOT = "run", 7, "peer", 1
 HONEST = 60

@@ -1,7 +1,7 @@
 """What a node says about the standings: who is banned, and whether it is drawn itself."""
 
 from shoal.node.verify.service import Feed
-from shoal.verification.consensus.reputation import ABSENT, Standing, Table
+from shoal.verification.consensus.rulings import ABSENT, Standing, Table
 
 ME, OTHER = "me", "other"
 

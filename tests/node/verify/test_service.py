@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from shoal.node.verify.audit.finding import VerifyError
-from shoal.node.verify.completions import kind
-from shoal.node.verify.completions.kind import calibrate
-from shoal.node.verify.completions.material import Agreed, load_claim, newest_claims
+from shoal.node.verify import completions
+from shoal.node.verify.audit import VerifyError
+from shoal.node.verify.completions import calibrate
+from shoal.node.verify.material import Agreed, load_claim, newest_claims
 from shoal.node.verify.service import Verification
 from shoal.swarm.errors import MessageError
-from shoal.verification.calibration.calibration import load_calibration, save_calibration
+from shoal.verification.calibration import load_calibration, save_calibration
 from shoal.verification.consensus.records import Entry
 from shoal.verification.fingerprints import Evidence
 from tests.e2e.cheat import quantised
@@ -39,11 +39,11 @@ def five(node, monkeypatch):
     """Three honest nodes; one that claims what a policy of 4 bits wrote; and one that hands nothing out."""
 
     def make(board, **verify):
-        prove = kind.prove
+        prove = completions.prove
         nodes = [node(board, name, seed=seed, **verify) for seed, name in enumerate((*HONEST, "quantised"))]
         nodes.append(node(board, "withholding", seed=4, hands_out=False, **verify))
         cheat = nodes[3].task.policy
-        monkeypatch.setattr(kind, "prove", lambda policy, *a, **k: prove(quantised(policy) if policy is cheat else policy, *a, **k))
+        monkeypatch.setattr(completions, "prove", lambda own, *a, **k: prove(quantised(own) if own is cheat else own, *a, **k))
         return nodes
 
     return make

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.node.watch import light_client
-from shoal.node.watch.light_client import LightClient
-from shoal.node.watch.source import Live
+from shoal.node.watch import source as light_client
+from shoal.node.watch.source import LightClient, Live
 from shoal.swarm.access import Link
 from shoal.swarm.errors import StartupError
 from shoal.swarm.gossip.envelope import make_body, make_envelope, topic_of

@@ -1,7 +1,7 @@
 """Whom a watcher dials: in an order, and not again at once."""
 
-from shoal.node.watch import light_client as book
-from shoal.node.watch.light_client import AGAIN_MAX_S, AGAIN_S, PeerAddresses
+from shoal.node.watch import source
+from shoal.node.watch.source import AGAIN_MAX_S, AGAIN_S, PeerAddresses
 
 
 def at(author, port=4001, host="/ip4/203.0.113.5", rest=""):
@@ -37,7 +37,7 @@ def test_who_failed_is_tried_later_and_last(authors):
 
 
 def test_it_is_bounded(monkeypatch, authors):
-    monkeypatch.setattr(book, "MAX_KNOWN", 2)
+    monkeypatch.setattr(source, "MAX_KNOWN", 2)
     found = PeerAddresses()
     for author in authors:
         found.learn(author.peer, [at(author)])

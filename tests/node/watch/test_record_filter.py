@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shoal.node.watch.light_client import OLD_S, QUOTA, RecordFilter
+from shoal.node.watch.source import OLD_S, QUOTA, RecordFilter
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import Body, make_body, make_envelope
 from shoal.swarm.manifest import swarm_id

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from shoal.node.watch.events import (
+from shoal.node.watch.source import PAUSE_MAX, Recorder, RecordError, Replay, event_sink, print_lines, recorded, replay
+from shoal.node.watch.swarm_view import (
     Connected,
     Described,
     Disconnected,
@@ -16,7 +17,6 @@ from shoal.node.watch.events import (
     event_of,
     line_of,
 )
-from shoal.node.watch.source import PAUSE_MAX, Recorder, RecordError, Replay, event_sink, print_lines, recorded, replay
 from tests.node.watch.conftest import NOW, SWARM
 
 

@@ -8,8 +8,7 @@ import pytest
 from rich.text import Text
 
 from shoal.node.watch import tui as pictures
-from shoal.node.watch.events import Described, MessageRefused
-from shoal.node.watch.swarm_view import SwarmView
+from shoal.node.watch.swarm_view import Described, MessageRefused, SwarmView
 from shoal.node.watch.tui import LABEL, MEAN, plot
 from tests.node.watch.conftest import NOW
 

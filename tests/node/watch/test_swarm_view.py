@@ -7,8 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.node.watch import swarm_view
-from shoal.node.watch.events import Connected, Described, Disconnected, MessageRefused, Signed, Unreachable, Watching
-from shoal.node.watch.swarm_view import BINS, MAX_POINTS, SILENT_S, Curve, SwarmView, chart, mean_curve
+from shoal.node.watch.swarm_view import (
+    BINS,
+    MAX_POINTS,
+    SILENT_S,
+    Connected,
+    Curve,
+    Described,
+    Disconnected,
+    MessageRefused,
+    Signed,
+    SwarmView,
+    Unreachable,
+    Watching,
+    chart,
+    mean_curve,
+)
 from shoal.node.watch.tui import COLUMNS, headline, peer_rows
 from shoal.node.watch.web import picture
 from shoal.swarm.topics.status import PROJECTED

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.node.watch.events import Described, MessageRefused, Unreachable
 from shoal.node.watch.source import Recorder, WatchError
-from shoal.node.watch.swarm_view import SwarmView
+from shoal.node.watch.swarm_view import Described, MessageRefused, SwarmView, Unreachable
 from shoal.swarm.access import Link
 from tests.node.watch.conftest import NOW, SWARM
 

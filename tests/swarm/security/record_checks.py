@@ -13,7 +13,7 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 
-from shoal.node.watch.light_client import RecordFilter
+from shoal.node.watch.source import RecordFilter
 from shoal.optim import FLOAT32
 from shoal.swarm.access import AccessPolicy, Admission
 from shoal.swarm.errors import MessageError

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from bench._interval import rate_interval
-from shoal.verification.calibration import calibration as calibration_file
-from shoal.verification.calibration.calibration import (
+from shoal.verification import calibration as calibration_file
+from shoal.verification.calibration import (
     LEAST_SLOPE,
     Calibration,
     CalibrationError,

@@ -5,8 +5,7 @@ from stories import Story
 
 from shoal.verification.consensus.participant import electorate
 from shoal.verification.consensus.records import Ledger
-from shoal.verification.consensus.reputation import ABSENT, Standing, Table
-from shoal.verification.consensus.rulings import Rules
+from shoal.verification.consensus.rulings import ABSENT, Rules, Standing, Table
 
 PEERS = tuple(f"p{number}" for number in range(6))
 RULES = Rules(verifiers=3, life=64)

@@ -6,13 +6,12 @@ import msgpack
 import pytest
 from stories import Story, claim_of, digest, electorates
 
-import shoal.verification.consensus.log as module
+import shoal.verification.consensus.participant as module
 from bench._votes_peers import Peer, toy_signer
 from bench.votes_simulation import Swarm, World
-from shoal.verification.consensus.log import Log, decode_log, encode
-from shoal.verification.consensus.records import Signed
-from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
-from shoal.verification.consensus.sortition import Electorate
+from shoal.verification.consensus.participant import Log, decode_log, encode
+from shoal.verification.consensus.records import Electorate, Signed
+from shoal.verification.consensus.rulings import ScoreRules, Standing, Table, compute_scores
 
 PEERS = tuple(f"p{number:02}" for number in range(8))
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.consensus.reputation import drawn, least_audit, vote
+from shoal.verification.consensus.rulings import drawn, least_audit, vote
 
 CLAIMS = 10**6
 SHARES = st.floats(0, 1)

@@ -7,8 +7,21 @@ from stories import RULES, ballots, claim_of, digest
 
 from bench._votes_peers import toy_signer, toy_verify
 from shoal.verification.consensus.protocol import REASONS, Checked, Consensus, Times, Voter
-from shoal.verification.consensus.records import Claim, Dispute, Entry, Limits, Opening, Refused, Reveal, Signed, Verdict
-from shoal.verification.consensus.sortition import BEHIND, Chain, Electorate, must_plant
+from shoal.verification.consensus.records import (
+    BEHIND,
+    Chain,
+    Claim,
+    Dispute,
+    Electorate,
+    Entry,
+    Limits,
+    Opening,
+    Refused,
+    Reveal,
+    Signed,
+    Verdict,
+    must_plant,
+)
 
 PEERS = tuple(f"p{number:02}" for number in range(16))
 TIMES = Times(commit_s=10.0, skew_s=2.0, reveal_s=5.0)

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from stories import RULES, Story, claim_of, digest
 
 from shoal.verification.consensus.participant import ViewQuorum, electorate, root, void
-from shoal.verification.consensus.records import Entry, Ledger, View
-from shoal.verification.consensus.reputation import ScoreRules, Standing, Table, compute_scores
-from shoal.verification.consensus.rulings import first_draws
-from shoal.verification.consensus.sortition import Electorate
+from shoal.verification.consensus.records import Electorate, Entry, Ledger, View
+from shoal.verification.consensus.rulings import ScoreRules, Standing, Table, compute_scores, first_draws
 
 PEERS = tuple(f"p{number}" for number in range(9))
 EMPTY = Table(-1, {}, {})

@@ -7,10 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import BEHAVIOURS, Story
 
-from shoal.verification.consensus.records import Ledger, Verdict
-from shoal.verification.consensus.reputation import ABSENT, MOST_ABSENCE, ScoreRules, compute_scores
-from shoal.verification.consensus.rulings import quorum
-from shoal.verification.consensus.sortition import SETTLED
+from shoal.verification.consensus.records import SETTLED, Ledger, Verdict
+from shoal.verification.consensus.rulings import ABSENT, MOST_ABSENCE, ScoreRules, compute_scores, quorum
 
 PEERS = tuple(f"p{number:02}" for number in range(12))
 ROUNDS = range(4, 24)

@@ -6,10 +6,8 @@ import pytest
 
 from bench._votes_peers import digest, is_right, toy_signer
 from bench.votes_simulation import START, Swarm, World
-from shoal.verification.consensus.records import Claim, Signed
-from shoal.verification.consensus.reputation import compute_scores
-from shoal.verification.consensus.rulings import Rules
-from shoal.verification.consensus.sortition import BEHIND, SETTLED
+from shoal.verification.consensus.records import BEHIND, SETTLED, Claim, Signed
+from shoal.verification.consensus.rulings import Rules, compute_scores
 
 HONEST = {f"honest-{number}": "honest" for number in range(5)}
 WORLD = World()

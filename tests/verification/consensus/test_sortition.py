@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stories import digest
 
-from shoal.verification.consensus.sortition import LEAST, Chain, Electorate, beacon, belongs, draw_verifiers, is_audited, must_plant
+from shoal.verification.consensus.records import LEAST, Chain, Electorate, beacon, belongs, draw_verifiers, is_audited, must_plant
 
 PEERS = st.dictionaries(
     st.text("abcdef", min_size=1, max_size=4), st.sampled_from("uvwxyz") | st.text("01", min_size=3), max_size=24

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench import _verification_tiny as tiny
-from shoal.verification.calibration.calibration import Calibration, Pair
+from shoal.verification.calibration import Calibration, Pair
 from shoal.verification.fingerprints import ActivationProof, Drawn, SeededSampling, prefill_states
 
 TOKENS, HONEST, FRESH = 64, 24, 8

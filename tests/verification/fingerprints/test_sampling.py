@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.verification.fingerprints import Drawn, SeededSampling, draw, draw_rows, gumbel, margins
-from shoal.verification.fingerprints.sampling import FARTHEST
+from shoal.verification.fingerprints.fingerprint import FARTHEST
 
 CHECK = SeededSampling()
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.sequential.series import JUMP, KAPPAS, Martingale
+from shoal.verification.sequential import JUMP, KAPPAS, Martingale
 
 P = st.floats(1e-6, 1.0)
 

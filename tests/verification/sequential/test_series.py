@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.calibration.calibration import Honest, Pair
+from shoal.verification.calibration import Honest, Pair
 from shoal.verification.fingerprints import Evidence, Feature
-from shoal.verification.sequential.series import ACROSS, ALARM, LENGTH, LIFE_RATE, TOLERANCE, Martingale, Reference, Series
+from shoal.verification.sequential import ACROSS, ALARM, LENGTH, LIFE_RATE, TOLERANCE, Martingale, Reference, Series
 
 ONE = (Feature("error", 0.0),)
 TWO = (Feature("error", 0.0), Feature("misses", 0.0))

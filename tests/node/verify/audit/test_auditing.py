@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from shoal.node.verify.audit.auditing import Auditor, Budget
-from shoal.node.verify.audit.finding import Finding, NotCheckable
-from shoal.node.verify.completions.material import Material
+from shoal.node.verify.audit import Auditor, Budget, Finding, NotCheckable
+from shoal.node.verify.material import Material
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.verification.consensus.records import Claim
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.verify.audit.auditing import Budget
+from shoal.node.verify.audit import Budget
 
 
 class Clock:

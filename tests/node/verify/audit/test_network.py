@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.node.verify.audit.network import SwarmNetwork
+from shoal.node.verify.audit import SwarmNetwork
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.limits import Counters
 from tests.swarm.conftest import SWARM, Network

@@ -6,9 +6,8 @@ from safetensors.torch import load, save
 
 from shoal.node.rl.environment import Strings
 from shoal.node.rl.tiny import Tiny, Warm
-from shoal.node.verify.audit import network as module_under_test
-from shoal.node.verify.audit.finding import VerifyError
-from shoal.node.verify.audit.network import base, load_snapshot, most_bytes, snapshot
+from shoal.node.verify import audit
+from shoal.node.verify.audit import VerifyError, base, load_snapshot, most_bytes, snapshot
 
 
 def small(seed=0, **options):
@@ -96,6 +95,6 @@ def test_what_cannot_be_claimed_is_one_sentence(monkeypatch):
         policy.module.head.weight[0, 0] = float("nan")
     with pytest.raises(VerifyError, match="not all finite"):
         snapshot(policy)
-    monkeypatch.setattr(module_under_test, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(audit, "MOST_BYTES", 10_000)
     with pytest.raises(VerifyError, match="train an adapter"):
         snapshot(small(1))

@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from shoal.node.verify.completions.checker import ACTIVATIONS, fingerprint, read, write
-from shoal.node.verify.completions.material import Agreed, decode_material, encode, output_hash, seed_of
+from shoal.node.verify.checker import ACTIVATIONS, fingerprint, read, write
+from shoal.node.verify.material import Agreed, decode_material, encode, output_hash, seed_of
 from shoal.swarm.topics.rollout import pack_tokens
 from tests.node.verify.conftest import PEER, ROUND, RUN, SLOT
 

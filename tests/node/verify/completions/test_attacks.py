@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 import torch
 
-from shoal.node.verify.audit.network import snapshot
-from shoal.node.verify.completions.kind import self_calibrate
+from shoal.node.verify.audit import snapshot
+from shoal.node.verify.completions import self_calibrate
 from tests.node.verify.completions.attacks import adapter, drawn, fp8, prefilled, rounded, steered, tuned
 
 FARTHEST = 0.1  # nats: no token of an accepted claim is further from the one that the claimed weights and seed give

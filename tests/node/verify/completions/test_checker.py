@@ -8,11 +8,10 @@ import torch
 
 from shoal.node.rl.environment import Strings
 from shoal.node.rl.tiny import END, Tiny, Warm
-from shoal.node.verify.audit.finding import MOST_EVIDENCE, Finding, NotCalibrated, NotCheckable, VerifyError
-from shoal.node.verify.audit.network import digest, snapshot
-from shoal.node.verify.completions.checker import ACTIVATIONS, claim_of, fingerprint, make_claim, policy_label, read
-from shoal.node.verify.completions.material import Agreed, decode_material, seed_of
-from shoal.verification.calibration.calibration import Calibration
+from shoal.node.verify.audit import MOST_EVIDENCE, Finding, NotCalibrated, NotCheckable, VerifyError, digest, snapshot
+from shoal.node.verify.checker import ACTIVATIONS, claim_of, fingerprint, make_claim, policy_label, read
+from shoal.node.verify.material import Agreed, decode_material, seed_of
+from shoal.verification.calibration import Calibration
 from tests.node.verify.completions.attacks import restated, rounded
 from tests.node.verify.conftest import PEER, ROUND, RUN, SLOT
 
@@ -39,7 +38,7 @@ def test_honest_claims_pass(world, sides):
 
 @pytest.mark.parametrize("verifier", ["float32", "bfloat16"])
 def test_float16_too(world, verifier):
-    from shoal.node.verify.completions.kind import self_calibrate
+    from shoal.node.verify.completions import self_calibrate
 
     made = self_calibrate(world.policy, world.env, world.agreed, policy_name="tiny", claims=30, dtypes=("float16", verifier))
     other = dataclasses.replace(world, calibration=made)

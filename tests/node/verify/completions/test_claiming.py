@@ -7,11 +7,10 @@ import threading
 import pytest
 
 from shoal.node.rl.environment import Env, Question
-from shoal.node.verify.audit.finding import VerifyError
-from shoal.node.verify.audit.network import digest, snapshot
-from shoal.node.verify.completions.checker import make_claim
-from shoal.node.verify.completions.kind import ASIDE, MOST_WRITTEN, Claimer
-from shoal.node.verify.completions.material import Coordinates, decode_material, seed_of
+from shoal.node.verify.audit import VerifyError, digest, snapshot
+from shoal.node.verify.checker import make_claim
+from shoal.node.verify.completions import ASIDE, MOST_WRITTEN, Claimer
+from shoal.node.verify.material import Coordinates, decode_material, seed_of
 from shoal.verification.consensus.participant import Slot
 from tests.node.verify.conftest import PEER, RUN
 

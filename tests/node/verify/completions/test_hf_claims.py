@@ -10,10 +10,10 @@ import torch
 
 from shoal.node.rl.environment import Env, Strings, canonical
 from shoal.node.rl.hf import load_hf
-from shoal.node.verify.audit.network import digest, load_snapshot, snapshot, trained
-from shoal.node.verify.completions.checker import Checker, make_claim, prove
-from shoal.node.verify.completions.kind import self_calibrate
-from shoal.node.verify.completions.material import DTYPES, Agreed, Coordinates, seed_of
+from shoal.node.verify.audit import digest, load_snapshot, snapshot, trained
+from shoal.node.verify.checker import Checker, make_claim, prove
+from shoal.node.verify.completions import self_calibrate
+from shoal.node.verify.material import DTYPES, Agreed, Coordinates, seed_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")

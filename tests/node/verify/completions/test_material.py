@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shoal.node.verify.audit.finding import VerifyError
-from shoal.node.verify.completions.checker import prove
-from shoal.node.verify.completions.material import (
+from shoal.node.verify.audit import VerifyError
+from shoal.node.verify.checker import prove
+from shoal.node.verify.material import (
     Agreed,
     Coordinates,
     decode_material,
@@ -104,5 +104,5 @@ def test_large_groups_go_in_parts(world, monkeypatch):
     proven = large.proven()
     assert len(proven.completions) == 20
     assert large.check(proven).accepted
-    monkeypatch.setattr("shoal.node.verify.completions.checker.PART", 3)
+    monkeypatch.setattr("shoal.node.verify.checker.PART", 3)
     assert [one.tokens for one in large.proven().completions] == [one.tokens for one in proven.completions]

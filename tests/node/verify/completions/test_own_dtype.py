@@ -7,12 +7,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from shoal.node.verify.audit.finding import VerifyError
-from shoal.node.verify.completions.kind import CompletionClaims, own_dtypes, read_calibration, self_calibrate
-from shoal.node.verify.completions.material import decode_material
+from shoal.node.verify.audit import VerifyError
+from shoal.node.verify.completions import CompletionClaims, own_dtypes, read_calibration, self_calibrate
+from shoal.node.verify.material import decode_material
 from shoal.node.verify.start import make_terms
 from shoal.swarm.manifest import VerifySettings
-from shoal.verification.calibration.calibration import Calibration, save_calibration
+from shoal.verification.calibration import Calibration, save_calibration
 from shoal.verification.consensus.participant import Slot
 from tests.node.verify.board import ROUND_S, Board, Net, settings_of, task_of
 

@@ -7,14 +7,13 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.verify.audit.finding import VerifyError
-from shoal.node.verify.audit.network import digest
-from shoal.node.verify.completions.checker import make_claim, prove
-from shoal.node.verify.completions.material import CONTEXT, find_claim, load_claim, save_claim, seed_of
+from shoal.node.verify.audit import VerifyError, digest
+from shoal.node.verify.checker import make_claim, prove
+from shoal.node.verify.material import CONTEXT, find_claim, load_claim, save_claim, seed_of
 from shoal.swarm.identity import Identity
-from shoal.verification.calibration.calibration import load_calibration, save_calibration
+from shoal.verification.calibration import load_calibration, save_calibration
 from shoal.verification.consensus.records import Claim, Entry, Signed
-from shoal.verification.consensus.reputation import vote
+from shoal.verification.consensus.rulings import vote
 
 RUN, ROUND = "run", 3
 

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.verify.history.history import NAME, EvidenceFile
+from shoal.node.verify.history import NAME, EvidenceFile
 from tests.node.verify.history.test_history import World
 
 

@@ -5,16 +5,14 @@ import math
 
 import pytest
 
-from shoal.node.verify.audit.finding import Finding, Measured, VerifyError
-from shoal.node.verify.history import history as evidence_file
-from shoal.node.verify.history.history import NAME, EvidenceFile, History, stated
-from shoal.verification.calibration.calibration import Honest, Pair
-from shoal.verification.consensus.records import Dispute, Ledger, Reveal
-from shoal.verification.consensus.reputation import Standing, Table
-from shoal.verification.consensus.rulings import Ruling, Trial
-from shoal.verification.consensus.sortition import Electorate
+from shoal.node.verify import history
+from shoal.node.verify.audit import Finding, Measured, VerifyError
+from shoal.node.verify.history import NAME, EvidenceFile, History, stated
+from shoal.verification.calibration import Honest, Pair
+from shoal.verification.consensus.records import Dispute, Electorate, Ledger, Reveal
+from shoal.verification.consensus.rulings import Ruling, Standing, Table, Trial
 from shoal.verification.fingerprints import Evidence, Feature
-from shoal.verification.sequential.series import ALARM
+from shoal.verification.sequential import ALARM
 from tests.verification.consensus.stories import claim_of
 
 FEATURES = (Feature("error", 0.01),)
@@ -176,7 +174,7 @@ def test_after_a_ban_the_odds_begin_anew(world):
 
 
 def test_a_full_file_forgets_the_peer_with_the_least_odds(world, monkeypatch):
-    monkeypatch.setattr(evidence_file, "PEERS", 2)
+    monkeypatch.setattr(history, "PEERS", 2)
     world.check(0.3, "ann")
     world.check(0.05, "bob")
     world.check(0.3, "cat")
@@ -184,11 +182,11 @@ def test_a_full_file_forgets_the_peer_with_the_least_odds(world, monkeypatch):
 
 
 def test_a_series_that_is_full_is_followed_by_another(world, monkeypatch):
-    monkeypatch.setattr(evidence_file, "LENGTH", 5)
+    monkeypatch.setattr(history, "LENGTH", 5)
     for _ in range(11):
         world.check(0.12)
     assert [row.claims for row in EvidenceFile(world.path).series("ann")] == [5, 5, 1]
-    monkeypatch.setattr(evidence_file, "SERIES", 2)
+    monkeypatch.setattr(history, "SERIES", 2)
     for _ in range(5):
         world.check(0.12)
     assert [row.number for row in EvidenceFile(world.path).series("ann")] == [3, 4]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from shoal.node.verify.completions import kind
-from shoal.node.verify.completions.kind import calibrate
-from shoal.node.verify.completions.material import Agreed
-from shoal.node.verify.history.explain import explain
-from shoal.verification.calibration.calibration import Calibration, Judgement
+from shoal.node.verify import completions
+from shoal.node.verify.completions import calibrate
+from shoal.node.verify.history import explain
+from shoal.node.verify.material import Agreed
+from shoal.verification.calibration import Calibration, Judgement
 from tests.e2e.cheat import quantised
 from tests.node.verify.board import Board, Node, run, task_of
 
@@ -23,10 +23,10 @@ def calibration(tmp_path_factory):
 @pytest.mark.slow(reason="trains and checks for some twenty rounds of five nodes")
 def test_who_cheats_less_than_one_claim_shows_is_banned_by_all_its_claims(tmp_path, calibration, monkeypatch):
     monkeypatch.setattr(Calibration, "judge", lambda *a: Judgement(True, 0.0, 1.0, "as honest ones"))
-    board, prove = Board(), kind.prove
+    board, prove = Board(), completions.prove
     nodes = [Node(board, name, tmp_path, calibration, seed=seed, claims=2) for seed, name in enumerate(NAMES)]
     cheat = nodes[-1].task.policy
-    monkeypatch.setattr(kind, "prove", lambda policy, *a, **k: prove(quantised(policy) if policy is cheat else policy, *a, **k))
+    monkeypatch.setattr(completions, "prove", lambda own, *a, **k: prove(quantised(own) if own is cheat else own, *a, **k))
     for _ in range(40):
         run(board, nodes, 1)
         if all(node.banned for node in nodes):

@@ -21,11 +21,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from shoal.node.rl.environment import Env
-from shoal.node.rl.policy import Choose, Completion, Policy
-from shoal.node.verify.audit.finding import Finding, Measured, NotCalibrated, NotCheckable, VerifyError
-from shoal.node.verify.audit.network import digest, load_snapshot, most_bytes
-from shoal.node.verify.completions.material import (
+from shoal.node.rl.environment import Choose, Completion, Env, Policy
+from shoal.node.verify.audit import Finding, Measured, NotCalibrated, NotCheckable, VerifyError, digest, load_snapshot, most_bytes
+from shoal.node.verify.material import (
     DTYPES,
     Agreed,
     Coordinates,
@@ -38,7 +36,7 @@ from shoal.node.verify.completions.material import (
     seed_of,
 )
 from shoal.swarm.errors import MessageError
-from shoal.verification.calibration.calibration import RATE, Calibration, CalibrationError, Pair
+from shoal.verification.calibration import RATE, Calibration, CalibrationError, Pair
 from shoal.verification.consensus.records import Claim
 from shoal.verification.fingerprints import (
     ActivationProof,

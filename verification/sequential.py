@@ -16,7 +16,7 @@ import math
 import struct
 from bisect import bisect_left, insort
 
-from shoal.verification.calibration.calibration import Honest, Pair
+from shoal.verification.calibration import Honest, Pair
 from shoal.verification.fingerprints.fingerprint import Evidence
 
 # Test martingale: a gambler's capital that bets on small p-values, and grows only if they come too often.

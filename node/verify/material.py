@@ -22,8 +22,7 @@ import torch
 from pydantic import Field, model_validator
 
 from shoal.node.rl.environment import Env
-from shoal.node.verify.audit.finding import VerifyError
-from shoal.node.verify.audit.network import MOST_BYTES
+from shoal.node.verify.audit import MOST_BYTES, VerifyError
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import verify
 from shoal.swarm.topics.rollout import EnvConfig, EnvName, Finish, Finishes, Numbers, QuestionSeed, pack_tokens

@@ -1,0 +1,219 @@
+"""Optional packages: one sentence for all that is missing; and imports without garbage collection.
+
+The exit codes of ``shoal``, for scripts.
+
+JSON as Shoal writes it: NaN and the infinities, which JSON does not have, are null.
+
+The set-up of what a process writes for people: logging, and streams of which the reader may go.
+
+What reads a node's output is not the node's: ``| head`` ends, ``| tee`` dies, an ssh session is gone. From then on every write
+fails, and training goes on without.
+
+The main memory that a process here may still have: the machine's, or its container's where that is less.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import importlib.util
+import io
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from shoal.swarm.errors import ShoalError
+
+
+class ExitCode(IntEnum):
+    """The exit status of a command."""
+
+    OK = 0
+    """The command did all that it was asked for."""
+
+    INTERNAL = 1
+    """A bug in shoal: a traceback is on stderr; please report it."""
+
+    BAD_INPUT = 2
+    """A flag, file, key, link or setting cannot be used, or the user's own code (a task, an environment) failed.
+
+    One sentence on stderr says what to mend; above it is the traceback of that code.
+    """
+
+    SWARM_FAILED = 3
+    """The run or demo ended early because the swarm or one of its nodes failed."""
+
+    REFUSED = 4
+    """`shoal verify` checked a claim and refuses it."""
+
+    DEVICE_FAILED = 5
+    """The device reported that an operation on it failed; the last checkpoint remains."""
+
+    UNFIT_MACHINE = 10
+    """`shoal doctor`: Python, PyTorch, device, memory, disk or clock are in the way."""
+
+    NO_DAEMON = 11
+    """`shoal doctor`: the network daemon does not start, or its port is taken."""
+
+    UNREACHED = 12
+    """`shoal doctor`: nobody behind the link can be reached."""
+
+    DIFFERS = 13
+    """`shoal doctor`: swarm id, version, task or model differ from the swarm's."""
+
+    INTERRUPTED = 130
+    """Stopped by Ctrl-C or a termination signal, after the step was finished and the state saved."""
+
+
+MEANING: dict[ExitCode, str] = {
+    ExitCode.OK: "all went well",
+    ExitCode.INTERNAL: "a bug in shoal, with a traceback on stderr",
+    ExitCode.BAD_INPUT: "bad input, or your own task failed: a sentence on stderr says what to mend",
+    ExitCode.SWARM_FAILED: "the swarm or one of its nodes failed",
+    ExitCode.REFUSED: "a claim was checked and refused (`shoal verify`)",
+    ExitCode.DEVICE_FAILED: "the device (a GPU) failed; the last checkpoint remains",
+    ExitCode.UNFIT_MACHINE: "`shoal doctor`: Python, PyTorch, device, memory, disk or clock are in the way",
+    ExitCode.NO_DAEMON: "`shoal doctor`: the network daemon does not start, or the port is taken",
+    ExitCode.UNREACHED: "`shoal doctor`: nobody behind the link can be reached",
+    ExitCode.DIFFERS: "`shoal doctor`: swarm id, version, task or model differ from the swarm's",
+    ExitCode.INTERRUPTED: "stopped by Ctrl-C or a termination signal",
+}
+
+
+def epilogue() -> str:
+    """Return the exit codes, one a line, for ``shoal --help``."""
+    return "Exit codes:\n" + "\n".join(f"  {int(code):>3}  {meaning}" for code, meaning in MEANING.items())
+
+
+def finite(value: Any) -> Any:
+    """Return ``value``, of mappings, sequences and plain values, with None for each float that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def dumps(value: Any) -> str:
+    """Encode ``value`` as one line of JSON."""
+    return json.dumps(finite(value), allow_nan=False)
+
+
+_GONE = {errno.EPIPE, errno.EIO, errno.ENXIO}  # of a pipe, and of a terminal
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class _Lasting(io.FileIO):
+    """Descriptor of which nothing is written any more once its reader is gone, by this process or one that it starts."""
+
+    lost = False
+
+    def write(self, data: Any, /) -> int:
+        """Write, or drop what nobody can read; results in a file on a full disk are missed, messages are not."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno in _GONE:
+                self.lost = True
+                null = os.open(os.devnull, os.O_RDWR)
+                os.dup2(null, self.fileno())
+                os.close(null)
+            elif error.errno not in _FULL or self.fileno() != 2:
+                raise
+        return memoryview(data).nbytes
+
+
+def drop_lost_output() -> None:
+    """Let this process go on when the reader of its stdout or stderr is gone."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        old = getattr(sys, name)
+        if isinstance(old, io.TextIOWrapper) and old is getattr(sys, f"__{name}__"):  # else someone reads it in this process
+            raw = _Lasting(number, "wb", closefd=False)
+            buffer: Any = raw if isinstance(old.buffer, io.RawIOBase) else io.BufferedWriter(raw)  # raw: PYTHONUNBUFFERED
+            new = io.TextIOWrapper(
+                buffer, old.encoding, old.errors, line_buffering=old.line_buffering, write_through=old.write_through
+            )
+            setattr(sys, name, new)
+
+
+def is_lost(stream: Any) -> bool:
+    """Return whether the reader of ``stream`` is gone, as far as a write has shown."""
+    buffer = getattr(stream, "buffer", None)
+    return getattr(getattr(buffer, "raw", buffer), "lost", False) is True
+
+
+def log_to_stderr(verbose: bool) -> None:
+    """Log to stderr, for as long as the process lives."""
+    # Warnings of shoal are for the user; the rest, and what libraries log, come only with --verbose.
+    level = logging.WARNING if verbose else logging.ERROR
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s: %(message)s", force=True)
+    logging.getLogger("shoal").setLevel(logging.DEBUG if verbose else logging.WARNING)
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING" if verbose else "ERROR")
+
+
+def free_memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
+    """Return the bytes of main memory available now, and in all."""
+    try:
+        values = _numbers(proc / "meminfo", 1024)
+        free, total = values["MemAvailable:"], values["MemTotal:"]
+    except (OSError, ValueError, KeyError):
+        free = total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    try:  # of a container, as it sees it; a word in place of a number: no limit
+        limit = float((group / "memory.max").read_text(encoding="ascii"))
+        used = float((group / "memory.current").read_text(encoding="ascii")) - _numbers(group / "memory.stat", 1)["inactive_file"]
+    except (OSError, ValueError, KeyError):
+        return free, total
+    return max(min(free, limit - used), 0.0), min(total, limit)
+
+
+def _numbers(path: Path, unit: int) -> dict[str, float]:
+    """Return the first number of each line by the line's first word, times ``unit``."""
+    words = (line.split() for line in path.read_text(encoding="ascii").splitlines())
+    return {found[0]: unit * float(found[1]) for found in words if len(found) > 1}
+
+
+# Imports without garbage collection.
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause garbage collection while modules are imported, and never look at what they hold again: it is no garbage.
+
+    Collecting takes a sixth of the time that importing torch takes, because much is made then and all of it stays.
+    """
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.freeze()
+            gc.enable()
+
+
+def require(error: type[ShoalError], what: str, *packages: str, extra: str, otherwise: str = "") -> None:
+    """Raise ``error`` unless all ``packages``, which ``what`` needs and shoal's ``extra`` installs, can be found; none is imported.
+
+    ``otherwise``: what can be done without them, such as "name files".
+    """
+    missing = [package for package in packages if not _is_there(package)]
+    if missing:
+        lacking = f"the package {missing[0]}, which is" if len(missing) == 1 else f"the packages {', '.join(missing)}, which are"
+        instead = f", or {otherwise}" if otherwise else ""
+        raise error(f"{what} needs {lacking} not installed: run pip install 'shoal[{extra}]'{instead}.")
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # a package above it is missing, or was put in place by hand
+        return False

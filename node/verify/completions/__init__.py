@@ -1,1 +1,0 @@
-"""Claims of completions: proving, checking and calibrating what a policy generated."""

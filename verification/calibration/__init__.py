@@ -1,1 +1,0 @@
-"""Distributions of honest evidence, and the thresholds that follow."""
