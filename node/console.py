@@ -22,12 +22,13 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.swarm.errors import ShoalError
 
@@ -217,3 +218,31 @@ def _is_there(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):  # a package above it is missing, or was put in place by hand
         return False
+
+
+# Addresses that commands listen on.
+
+HERE = "127.0.0.1"
+MAX_PORT = 65_535
+
+
+class Address(NamedTuple):
+    """A host to listen on, and a port; 0 is any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def next(self, number: int) -> Address:
+        """Return the address ``number`` ports further; any free port stays any free port."""
+        return self._replace(port=self.port + number if self.port else 0)
+
+
+def parse_address(text: str) -> Address:
+    """Return ``text`` as an address; without a host it is loopback, which other machines cannot reach. Raises ValueError."""
+    found = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9.-]{1,253}):)?([0-9]{1,5})", text)
+    if found is None or int(found[2]) > MAX_PORT:
+        raise ValueError("it should be a port or HOST:PORT, such as 9464 or 0.0.0.0:9464, with a port of at most 65535")
+    return Address((found[1] or HERE).strip("[]"), int(found[2]))

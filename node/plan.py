@@ -100,7 +100,6 @@ def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> 
         fragments=min(outer.fragments or 1, every),
         lag=every if outer.method in DELAYED else outer.lag or 0,
         sums=isinstance(codec, FloatCodec) and outer.robust == "none",
-        max_group=outer.max_group,
     )
 
 

@@ -24,15 +24,16 @@ from pydantic import (
 
 from shoal.swarm.errors import MessageError, printable
 from shoal.swarm.wire.envelope import KIB, MAX_COUNT, Digest, Label, Message, PeerId, peek, unseal
-from shoal.swarm.wire.messages import LARGEST_GROUP
 
 MAX_TOKENS = 2**53  # of a round
 MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
-KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "penalty", "clip", "part")
+KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "part")
 """Settings that are arguments of the methods' factories."""
 DEFAULT_LAG: int | Literal["auto"] = "auto"
 """Lag in a new swarm whose creator gives none, of a method that has one."""
 MAX_STEPS = 1_000_000
+MAX_GROUP = 32
+"""Members of a group of a method that averages over everyone, at most; more form several groups."""
 
 Unit = Literal["steps", "tokens", "seconds"]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -132,10 +133,6 @@ class OuterSettings(BaseModel):
         description="streaming: how much of the fast weights stays when a mean comes, or keep: all that was learnt since it was "
         "sent; gasloc: how much of the mean is taken.",
     )
-    penalty: float | None = Field(
-        default=None, ge=1, le=1e6, description="co2: what a stale mean is divided by; not given, it follows the gap."
-    )
-    clip: float | None = Field(default=None, gt=0, le=1e9, description="co2: largest absolute value in the outer momentum.")
     part: float | None = Field(default=None, gt=0, le=1, description="sparta: part of the weights that is averaged each time.")
     weights: Literal["equal", "tokens", "rate"] | None = Field(
         default=None,
@@ -160,13 +157,6 @@ class OuterSettings(BaseModel):
         description="Seconds that a node waits for a partner in one round before it goes on without one; in long rounds a fifth of "
         "their time, if that is more (at most 300).",
     )
-    quorum: int = Field(
-        default=0, ge=0, le=65_536, description="Averages over everyone: peers that are enough to begin with; 0: all in view."
-    )
-    max_group: int = Field(
-        default=32, ge=2, le=LARGEST_GROUP, description="Averages over everyone: largest group; more peers form several."
-    )
-
     suspect: float = Field(
         default=0.0, ge=0, le=1e6,
         description="Refuse a contribution that lies this many times as far away as usual, such as 3; 0: never. A newcomer's first "
@@ -328,7 +318,6 @@ class TrainSettings(BaseModel):
     adamw_lr: float | None = Field(
         default=None, gt=0, le=10, description="muon: peak learning rate of what adamw trains beside it; not given, lr."
     )
-    momentum: float | None = Field(default=None, ge=0, lt=1, description="muon: its momentum; not given, 0.9.")
     weight_decay: float | None = Field(
         default=None, ge=0, le=10, description="adamw, muon: weight decay; not given, 0.01 (muon: 0)."
     )
@@ -352,9 +341,8 @@ class TrainSettings(BaseModel):
         given = [name for name in ("lr", "weight_decay") if getattr(self, name) is not None]
         if given and self.optimizer == "task":
             raise ValueError(f"the task's own optimizer has its own {given[0]}: set it as the task wants it, or choose adamw")
-        own = [name for name in ("adamw_lr", "momentum") if getattr(self, name) is not None]
-        if own and self.optimizer != "muon":
-            raise ValueError(f"{own[0]} is a setting of the optimizer muon alone: leave it out, or choose muon")
+        if self.adamw_lr is not None and self.optimizer != "muon":
+            raise ValueError("adamw_lr is a setting of the optimizer muon alone: leave it out, or choose muon")
         if self.warmup and self.schedule == "task":
             raise ValueError("the task's own schedule has its own warmup: leave it out, or choose constant, cosine or wsd")
         if self.schedule in ("cosine", "wsd") and not self.steps:
@@ -385,7 +373,6 @@ class VerifySettings(BaseModel):
         default=0.05, ge=0, le=0.5,
         description="Share of claims that are made wrong on purpose, so that approving without looking does not pay.",
     )  # fmt: skip
-    rate: float = Field(default=1e-4, gt=0, le=0.5, description="Rate of false alarms at which a claim is refused.")
     dtypes: str = Field(
         default="float32", pattern=r"^(float32|bfloat16|float16)(,(float32|bfloat16|float16)){0,2}$",
         description="Dtypes in which claimed completions may be computed, with commas; each is checked in its own.",

@@ -8,14 +8,16 @@ import shlex
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shoal.node.cli.options import json_option, waiting
 from shoal.node.console import ExitCode, dumps, log_to_stderr, require
-from shoal.node.doctor.network_checks import CheckOutcome, Verdict
 from shoal.swarm.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.node.doctor.network_checks import CheckOutcome, Verdict
 
 # ``shoal init``: copy a template of `shoal.node` into a new folder.
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from shoal.node.config.settings import HERE, Address, parse_address
-from shoal.node.console import ExitCode, log_to_stderr, require
+from shoal.node.console import HERE, Address, ExitCode, log_to_stderr, parse_address, require
 
 SHOWN = {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()}  # packages of each form
 OWN = (HERE, "::1", "localhost")

@@ -2,12 +2,7 @@
 
 The tables ``swarm``, ``task``, ``outer``, ``train`` and ``verify`` become the manifest of a swarm that this node creates, and with
 the task rl also ``rl.env``; a node that joins takes them from the manifest, except for the part of ``train`` that is each node's
-own (`shoal.node.config.settings`). The tables ``rl``, ``schedule``, ``node`` and ``peers`` concern this node alone.
-
-
-The address at which metrics are served, written ``9464``, ``0.0.0.0:9464`` or ``[::1]:9464``.
-
-Settings of a node in a swarm that learns by reinforcement (table ``[rl]``). Only the environment is the swarm's.
+own. The tables ``rl``, ``schedule``, ``node`` and ``peers`` concern this node alone.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -38,35 +33,11 @@ from pydantic import (
     model_validator,
 )
 
+from shoal.node.console import parse_address
 from shoal.swarm.access import PeerLists, address_problem
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import is_peer_id
 from shoal.swarm.manifest import Bucket, EpochSeconds, Lag, OuterSettings, TrainSettings, VerifySettings
-
-HERE = "127.0.0.1"
-MAX_PORT = 65_535
-
-
-class Address(NamedTuple):
-    """A host to listen on, and a port; 0 is any free one."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def next(self, number: int) -> Address:
-        """Return the address ``number`` ports further; any free port stays any free port."""
-        return self._replace(port=self.port + number if self.port else 0)
-
-
-def parse_address(text: str) -> Address:
-    """Return ``text`` as an address; without a host it is loopback, which other machines cannot reach. Raises ValueError."""
-    found = re.fullmatch(r"(?:(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9.-]{1,253}):)?([0-9]{1,5})", text)
-    if found is None or int(found[2]) > MAX_PORT:
-        raise ValueError("it should be a port or HOST:PORT, such as 9464 or 0.0.0.0:9464, with a port of at most 65535")
-    return Address((found[1] or HERE).strip("[]"), int(found[2]))
 
 
 def spec_here(spec: str) -> str:
@@ -116,14 +87,13 @@ class RLSettings(BaseModel):
         default=400, ge=0, le=1_000_000, description="Steps of the warm start, for the policy tiny, which begins from nothing."
     )
     held_out: int = Field(default=500, ge=1, le=100_000, description="Questions of an evaluation, which nobody trains on.")
-    share_only: bool = Field(default=False, description="Share rollouts, but do not learn.")
-    learn_only: bool = Field(default=False, description="Learn, but share nothing.")
+    only: Literal["share", "learn"] | None = Field(
+        default=None, description="share: share rollouts, but do not learn; learn: learn, but share nothing. By default both."
+    )
 
     @model_validator(mode="after")
     def _does_something(self) -> RLSettings:
-        if self.share_only and self.learn_only:
-            raise ValueError("share_only and learn_only leave nothing to do: choose one")
-        if self.local == 0 and (self.external == 0 or self.share_only):
+        if self.local == 0 and (self.external == 0 or self.only == "share"):
             raise ValueError("local must be at least 1 for a node that shares only, or has external = 0")
         return self
 

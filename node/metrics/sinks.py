@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple
 import prometheus_client as prometheus
 from prometheus_client.exposition import MetricsHandler
 
-from shoal.node.config.settings import MAX_PORT, Address, NodeSettings, Settings, parse_address
-from shoal.node.console import require
+from shoal.node.config.settings import NodeSettings, Settings
+from shoal.node.console import MAX_PORT, Address, parse_address, require
 from shoal.node.metrics.log import About, Fields, MetricsError, MetricsSink, Sinks, number, one_line
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import host_asked, is_loopback_host, range_of

@@ -448,12 +448,12 @@ class RLTask(Task):
             self._sharing.advance(number)
         own, reward = self._write(number)
         came = self._sharing.drain() if self._sharing is not None else []
-        others = [] if self.settings.share_only else self.foreign.take(came, self.settings.external, number)
-        groups = [] if self.settings.share_only else own + others
+        others = [] if self.settings.only == "share" else self.foreign.take(came, self.settings.external, number)
+        groups = [] if self.settings.only == "share" else own + others
         self.rounds += 1
         self.cumulative += reward or 0.0
         used = self.foreign.newest if others else ()
-        self._pending = (number, reward, 0 if self.settings.share_only else len(own), used)
+        self._pending = (number, reward, 0 if self.settings.only == "share" else len(own), used)
         return make_update(groups) if groups else None
 
     def _write(self, number: int) -> tuple[list[RolloutGroup], float | None]:
@@ -475,7 +475,7 @@ class RLTask(Task):
                 rewards = self.env.rewards(question, [one.text for one in completions])
                 tokens, logs = tuple(one.tokens for one in completions), tuple(None for _ in completions)
                 groups.append(RolloutGroup(question.prompt, tokens, rewards, logs))
-            if self._sharing is not None and not settings.learn_only:
+            if self._sharing is not None and settings.only != "learn":
                 self._share(number, index, completions)
         given = [reward for group in groups for reward in group.rewards]
         return groups, sum(given) / len(given) if given else None

@@ -22,7 +22,6 @@ from shoal.node.task import Task, leaves, mapped
 from shoal.node.user_code import SMALLER, UserCodeError, calling, out_of_memory, summary
 from shoal.optim import OuterOptimizer
 from shoal.optim.inner import LR as MUON_LR
-from shoal.optim.inner import MOMENTUM as MUON_MOMENTUM
 from shoal.optim.inner import WEIGHT_DECAY as MUON_WEIGHT_DECAY
 from shoal.optim.inner import Split, muon, split
 from shoal.swarm.errors import ShoalError
@@ -303,7 +302,7 @@ class _Watched:
 
 LR, WEIGHT_DECAY, BETAS = 3e-4, 0.01, (0.9, 0.99)
 ADAMW_KNOBS = ("lr", "weight_decay")
-MUON_KNOBS = (*ADAMW_KNOBS, "adamw_lr", "momentum")
+MUON_KNOBS = (*ADAMW_KNOBS, "adamw_lr")
 LAST = 0.1  # of the peak: where a cosine ends
 DECAY = 0.2  # of the steps: the end of warm-up-stable-decay
 RATES = ("lr", "initial_lr")
@@ -316,7 +315,7 @@ def resolved(train: TrainSettings) -> TrainSettings:
         return train
     if train.optimizer == "muon":
         lr = MUON_LR if train.lr is None else train.lr
-        usual = {"lr": lr, "adamw_lr": lr, "momentum": MUON_MOMENTUM, "weight_decay": MUON_WEIGHT_DECAY}
+        usual = {"lr": lr, "adamw_lr": lr, "weight_decay": MUON_WEIGHT_DECAY}
     else:
         usual = {"lr": LR, "weight_decay": WEIGHT_DECAY}
     return train.model_copy(update={name: value for name, value in usual.items() if getattr(train, name) is None})

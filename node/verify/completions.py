@@ -257,7 +257,7 @@ class CompletionClaims:
     def __init__(
         self, settings: Settings, terms: Terms, task: RLTask, network: AuditNetwork, clock: Callable[[], float] = time.time
     ) -> None:
-        self._network, self._rate, self._folder = network, settings.verify.rate, settings.node.run_folder / CLAIMS
+        self._network, self._folder = network, settings.node.run_folder / CLAIMS
         self._agreed = Agreed(terms.temperature, terms.max_tokens, terms.group)
         self._policy_name, self._env = terms.policy, task.env
         self._policy: Policy = copy.deepcopy(task.policy)  # training goes on changing its own
@@ -281,7 +281,7 @@ class CompletionClaims:
         self._hand_out_again()
         known = self._calibration or self._calibrate(notify)
         return Checker(
-            lambda: self._policy, self._env, self._agreed, known, self._policy_name, rate=self._rate, allowed=self._dtypes,
+            lambda: self._policy, self._env, self._agreed, known, self._policy_name, allowed=self._dtypes,
             own=own_dtypes(known, self._policy_name, self._dtypes),
         )  # fmt: skip
 

@@ -44,7 +44,7 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.exchange.round_evidence import QUICKER, SEVERAL
-from shoal.swarm.manifest import OuterSettings, parse_round
+from shoal.swarm.manifest import MAX_GROUP, OuterSettings, parse_round
 from shoal.swarm.membership.membership import MemberView
 from shoal.swarm.p2p.addresses import of_ranges
 from shoal.swarm.wire.messages import Member
@@ -52,7 +52,6 @@ from shoal.swarm.wire.messages import Member
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
 
-GRACE_S = 2.0  # that a group waits for the others once it has its quorum
 TRIAL_S = 20.0  # that a partner may take to try a contribution on data
 
 
@@ -88,9 +87,7 @@ def make_exchange(
             context,
             timeouts,
             fragments=fragments,
-            quorum=outer.quorum,
-            grace=GRACE_S,
-            max_group=outer.max_group,
+            max_group=MAX_GROUP,
             # A mask belongs to its round: in another one the others would send other values.
             follow=outer.method != "sparta",
             screen=screen,

@@ -27,6 +27,7 @@ from shoal.swarm.exchange.attempt import RECENT, ExchangeStats
 from shoal.swarm.exchange.cost import every_that_fits
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate
+from shoal.swarm.manifest import MAX_GROUP
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION, DirectoryView, MemberView
@@ -236,7 +237,7 @@ class OuterSync:
         self._resynchronizer = Resynchronizer(
             membership, model, self._server, opt, exchange.stats, self._took_over, clock, lambda: exchange.partners
         )
-        self._drift = DriftDetector(me, model, membership.manifest.outer.max_group)
+        self._drift = DriftDetector(me, model, MAX_GROUP)
         self._restarts = opt.restarts
         self.self_report = SelfReport(exchange.stats, membership.directory, me, self._sketch, clock)
         """This node's account of its own exchanges, for its record in the directory."""

@@ -33,7 +33,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.node.verify import audit, completions
 from shoal.node.verify import material as claims
 from shoal.node.verify.audit import VerifyError
-from shoal.node.verify.history import _odds
+from shoal.node.verify.history import _carried
 from shoal.node.verify.material import Agreed, Coordinates, encode, material_of
 from shoal.node.verify.material import decode_material as decode_material
 from shoal.node.watch.swarm_view import ReplayError, Unreachable, event_of, line_of
@@ -578,7 +578,7 @@ def decoders():
             sound=lambda log: decode_log(encode_log(log)) == log,
             sentence=False,
         ),
-        Decoder("odds in a vote", ("node/verify/history.py:_odds",), _odds, lambda: [b'{"odds": 3.5}'], JSON, sound=finite),
+        Decoder("odds in a vote", ("node/verify/history.py:_carried",), _carried, lambda: [b'{"odds": 3.5}'], JSON, sound=finite),
         *codecs(),
         *proofs(),
         Decoder(

@@ -21,7 +21,8 @@ import pytest
 
 from bench.sim.plan import SimPlan
 from bench.sim.world import World
-from shoal.node.config.settings import Address, load
+from shoal.node.config.settings import load
+from shoal.node.console import Address
 from shoal.node.metrics.sinks import Endpoint
 from shoal.node.watch import web
 from shoal.swarm.access import AccessPolicy

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 1024
 METRICS = """
 import time
-from shoal.node.config.settings import Address
+from shoal.node.console import Address
 from shoal.node.metrics.sinks import Endpoint
 made = Endpoint(Address("127.0.0.1", 0))
 print(made.address.port, flush=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from shoal.node.config.settings import Address, parse_address
+from shoal.node.console import Address, parse_address
 from shoal.node.metrics.log import About, MetricsError
 from shoal.node.metrics.sinks import MOST_OF_RANGE, WAITS, Board, Endpoint
 

@@ -109,8 +109,8 @@ def test_it_is_a_task_of_the_trainer_and_a_resumed_run_goes_on_alike(tiny):
 
 
 def test_who_only_shares_does_not_learn_and_who_only_learns_does_not_share(tiny):
-    (sharer, learner), everyone = tasks(policy=tiny, local=1, share_only=True)
-    learner.settings = RLSettings(held_out=20, local=0, external=4, learn_only=True)
+    (sharer, learner), everyone = tasks(policy=tiny, local=1, only="share")
+    learner.settings = RLSettings(held_out=20, local=0, external=4, only="learn")
     theirs, mine = sharer.batches(SHARD), learner.batches(SHARD)
     assert [next(theirs) for _ in range(6)] == [None] * 6
     assert sharer.loss(tiny.module, None).item() == 0
@@ -270,7 +270,7 @@ def test_the_loss_of_an_update_is_that_of_its_completions(tiny):
 
 
 def test_settings_that_leave_nothing_to_do_are_refused():
-    for settings in ({"share_only": True, "learn_only": True}, {"local": 0, "external": 0}, {"local": 0, "share_only": True}):
+    for settings in ({"local": 0, "external": 0}, {"local": 0, "only": "share"}):
         with pytest.raises(ValueError, match=r"local must be at least 1|choose one"):
             RLSettings(**settings)
 

@@ -46,7 +46,7 @@ def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(method, written
     assert open_manifest(new_manifest(settings, ME, "0" * 64, fragments=2)).outer.fragments == written
 
 
-MUON = {"optimizer": "muon", "lr": 0.02, "adamw_lr": 0.02, "momentum": 0.9, "weight_decay": 0.0}
+MUON = {"optimizer": "muon", "lr": 0.02, "adamw_lr": 0.02, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ MUON = {"optimizer": "muon", "lr": 0.02, "adamw_lr": 0.02, "momentum": 0.9, "wei
         ({"train.optimizer": "muon", "train.lr": 0.1}, MUON | {"lr": 0.1, "adamw_lr": 0.1}),
         ({"task.options": {"lr": 0.01}}, {}),  # which is AdamW's
         ({"task.hooks": "task.py:Mine"}, {}),
-        ({"task.hooks": "task.py:Mine", "train.optimizer": "muon", "train.momentum": 0.8}, MUON | {"momentum": 0.8}),
+        ({"task.hooks": "task.py:Mine", "train.optimizer": "muon", "train.weight_decay": 0.1}, MUON | {"weight_decay": 0.1}),
         ({"task.hooks": "rl"}, {}),
     ],
 )

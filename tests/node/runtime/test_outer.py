@@ -35,8 +35,7 @@ from tests.blocking import blocking
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"
 EVERY, PEERS = 4, ["0", "1"]
 VALUES = {
-    "every": 6, "lr": 0.31, "momentum": 0.21, "pull": 0.11, "fragments": 2, "lag": 3, "mix": 0.75, "penalty": 1.5, "clip": 0.9,
-    "part": 0.5,
+    "every": 6, "lr": 0.31, "momentum": 0.21, "pull": 0.11, "fragments": 2, "lag": 3, "mix": 0.75, "part": 0.5,
 }  # fmt: skip
 EVERYONE = [name for name, method in METHODS.items() if method.group == "everyone"]
 

@@ -101,8 +101,6 @@ def test_another_protocol_is_named():
         {"outer": {"lag": "often"}},
         {"outer": {"lag": 1.0}},
         {"outer": {"lag": True}},
-        {"outer": {"max_group": 1}},
-        {"outer": {"max_group": 64}},  # a group has 64 at most, and one of several may be larger by one
         {"outer": {"unknown": 1}},
         {"outer": {"wait_s": 0}},
         {"train": {"steps": -1}},
@@ -181,7 +179,7 @@ def test_settings_of_training_that_do_not_go_together(settings, words):
 def test_defaults_and_descriptions():
     outer = OuterSettings()
     assert (outer.method, outer.every, outer.lr, outer.momentum, outer.pull, outer.codec) == ("noloco", *[None] * 5)
-    assert (outer.wait_s, outer.buffers, outer.finish, outer.quorum, outer.max_group) == (10, "ignore", "none", 0, 32)
+    assert (outer.wait_s, outer.buffers, outer.finish) == (10, "ignore", "none")
     train = TrainSettings()
     assert (train.steps, train.seed, train.eval_every) == (0, 0, 0)
     model: type[BaseModel]
