@@ -165,7 +165,6 @@ def test_a_new_manifest_has_fragments_and_lag_written_out(method, given, fragmen
     [
         ({"lr": 0.1}, "the task's own optimizer has its own lr"),
         ({"weight_decay": 0.0}, "the task's own optimizer has its own weight_decay"),
-        ({"momentum": 0.9}, "momentum is a setting of the optimizer muon alone: leave it out, or choose muon"),
         ({"optimizer": "adamw", "adamw_lr": 0.1}, "adamw_lr is a setting of the optimizer muon alone"),
         ({"warmup": 3}, "the task's own schedule has its own warmup"),
         ({"schedule": "wsd"}, "the schedule wsd leads to an end: set steps"),
