@@ -73,8 +73,8 @@ def made(settings):
 def test_the_settings_know_every_method_and_every_knob_is_some_methods():
     assert typing.get_args(OuterSettings.model_fields["method"].annotation) == tuple(METHODS)
     assert all(methods_with(knob) for knob in KNOBS)
-    # What a factory has beyond these is not for a settings file: DiLoCo's two forms have names, CO2's `keep` is for experiments.
-    assert {knob for method in METHODS.values() for knob in method.knobs} == {*KNOBS, "nesterov", "keep"}
+    # What a factory has beyond these is not for a settings file: DiLoCo's two forms have names, the rest of CO2 is for experiments.
+    assert {knob for method in METHODS.values() for knob in method.knobs} == {*KNOBS, "nesterov", "keep", "penalty", "clip"}
     assert set(VALUES) == set(KNOBS)
 
 
