@@ -32,7 +32,7 @@ class Chosen(Deep):
 
 
 MUON = TrainSettings(
-    steps=STEPS, seed=1, optimizer="muon", lr=0.03, adamw_lr=0.02, momentum=0.9, weight_decay=0.3, schedule="cosine", warmup=3,
+    steps=STEPS, seed=1, optimizer="muon", lr=0.03, adamw_lr=0.02, weight_decay=0.3, schedule="cosine", warmup=3,
     clip=1.0,
 )  # fmt: skip
 
