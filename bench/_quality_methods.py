@@ -60,8 +60,8 @@ class Recipe:
 
     @property
     def codec(self) -> str:
-        """Its own."""
-        return "float32" if self.name is None else REGISTRY[self.name].codec.name
+        """Its own; float32 for pairs, as the recorded rows have it."""
+        return "float32" if self.name is None or self.group == "pair" else REGISTRY[self.name].codec.name
 
     @property
     def weights(self) -> bool:

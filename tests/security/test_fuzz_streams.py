@@ -23,7 +23,7 @@ from bench.sim.plan import SimPlan
 from bench.sim.world import World
 from shoal.node.config.settings import load
 from shoal.node.console import Address
-from shoal.node.metrics.sinks import Endpoint
+from shoal.node.metrics.prometheus import Endpoint
 from shoal.node.watch import web
 from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
@@ -370,7 +370,9 @@ def test_the_page_of_watch_answers_whatever_is_asked(caplog, monkeypatch):
 
 def test_the_page_of_metrics_answers_whatever_is_asked(caplog, monkeypatch):
     failed = []
-    monkeypatch.setattr("shoal.node.metrics.sinks._Server.handle_error", lambda *arguments: failed.append(repr(sys.exc_info()[1])))
+    monkeypatch.setattr(
+        "shoal.node.metrics.prometheus._Server.handle_error", lambda *arguments: failed.append(repr(sys.exc_info()[1]))
+    )
     page = Endpoint(Address("127.0.0.1", 0))
     try:
         judge(page.address.port, caplog)

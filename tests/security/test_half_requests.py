@@ -16,7 +16,7 @@ LIMIT = 1024
 METRICS = """
 import time
 from shoal.node.console import Address
-from shoal.node.metrics.sinks import Endpoint
+from shoal.node.metrics.prometheus import Endpoint
 made = Endpoint(Address("127.0.0.1", 0))
 print(made.address.port, flush=True)
 time.sleep(300)  # the server's time limit; its test ends it before

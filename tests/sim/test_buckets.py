@@ -104,7 +104,7 @@ def test_parts_that_were_separate_are_one_swarm_an_epoch_after_they_meet(make):
 def test_a_swarm_within_one_bucket_trains_bit_by_bit_as_without():
     options = {"peers": 6, "minutes": 0.7, "parameters": 64}
     plain, in_one = (
-        run_sim(None, **options, overrides={"outer.every": 10, "outer.lag": 0, **more})
+        run_sim(None, **options, overrides={"outer.every": 10, "outer.lag": 0, "outer.codec": "float32", **more})
         for more in ({"swarm.bucket": 0}, {"swarm.bucket": 8, "swarm.epoch_s": 30.0})
     )
     for report in (plain, in_one):

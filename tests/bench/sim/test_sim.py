@@ -62,7 +62,7 @@ def test_peers_meet_over_a_satellite(method, lag):
 
 
 def test_pairs_send_their_weights_and_little_else():
-    report = small(peers=6, uneven=0.0, overrides={"outer.every": 10, "outer.lag": 0})
+    report = small(peers=6, uneven=0.0, overrides={"outer.every": 10, "outer.lag": 0, "outer.codec": "float32"})
     assert report["alone"] == 0
     payload = report["bytes_per_peer_round"] - report["control_bytes_per_peer_round"]
     assert payload == pytest.approx(64 * 4, rel=0.1)  # rounds that the end cut off have sent, and are not counted

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.node.metrics.log import RoundRecord
-from shoal.node.metrics.sinks import LIVE, MEASURES, PROGRESS_S, Curves, readings
+from shoal.node.metrics.prometheus import MEASURES, readings
+from shoal.node.metrics.sinks import LIVE, PROGRESS_S, Curves
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")

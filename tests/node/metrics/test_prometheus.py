@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from shoal.node.console import Address, parse_address
 from shoal.node.metrics.log import About, MetricsError
-from shoal.node.metrics.sinks import MOST_OF_RANGE, WAITS, Board, Endpoint
+from shoal.node.metrics.prometheus import MOST_OF_RANGE, WAITS, Board, Endpoint
 
 ABOUT = About(
     swarm='a "swarm"\\', swarm_id="s" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"
@@ -169,7 +169,7 @@ def test_an_endpoint_for_other_machines_is_answered_under_any_name():
 
 def test_a_caller_that_sends_a_byte_at_a_time_is_hung_up_on(monkeypatch):
     """Each byte began the wait anew, without end."""
-    monkeypatch.setattr("shoal.node.metrics.sinks.CALL_S", 0.5)
+    monkeypatch.setattr("shoal.node.metrics.prometheus.CALL_S", 0.5)
     endpoint = Endpoint(Address("127.0.0.1", 0))
     try:
         with socket.create_connection((endpoint.address.host, endpoint.address.port), 0.05) as caller:

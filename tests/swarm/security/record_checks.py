@@ -224,7 +224,7 @@ class Answers(Pairs):
 
         async def repeating():
             nonces_from(bytes)
-            return await self.exchange._matchmaker.meet(ExchangeAttempt(mine()))
+            return await self.exchange._matchmaker.meet(ExchangeAttempt(mine()), ROUND)
 
         class Hearing(logging.Handler):
             def emit(self, record):

@@ -16,7 +16,7 @@ from shoal.swarm.exchange.context import SHARE, ExchangeTimeouts, Patience, Peer
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, make_offer, receive_offer
 from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
-from shoal.swarm.exchange.pair.meeting import PairingAttempt
+from shoal.swarm.exchange.pair.meeting import PairingAttempt, Phase
 from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.exchange.round_evidence import FORGOTTEN, TERMS
@@ -176,7 +176,7 @@ def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twi
     handle = a.send(round, 1.0)
 
     def listens():
-        return getattr(a.exchange._matchmaker.state.under_way.get(round % 4), "listening", False)
+        return getattr(a.exchange._matchmaker.state.under_way.get(round % 4), "phase", None) == Phase.LISTENING
 
     until(listens)
 
@@ -302,7 +302,7 @@ def test_training_that_needs_the_outcome_waits_for_nobody_who_has_not_come(netwo
     peers = [Overlapping(network, wait=0.2, overlap=True) for _ in range(3)]
     round = next(r for r in range(1000) if partner_of(SEED, r, peers[0].id, [peer.id for peer in peers]) is None)
     handle = peers[0].send(round, 1.0)
-    until(lambda: getattr(peers[0].exchange._matchmaker.state.under_way.get(round % 4), "listening", False))
+    until(lambda: getattr(peers[0].exchange._matchmaker.state.under_way.get(round % 4), "phase", None) == Phase.LISTENING)
     assert not handle.done()
     peers[1].host.die()
     late = peers[2].send(round, 3.0)
