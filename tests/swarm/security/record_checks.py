@@ -224,7 +224,8 @@ class Answers(Pairs):
 
         async def repeating():
             nonces_from(bytes)
-            return await self.exchange._matchmaker.meet(ExchangeAttempt(mine()), ROUND)
+            matchmaker = self.exchange._matchmaker
+            return await matchmaker.meet(ExchangeAttempt(mine()), matchmaker.rounds.hand_in(ROUND))
 
         class Hearing(logging.Handler):
             def emit(self, record):
@@ -236,7 +237,7 @@ class Answers(Pairs):
         level = logger.level
         logger.setLevel(logging.INFO)
         try:
-            received, _ = self.host.call(repeating(), 60)
+            received = self.host.call(repeating(), 60)
         finally:
             logger.removeHandler(hearing)
             logger.setLevel(level)
