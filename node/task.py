@@ -2,7 +2,6 @@
 
 A class that has the methods need not derive from ``Task``; deriving brings the defaults of the optional ones.
 
-
 The batch of a task, whatever holds its tensors.
 
 Containers are mappings (transformers' BatchEncoding), sequences, named tuples, dataclasses, and, by their attributes,

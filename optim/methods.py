@@ -6,7 +6,6 @@
 
 The command line, the node, the tests and the benchmarks go through this table, so that a new method is one line here.
 
-
 The known methods: optimizers that combine a rule and a schedule, with documented defaults.
 
 Each takes the inner optimizer, the exchange, its own knobs, and the ``Options`` that all share. The exchange chooses the
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SPARSE, MOD4 = ErrorFeedback(TopK2Codec(), 0.95), Mod4Codec()
-"""SparseLoCo's codec, ``topk2+ef:0.95``; a template: each optimizer gets a fresh copy with its own residual."""
+"""SparseLoCo's codec, ``topk2+ef:0.95``, and that of pairs in a swarm; templates: each optimizer gets a fresh copy."""
 
 
 Fragments = int | Sequence[Fragment]

@@ -11,7 +11,6 @@ policy that wrote a completion; any function of `Completions` that returns one n
 
 Not to be confused with Soft Adaptive Policy Optimization (2511.20347), which has the same short name.
 
-
 Random selection of the foreign groups that a node learns from in a round (SAPO, 2509.08721).
 
     picked = select(candidates, count=4, seed=secret, round=7, max_age=1, per_sender=2)

@@ -2,7 +2,6 @@
 
 The position is the number of inner steps, unless rounds are tokens or seconds (``RoundLength``); "steps" below are positions.
 
-
 A lag that is found by watching: each exchange is applied once it is there; how long nearly all take is what is reported.
 
 It needs no clock. An exchange in flight is polled between steps, so when it arrives is known in positions of the schedule, the unit

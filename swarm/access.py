@@ -4,7 +4,6 @@
 
 The links of `shoal invite` also have an invitation, ``&invite=…`` (`shoal.swarm.access`).
 
-
 Invitations to a swarm by invitation only: the creator signs them, a link carries one, a member shows it with its record.
 
 An invitation is for one peer id, or for the holder of a one-time key, whose private half is in the link: anybody can use such a

@@ -1,4 +1,4 @@
-"""Locks that keep two processes from using one key or folder at a time.
+"""Locks that keep two processes from using one key or folder at a time, and files that are replaced as a whole.
 
 The kernel frees a lock when its holder ends, however that ends, so none is ever stale. Children do not hold it: programs that are
 started do not inherit it, and forks give up their copy at once.
@@ -20,6 +20,18 @@ log = logging.getLogger(__name__)
 
 _HOLDER_BYTES = 256
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write the file ``path`` anew, whole or not at all: nobody ever reads a part of it. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 class InUseError(ShoalError):

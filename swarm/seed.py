@@ -7,7 +7,6 @@ connection, so of two nodes behind routers neither hears what the other publishe
 relays for them, and its daemon passes on what is published on a topic to which it is subscribed. So a member that announces a relay
 names its topics, and the bootstrap node subscribes to them; it reads nothing of what comes but how much that is.
 
-
 The recent members of each swarm, as a bootstrap node keeps them: in memory only, and bounded, for any peer may register.
 
 A bootstrap node serves any swarm, so it cannot judge who belongs to it. It need not: it notes a record only for the peer that

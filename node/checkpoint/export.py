@@ -2,7 +2,6 @@
 
 Everything is written into another folder first and moved to its place at the end, so that no partial file is ever visible.
 
-
 ``shoal merge``: write the weighted mean of several checkpoints, as Branch-Train-Merge (2208.03306) merges its experts.
 
 The mean is computed tensor by tensor in float64, so that only one tensor of each checkpoint is in memory at a time. The result is a

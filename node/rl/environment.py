@@ -4,7 +4,6 @@ An environment makes its questions from two numbers. A rollout on the network na
 makes the question anew and judges the answers itself. So both methods must depend on their arguments (and the options of the
 environment) alone, on every machine, and in every process.
 
-
 Protocol of policies, which write completions and compute their probabilities.
 
 Nodes of one swarm may have different policies. They share text; token ids and log-probabilities are of use only to nodes with the

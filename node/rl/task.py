@@ -3,7 +3,6 @@
 In a round the node draws questions, writes a group of completions of each, shares the groups, takes what others shared meanwhile,
 and learns from all of it in one step. It never waits for the network.
 
-
 Selection of other peers' rollouts for updates: judged anew, chosen, each used once at most.
 """
 

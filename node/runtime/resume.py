@@ -3,14 +3,12 @@
 In its own swarm a run continues bit by bit (``Trainer.resume``). In another one (--resume-from), which may have another method,
 codec or number of peers, it begins anew with the weights.
 
-
 The result of a node's run, as an object and as a file.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +28,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import OuterOptimizer
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import float32_digest
+from shoal.swarm.file_lock import replace_text
 from shoal.swarm.manifest import Manifest, OuterSettings, open_manifest
 from shoal.swarm.state.snapshot import State
 
@@ -153,9 +152,7 @@ def save(result: Result, folder: Path, say: Callable[[str], None]) -> None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write ``value`` as JSON; the file is replaced as a whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(dumps(value), encoding="utf-8")
-    os.replace(temporary, path)
+    replace_text(path, dumps(value))
 
 
 # The slow weights of a run: their digest for the metrics, and a file of them after each round for ``shoal demo``.

@@ -7,7 +7,6 @@ documents, and batches are windows from random places. Records and datasets are 
 once in an epoch; there the hash of a document's text decides whether it is held out. Peers with the same files agree on all of
 this, whatever folder the files are in.
 
-
 A small GPT over bytes, or other tokens, in plain PyTorch: pre-norm, learned positions, no dropout, untied head.
 
 Legend of the shape comments: B batch, T time (positions), C width, H heads, D = C // H width of a head,

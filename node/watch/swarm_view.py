@@ -2,7 +2,6 @@
 
 It never waits, reads no clock and trusts no input: every collection is bounded, and a peer is known by its key alone.
 
-
 Events of a watched swarm, as types and as the JSON lines that ``--json`` prints and ``--record`` keeps.
 """
 

@@ -2,7 +2,6 @@
 
 A codec must know the size of a payload from the shapes alone, so that a receiver can refuse an oversized one before it allocates.
 
-
 The state of codecs with error feedback while a contribution is in flight.
 
 The codec for averaged buffers: BatchNorm's statistics follow the parameters in a contribution, in full precision.

@@ -2,7 +2,6 @@
 
 For a payload's layout see ``DenseCodec``; a value takes 1 + 1/64 bytes with int8 and 1/8 + 1/256 with sign.
 
-
 Packing of small integers without gaps: 1, 2 or 4 bits each, and pairs of 12 bits. Vectorised, on any device.
 
 The first code is in the lowest bits of the first byte. Bytes of several codes are combined in one machine word, which requires a

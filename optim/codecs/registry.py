@@ -7,7 +7,6 @@
 ``topk2:0.1+ef`` keeps a tenth of the values in place of a 64th; ``auto:2`` spends 2 bits a value, more on some tensors than on
 others. The ``name`` of a codec is its one canonical spelling.
 
-
 Codecs under which an index is averaged over the peers that sent it, and not over all.
 """
 

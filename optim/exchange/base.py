@@ -5,7 +5,6 @@ The implementations pass one test suite (tests/exchanges): ``Simulation`` (in on
 of a peer, never hangs and never returns a partly averaged tensor: if no peer answered in time, or a member could not commit, the
 result is ``None`` and the rule goes on with the own contribution alone.
 
-
 Tensors that are computed when they are taken, and read piece by piece, so that a contribution need not be held in memory.
 
 Pairing without a coordinator: every peer orders the peers it sees by hash(seed, round, peer id).

@@ -5,7 +5,6 @@ any optimizer. When the schedule says so, it hands a contribution to the exchang
 (float32, or float64 if a parameter is; on the CPU by default) and copies the fast weights back into the model. If no peer answers,
 the rule is applied to the own contribution alone: local progress is never lost.
 
-
 Comparison of two outer optimizers in everything that peers must have in common.
 """
 

@@ -4,7 +4,6 @@ What a node or a session does between two steps (to answer peers, to take over w
 all ranks where it needs whole weights. So rank 0 does it with a ``LeadOptimizer``, whose calls are orders to the others, which
 ``obey`` meanwhile: each makes the same call of `shoal.optim.ranks.orders`.
 
-
 The whole of a peer of several ranks, which rank 0 gets and gives in the forms that one process has.
 
 Each function is called by all ranks at the same place. What rank 0 passes counts; the others pass nothing and get nothing. With an

@@ -10,7 +10,6 @@ Every rank trains with its part of the batch and calls the same methods of its o
 other peers. Slow weights and outer state are distributed to the ranks by whole parameters, so what the ranks have together is what
 one process would have, bit by bit, and peers of any layout average with each other.
 
-
 The exchange of a peer of several ranks: rank 0 averages with other peers for all of them.
 
 Rank 0 takes the others' tensors of a contribution one at a time, hands all of them to the real exchange, and gives each owner its

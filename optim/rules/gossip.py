@@ -5,7 +5,6 @@ the same formula, with the contribution as it was sent, and the fast weights kee
 
     fast <- fast + (slow - fast as sent)        which without a lag is        fast <- slow
 
-
 SPARTA (openreview stFPf3gzq1): averaging of a small random part of the parameters every few steps.
 """
 

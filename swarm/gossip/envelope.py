@@ -2,7 +2,6 @@
 
 Nothing is decompressed before its size is known to be allowed, nor beyond the size that was announced.
 
-
 Containers that forget their oldest entries, so that no peer can make them grow.
 """
 

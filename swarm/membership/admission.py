@@ -5,7 +5,6 @@ Two peers of an invitation-only swarm that first meet show each other their admi
 The directory holds the same admissions, but a newcomer asks for weights before it has a record there, and peers read it at
 different moments. A peer that has shown no admission is served nothing but this and the manifest.
 
-
 Looking into a swarm without being a member of it.
 """
 

@@ -19,7 +19,6 @@ agreed on, and at its first moment all who have read them change over. Those who
 under way goes on with the partner that it began with. Peers begin a round seconds apart, so the partner may look elsewhere by then:
 that is what a change of buckets costs.
 
-
 Membership records in the DHT: their keys, signatures and checks.
 
 Keys are the nodes of a binary trie over the bits of sha256(peer id): ``{swarm}/m/`` is the root, ``{swarm}/m/01`` the key of all

@@ -4,7 +4,6 @@ The health report says in sentences who is slow or failing, with a remedy for ea
 from what the members report of themselves and of each other (`shoal.swarm.wire.messages.Member`). One peer's word does not prove
 another's fault: a failing member is named by at least two others, or by itself; otherwise the fault is of the pair.
 
-
 This machine's clock against those of other peers, and whether they can dial it.
 
 The records of a swarm are dated, and the DHT drops those that seem to be of the past or of the future. So a node whose clock is

@@ -7,7 +7,6 @@ bootstrap peers, and a node whose readings of the DHT are captured, or that host
 A peer of the active view whose record the DHT brings costs nothing; any other is asked for its record every `LOOK` seconds. Beyond
 that a node begins one shuffle a minute (about 5 kB each way), and dials those named that would get a place in its views.
 
-
 It has an active and a passive view, as HyParView has them (Leitão et al., 2007).
 
     active    5 peers, chosen by this node from the passive view, with which it stays in touch

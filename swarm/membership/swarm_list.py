@@ -3,7 +3,6 @@
 That a swarm has this name and these settings follows from the hash of its manifest, which is its id. Sizes are what one member
 says, and the number of peers what the bootstrap node says: they help to choose, and joining checks everything again.
 
-
 Reporting this node to the swarm's bootstrap nodes, so that newcomers find it, and meeting the peers that they name.
 
 Of a public swarm they are also told what it is, for those who look for one (`shoal swarms`).

@@ -4,7 +4,6 @@ The first lead to the swarm when every address of the link is dead. So most plac
 address range before the second of any: however many others are heard of, they do not displace them. The file also has the addresses
 that this node listened on: peers that have only old addresses find it again on the same port.
 
-
 libp2p addresses: their text and binary forms, and what an address says of where a peer is. Needs no hivemind.
 """
 
@@ -26,6 +25,7 @@ from statistics import median_low
 from typing import Any, TypeVar
 
 from shoal.swarm.access import address_problem
+from shoal.swarm.file_lock import replace_text
 from shoal.swarm.identity import b58decode, b58encode
 
 N = TypeVar("N", int, float)
@@ -324,15 +324,11 @@ class Peerstore:
             kept = self._content()
         if self._path is None or kept == self._saved:  # dicts are equal in any order: a change of the order is not worth a write
             return
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"swarm": self._swarm, **kept}, indent=1), encoding="utf-8")
-            os.replace(temporary, self._path)
+            replace_text(self._path, json.dumps({"swarm": self._swarm, **kept}, indent=1))
             self._saved = kept
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             log.warning("the addresses of known peers were not saved in %s (%s)", self._path, error.strerror)
 
     def _content(self) -> dict[str, Any]:

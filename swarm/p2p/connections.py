@@ -6,7 +6,6 @@ from then on this module asks: every `RENEW_S` seconds each of the first `MAX_RE
 is ended, and made anew. A machine that was taken to another network has lost all connections: the daemon, which would find that
 out in half a minute, is told to end them as soon as the machine's address is gone.
 
-
 The addresses to listen on: check that they can be bound, and replace port 0 by the port obtained.
 
 Connecting to bootstrap peers: which addresses answer, and if not, why; and which of them can be relays.

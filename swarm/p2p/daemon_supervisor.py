@@ -2,7 +2,6 @@
 
 Everything here runs on the host's loop.
 
-
 Joining a swarm and staying in touch: bootstrap addresses, peers of earlier runs, members that bootstrap nodes name.
 
 Everything here runs on the host's loop.

@@ -4,7 +4,6 @@ Everything that waits for the network runs on the loop of this thread; the rest 
 coroutine to `Host.submit`. When the daemon dies it is started again with the same identity, port and handlers; until then
 every call fails at once with NetworkError, so callers need no code for it.
 
-
 GossipSub, which runs inside the daemon, by the daemon's control socket: subscribe, publish, and list the listeners.
 
 A published message reaches every subscriber once, over a mesh that the daemons of the subscribers form. The daemon signs it with

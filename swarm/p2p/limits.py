@@ -12,7 +12,6 @@ A refused stream is ended before anything of it is read, and counted under its r
 
 The daemon has accepted the connection by then, for it knows no lists; its connection manager bounds the number of connections.
 
-
 Accounts of traffic: token buckets that limit each sender, counters of events.
 
 Bounded numbers of streams that are served at once, shared by the address ranges from which they come.

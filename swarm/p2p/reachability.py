@@ -10,7 +10,6 @@ No peer can be made to dial a third party: only the address of the asker's own d
 a few times a minute, and nothing is sent there. At a private address every outcome but the asker's own token is reported as
 ``unreached``, so that nobody learns about a foreign network.
 
-
 The client of bootstrap nodes (`shoal seed`): ask one for members of the swarm, and report this node to it.
 
 A measurement of the throughput to a peer: both sides send the same few MB at once, as in an exchange.

@@ -9,7 +9,6 @@ refused, and each outer step taken without a partner would be taken again. Of tw
 Methods that send weights mix by themselves. But where distant weights are refused (``outer.suspect``) a node that is far behind
 would be refused for good: once two peers in a row have done so it takes over a member's weights, as a newcomer does.
 
-
 Detecting that parts of a group hold different slow weights, and deciding which part gives way.
 
 For methods whose peers all hold the same slow weights (`Anchored` rules). Each peer shows a sketch of its slow weights after its
@@ -24,7 +23,6 @@ changed behind its optimizer, nothing else would show that they differ. The rule
 
 Each node counts the parts itself: those that hold what it holds, against all others. If none is a majority all give way but for the
 lowest peer id among those of the latest round that ask each other (`StateServer`), so one set of weights is left.
-
 
 Joining a swarm that is under way: its weights and round are fetched before the first own step.
 

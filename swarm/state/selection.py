@@ -19,7 +19,6 @@ The later of two confirmed snapshots is taken, but a round is believed only if i
 those that the ranges state: a node that begins in a round where nobody is finds no partner. One that begins too early is told by
 the others which round they are in.
 
-
 Handing out this node's slow weights to newcomers and to peers that have diverged: as snapshots, made between two steps.
 """
 

@@ -3,9 +3,7 @@
 The id is the SHA-256 of the header, which holds the hash of the list of the chunks' digests. A peer that knows the id can therefore
 check every chunk, whatever its source, and peers that hold the same round's weights offer the same id without coordination.
 
-
 Large snapshots lie in files without a name, so that handing weights out takes no main memory beside the system's cache.
-
 
 Downloading a snapshot from several peers at once: each chunk comes from a free source and is checked on arrival.
 

@@ -11,7 +11,6 @@ Bodies behind records, too large for them, are kept and handed out by their auth
 evidence (the material of a check, the snapshot of a policy) by SHA-256 alone. A verifier asks the author, states how many bytes it
 will take at most, and gets the bytes with that digest or an error; a size is never taken on trust.
 
-
 The log of verification by stream: for a peer that was away, or whose records differ from the others'.
 
 The content of a log is not judged here: it is as many bytes as the peer states, bounded, whole or not at all.

@@ -4,7 +4,6 @@ SAPO (arXiv 2509.08721): the unit of sharing is one question with all its comple
 models and tokenizers can learn from it. Neither the question, the answer nor a reward is in the record: the receiver makes the
 question anew from (env, env_version, env_config, seed, index) and judges the completions itself.
 
-
 The swarm's rollouts as the training thread sees them: it publishes its own and drains those of others, without ever waiting.
 
 The pool judges the swarm, environment and age of a record, not its quality: rewards are the receiver's to compute. Records of a

@@ -2,7 +2,6 @@
 
 Nothing depends on it: a reader learns what the author claims, and no more.
 
-
 This node's status for watchers of the swarm: gathered where things happen, and sent by `RecordPublisher`.
 
 Training only notes numbers here; building, signing and sending a status is done on the network's thread.

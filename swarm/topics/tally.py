@@ -11,11 +11,9 @@ It is no proof of work: two keys of one owner can confirm each other. So a tally
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +23,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, model_validator
 
 from shoal.swarm.errors import MessageError, ShoalError
+from shoal.swarm.file_lock import replace_text
 from shoal.swarm.wire.envelope import KIB, MAX_COUNT, Count, Message, Moment, PeerId, SwarmId, unseal
 
 log = logging.getLogger(__name__)
@@ -198,13 +197,9 @@ class Tally:
         with self._lock:
             kept = [[base64.b64encode(one.sealed).decode(), one.place] for one in self._kept.values()]
             content = {"peer": self.me, "swarm": self.swarm, "made": self._made, "took": self._took, "kept": kept}
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
-            os.replace(temporary, self._path)
+            replace_text(self._path, json.dumps(content))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             log.warning("the tally was not saved in %s (%s)", self._path, error.strerror)
 
     def _load(self, found: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ than a small multiple of the message's length.
 
 Nonces make equal messages differ: they are the only random numbers in the protocols of an exchange.
 
-
 The types of the fields of messages, each with its bounds.
 
 The digest of a payload that is hashed while it is transferred.

@@ -1,7 +1,6 @@
 """The messages between members of a swarm and a bootstrap node (`shoal seed`). A public swarm is announced to it, and listed by it
 (`shoal swarms`).
 
-
 The record of a member in the directory, and the messages of a joining node: the request for the manifest, and admission.
 
 The messages of an exchange between two peers.

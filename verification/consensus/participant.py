@@ -10,7 +10,6 @@ Rounds are Unix time over ``round_s``, so nobody leads and a wrong clock shows. 
 `shoal.verification.consensus.records` give the timetable. Records of rounds against which nobody can appeal any more are
 forgotten; their consequences live on in a base table.
 
-
 Log for a peer that missed records: the base, the electorates and the signed records of the last rounds, as bytes.
 
 A sequence of frames, each a length (4 bytes, big-endian) and that many bytes of msgpack, so nothing larger than a frame is built

@@ -12,7 +12,6 @@
 Every record has one encoding, so that a signature and an id belong to a record and not to one spelling of it. A record is
 immutable, of at most ``LIMIT`` bytes, and every field is bounded.
 
-
 Sortition: verifiers of a claim are drawn by rank of HMAC(beacon, case, peer), from a seed that nobody controls alone.
 
 A prover must not know who will check a claim while it can still try others, so the beacon of a round is made of salts that are

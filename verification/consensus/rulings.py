@@ -8,7 +8,6 @@ if they are a quorum; else the next draw decides; after the last it is unverifie
 A dispute, and an opening of a planted claim that was approved, makes a larger draw, which is final. The minority is judged against
 the final outcome. Of several appeals against a claim the first by round and id that reached a decision counts.
 
-
 Reputation of each peer: a table of scores that follows from the signed records alone.
 
 Rounds are processed in order; the changes of a round are summed in integers, so neither the order of arrival nor the machine

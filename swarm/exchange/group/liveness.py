@@ -165,7 +165,7 @@ class LivenessView:
         """Note a peer that brings a contribution, whatever its record states: the next round waits for it again."""
         self._absent.pop(peer, None)
         self._silent.pop(peer, None)
-        if self.late.misses.get(peer, (0,))[0] == 1 and peer not in self._warned.misses:  # it may have slept, that once
+        if self.late.once(peer) and peer not in self._warned.misses:  # it may have slept, that once
             self._warned.missed(peer, self.late.misses.pop(peer)[1])
 
     def _issued(self, peers: Iterable[str]) -> dict[str, float]:
