@@ -58,7 +58,7 @@ def accelerator():
 def pair(with_accelerator, steps=STEPS, kept=None, **outer):
     """Two peers of a swarm, one of which ``with_accelerator(model, session)`` trains. Their results, and the first one's model."""
     models = [net(), net()]
-    first = shoal.create(state=models[0], every=EVERY, wait_s=60.0, start_when=2, network=HERE, **outer)
+    first = shoal.create(state=models[0], every=EVERY, wait_s=60.0, start_when=2, network=HERE, codec="float32", **outer)
     link = first.link
 
     def anna():

@@ -65,7 +65,7 @@ def loader(name):
 
 def pair(train, modules, **outer):
     """Two peers of a swarm; ``train(name, module, session)`` trains one. Their results."""
-    settings = {"every": EVERY, "lag": 2, "wait_s": 60.0, "start_when": 2, "network": HERE} | outer
+    settings = {"every": EVERY, "lag": 2, "wait_s": 60.0, "start_when": 2, "network": HERE, "codec": "float32"} | outer
     first = shoal.create(state=modules[0], **settings)
     link = first.link
 

@@ -84,7 +84,7 @@ def test_only_the_adapters_are_exchanged_and_who_joins_begins_with_those_of_the_
     begin = adapters(models[0])
     assert sum(p.numel() for p in begin) < sum(p.numel() for p in models[0].parameters()) / 10
     assert not all(torch.equal(a, b) for a, b in zip(begin, adapters(models[1]), strict=True))
-    first = shoal.create(state=models[0], every=EVERY, lag=0, start_when=2, network=HERE)
+    first = shoal.create(state=models[0], every=EVERY, lag=0, start_when=2, network=HERE, codec="float32")
     link, callbacks = first.link, {}
 
     def train(name, session):
@@ -133,7 +133,7 @@ def flat(tensors):
 def pair(folder, train, **outer):
     """Two peers of a swarm; ``train(name, model, session)`` trains one; the results, and the models."""
     models = [tiny(0, lora=False), tiny(0, lora=False)]
-    settings = {"every": EVERY, "lag": 2, "wait_s": 60.0, "start_when": 2, "network": HERE} | outer
+    settings = {"every": EVERY, "lag": 2, "wait_s": 60.0, "start_when": 2, "network": HERE, "codec": "float32"} | outer
     first = shoal.create(state=models[0], **settings)
     link = first.link
 
@@ -308,7 +308,7 @@ def test_who_joins_takes_over_the_checkpoint_that_the_first_resumed(tmp_path):
     models = [tiny(1, lora=False), tiny(1, lora=False)]
     donor = tiny(1, lora=False)
     trainer(donor, rows(5), tmp_path / "donor", more={"save_strategy": "steps", "save_steps": STEPS}).train()
-    first = shoal.create(state=models[0], every=EVERY, lag=0, start_when=2, network=HERE)
+    first = shoal.create(state=models[0], every=EVERY, lag=0, start_when=2, network=HERE, codec="float32")
     sessions, callbacks, errors = [first, shoal.join(first.link, state=models[1], network=HERE)], [None, None], []
 
     def train(number, **how):

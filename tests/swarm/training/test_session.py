@@ -101,7 +101,7 @@ def test_two_loops_compute_what_a_simulation_computes(method, make, lag):
             status = s.status()
             seen["names"] = sorted(member["name"] for member in status["members"])
             expected = overview("x", s._membership.manifest, s._membership.directory.members(), 0.0)
-            assert set(status) == {*expected, "peer", "refused"}
+            assert set(status) == {*expected, "peer", "refused", "confirmed"}
             assert set(status["members"][0]) == set(expected["members"][0])
             return [t.clone() for t in opt.slow]
 
