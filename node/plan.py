@@ -86,10 +86,9 @@ def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> 
     outer = outer.resolved()
     method, codec = method_named(outer.method), codec_named(str(outer.codec))
     every = outer.every or 1
-    count = math.ceil(params * (1.0 if outer.part is None else outer.part))
+    count = math.ceil(params * method.knobs.get("part", 1.0))
     # Two tensors in place of one: weighted pseudo-gradients, and slow weights that are never weighted (`NoLoCoRule`).
-    apart = outer.method == "noloco" and outer.pull not in (None, outer.lr)
-    both = method.group == "pair" and (outer.weights != "equal" or apart) and outer.method != "gasloc"
+    both = method.group == "pair" and outer.weights != "equal" and outer.method != "gasloc"
     return Work(
         group=method.group,
         nbytes=codec.nbytes([(count,)]) * (2 if both else 1),

@@ -27,7 +27,7 @@ from shoal.swarm.wire.envelope import KIB, MAX_COUNT, Digest, Label, Message, Pe
 
 MAX_TOKENS = 2**53  # of a round
 MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
-KNOBS = ("every", "lr", "momentum", "pull", "fragments", "lag", "mix", "part")
+KNOBS = ("every", "lr", "momentum", "fragments", "lag")
 """Settings that are arguments of the methods' factories."""
 DEFAULT_LAG: int | Literal["auto"] = "auto"
 """Lag in a new swarm whose creator gives none, of a method that has one."""
@@ -47,15 +47,6 @@ def _lag(value: object) -> object:
 
 
 Lag = Annotated[int | Literal["auto"] | None, BeforeValidator(_lag)]
-
-
-def _mix(value: object) -> object:
-    if value is None or value == "keep" or (type(value) in (int, float) and 0 <= value <= 1):  # type: ignore[operator]
-        return float(value) if isinstance(value, int) else value
-    raise ValueError("it should be keep, or a number from 0 to 1")
-
-
-Mix = Annotated[float | Literal["keep"] | None, BeforeValidator(_mix)]
 
 
 def parse_round(text: str) -> tuple[Unit, float | None]:
@@ -114,9 +105,6 @@ class OuterSettings(BaseModel):
     )
     lr: float | None = Field(default=None, gt=0, le=10, description="Outer learning rate.")
     momentum: float | None = Field(default=None, ge=0, lt=1, description="Outer momentum.")
-    pull: float | None = Field(
-        default=None, ge=0, le=10, description="noloco: pull towards the partner's slow weights; not given, it equals lr."
-    )
     fragments: int | None = Field(
         default=None,
         ge=1,
@@ -128,12 +116,6 @@ class OuterSettings(BaseModel):
         description="noloco, local, gasloc, streaming, decoupled: inner steps between sending a part and applying its mean: a "
         "number below every, 0 to wait for each exchange, or auto (each mean is applied once it is there).",
     )
-    mix: Mix = Field(
-        default=None,
-        description="streaming: how much of the fast weights stays when a mean comes, or keep: all that was learnt since it was "
-        "sent; gasloc: how much of the mean is taken.",
-    )
-    part: float | None = Field(default=None, gt=0, le=1, description="sparta: part of the weights that is averaged each time.")
     weights: Literal["equal", "tokens", "rate"] | None = Field(
         default=None,
         description="Weight of a peer in the mean: equal, tokens, or rate (tokens times tokens over steps).",
@@ -157,28 +139,17 @@ class OuterSettings(BaseModel):
         description="Seconds that a node waits for a partner in one round before it goes on without one; in long rounds a fifth of "
         "their time, if that is more (at most 300).",
     )
-    suspect: float = Field(
-        default=0.0, ge=0, le=1e6,
-        description="Refuse a contribution that lies this many times as far away as usual, such as 3; 0: never. A newcomer's first "
-        "ones may be refused then.",
-    )  # fmt: skip
-    robust: Literal["none", "clipped-gossip", "centered-clip"] = Field(
+    robust: Literal["none", "distance", "clipped-gossip", "centered-clip"] = Field(
         default="none",
-        description="In place of the mean, what few hostile peers cannot move far: clipped-gossip (methods with one partner) or "
-        "centered-clip (over everyone; costs more bytes, for nothing is all-reduced). Every peer counts the same then.",
+        description="Against few hostile peers, of whom each counts the same then: distance (refuse what lies three times as far "
+        "away as usual; a newcomer's first contributions may be), or in place of the mean what they cannot move far: "
+        "clipped-gossip (methods with one partner) or centered-clip (over everyone; costs more bytes, for nothing is all-reduced).",
     )
     check_loss: bool = Field(
         default=False,
         description="Methods with one partner: try its weights on two batches; those that make the loss higher than usual do not "
         "count. A public swarm has it unless it is false. Nodes of several GPUs and rl try nothing.",
     )
-
-    @field_validator("suspect")
-    @classmethod
-    def _suspects_few(cls, value: float) -> float:
-        if 0 < value <= 1:
-            raise ValueError("it should be above 1, or 0 to refuse nobody, for half of all honest peers are farther than usual")
-        return value
 
     @field_validator("codec")
     @classmethod
@@ -200,8 +171,6 @@ class OuterSettings(BaseModel):
             if getattr(self, knob) is not None and knob not in method.knobs:
                 able = ", ".join(methods_with(knob))
                 raise ValueError(f"the method {self.method!r} has no {knob}: leave it out, or choose one that has it ({able})")
-        if self.mix == "keep" and self.method != "streaming":
-            raise ValueError(f"the method {self.method!r} has no mix of 'keep', which is streaming's: set a number from 0 to 1")
         self._fits_the_round()
         if self.codec is not None:
             method.check_codec(codec_named(self.codec))
@@ -315,9 +284,6 @@ class TrainSettings(BaseModel):
     lr: float | None = Field(
         default=None, gt=0, le=10, description="adamw, muon: peak learning rate; not given, 3e-4 (muon: 0.02)."
     )
-    adamw_lr: float | None = Field(
-        default=None, gt=0, le=10, description="muon: peak learning rate of what adamw trains beside it; not given, lr."
-    )
     weight_decay: float | None = Field(
         default=None, ge=0, le=10, description="adamw, muon: weight decay; not given, 0.01 (muon: 0)."
     )
@@ -341,8 +307,6 @@ class TrainSettings(BaseModel):
         given = [name for name in ("lr", "weight_decay") if getattr(self, name) is not None]
         if given and self.optimizer == "task":
             raise ValueError(f"the task's own optimizer has its own {given[0]}: set it as the task wants it, or choose adamw")
-        if self.adamw_lr is not None and self.optimizer != "muon":
-            raise ValueError("adamw_lr is a setting of the optimizer muon alone: leave it out, or choose muon")
         if self.warmup and self.schedule == "task":
             raise ValueError("the task's own schedule has its own warmup: leave it out, or choose constant, cosine or wsd")
         if self.schedule in ("cosine", "wsd") and not self.steps:
@@ -354,36 +318,16 @@ class VerifySettings(BaseModel):
     """Settings of claims and verifiers that all peers of a swarm share."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    kind: Literal["none", "activations"] = Field(
-        default="none",
-        description="What nodes claim, and check each other's: none, or activations (what they generate, with proofs from hidden "
-        "states; for the task rl, whose policy all nodes must then have in common).",
-    )
-    audit_rate: float = Field(default=0.1, ge=0, le=1, description="Share of the claims that verifiers are drawn for.")
-    claims: int = Field(default=1, ge=1, le=64, description="Claims of each node in a round of verification.")
+    audit_rate: float = Field(
+        default=0.0, ge=0, le=1,
+        description="Share of claims that verifiers are drawn for, such as 0.1: nodes claim what they generate, with proofs from "
+        "hidden states, and check each other's; for the task rl, whose policy all must then have in common. 0: nothing is claimed.",
+    )  # fmt: skip
     round_s: float = Field(
         default=60.0, ge=4, le=86_400,
         description="Seconds of such a round; it begins where Unix time is a multiple of it, so clocks must agree to a few "
         "hundredths.",
     )  # fmt: skip
-    verifiers: int = Field(
-        default=3, ge=3, le=31, description="Verifiers drawn for a claim, an odd number; their majority decides."
-    )
-    planted: float = Field(
-        default=0.05, ge=0, le=0.5,
-        description="Share of claims that are made wrong on purpose, so that approving without looking does not pay.",
-    )  # fmt: skip
-    dtypes: str = Field(
-        default="float32", pattern=r"^(float32|bfloat16|float16)(,(float32|bfloat16|float16)){0,2}$",
-        description="Dtypes in which claimed completions may be computed, with commas; each is checked in its own.",
-    )  # fmt: skip
-
-    @field_validator("verifiers")
-    @classmethod
-    def _odd(cls, value: int) -> int:
-        if value % 2 == 0:
-            raise ValueError("it should be odd, so that a vote cannot be a tie")
-        return value
 
 
 class Terms(BaseModel):
@@ -397,6 +341,8 @@ class Terms(BaseModel):
     group: Annotated[int, Field(ge=1, le=64)]
     temperature: Annotated[float, Field(gt=0, le=100)]
     max_tokens: Annotated[int, Field(ge=1, le=16_384)]
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the creator's policy, in which claims may be computed besides float32; each is checked in its own."""
 
 
 MANIFEST_PROTOCOL = "/shoal/manifest/1"
@@ -477,7 +423,7 @@ class Manifest(Message):
     def _goes_together(self) -> Manifest:
         if self.public and self.invite_only:
             raise ValueError("a swarm is public or invite_only, not both")
-        if self.bucket and self.verify.kind != "none":
+        if self.bucket and self.verify.audit_rate:
             raise ValueError("verifiers are drawn among all members, so a swarm that verifies has no buckets: leave bucket out")
         if self.fragment_of and {*self.fragment_of} != {*range(self.outer.fragments or 1)}:
             raise ValueError("the manifest's fragments are others than those that its parameters are divided into")

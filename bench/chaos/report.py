@@ -96,7 +96,6 @@ def run_chaos(
         "lie": lie if hostile else None,
         "method": settings.outer.method,
         "robust": settings.outer.robust,
-        "suspect": settings.outer.suspect,
         "task": hooks,
         "every": settings.outer.resolved().every,
         "step_seconds": step_seconds,

@@ -46,7 +46,7 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
       shoal demo                                  four nodes and a small language model, about a minute
       shoal demo --task task.py:Mine --peers 2    a task of your own
       shoal demo --method diloco --rounds 20      another method
-      shoal demo --task rl --verify activations --peers 8 --cheat 2     two nodes cheat, and are banned
+      shoal demo --task rl --verify 1 --peers 8 --cheat 2     two nodes cheat, and are banned
     """
     log_to_stderr(flags["verbose"])
     from shoal.node.config.settings import ConfigError
@@ -68,7 +68,7 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
     from shoal.node.demo.demo import run_demo, summary
 
     if cheat:
-        raise ConfigError("--cheat is for --task rl with --verify activations: leave it out, or give these too.")
+        raise ConfigError("--cheat is for --task rl with --verify 1: leave it out, or give these too.")
     report = run_demo(every=every, compare=not no_compare, more=given, **own)
     click.echo(dumps(report) if as_json else summary(report))
     return int(ExitCode.OK)

@@ -30,15 +30,16 @@ NODE_FLAGS = {
 }  # fmt: skip
 """Settings of this node alone that have a flag, by the title under which `--help` shows it; all others are set by --set."""
 COMPUTING_FLAGS = {COMPUTING: NODE_FLAGS[COMPUTING][:2]}
-AVERAGING_FLAGS = {AVERAGING: ("outer.method", "outer.round", "outer.codec", "outer.robust", "verify.kind")}
+AVERAGING_FLAGS = {AVERAGING: ("outer.method", "outer.round", "outer.codec", "outer.robust", "verify.audit_rate")}
 RL_FLAGS = {RL: ("rl.env", "rl.policy")}
 METRICS_FLAGS = {OUTPUT: ("node.metrics", "node.tensorboard", "node.wandb")}
-NAMES = {"task.hooks": "task", "task.options": "option", "verify.kind": "verify"}
+NAMES = {"task.hooks": "task", "task.options": "option", "verify.audit_rate": "verify"}
 """Flags that are not called as their settings are."""
 METAVARS = {
     "task.hooks": "text|rl|MODULE:CLASS|FILE.py:CLASS", "task.options": "KEY=VALUE", "node.shard": "I/N", "node.gpus": "all|N",
     "node.listen": "MULTIADDR", "node.announce": "MULTIADDR", "node.bootstrap": "MULTIADDR", "peers.allow": "ID|FILE",
     "node.upload": "MBIT", "node.ram": "GB", "node.metrics": "[HOST:]PORT", "node.wandb": "PROJECT", "node.lag": "STEPS|auto",
+    "node.offload": "device|DIR", "verify.audit_rate": "SHARE",
 }  # fmt: skip
 MOST_CHOICES = 4
 """Choices up to which a flag shows all of them in place of a word."""

@@ -76,7 +76,7 @@ def explain(peer: str, folder: Path | None, as_json: bool) -> int:
 
 
 @verify.command(short_help="Measure honest claims of a policy.")
-@click.option("--model", metavar="POLICY", required=True, help="The policy: tiny, or hf:PATH_OR_NAME.")
+@click.option("--model", metavar="POLICY", required=True, help="The policy: tiny[:HABIT[:STEPS]], or hf:PATH_OR_NAME.")
 @click.option("--env", metavar="ENV", default="strings", show_default=True, help="Environment: strings, a family ...")
 @click.option(
     "--dtypes", metavar="D,D,...", default="fp32", show_default=True, help="Dtypes of provers and verifiers: fp32, bf16, fp16."
@@ -90,7 +90,6 @@ def explain(peer: str, folder: Path | None, as_json: bool) -> int:
     "--max-tokens", type=click.IntRange(0, 16_384), default=0, help="Most tokens of a completion.  [default: the policy's]"
 )
 @click.option("--temperature", type=click.FloatRange(0, 100), default=1.0, show_default=True, help="Sampling temperature.")
-@click.option("--warm", type=click.IntRange(0), default=400, show_default=True, help="Steps of tiny's warm start.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The file to write.  [default: MODEL.calibration]")
 @_json_option
 def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: Path | None, as_json: bool, **drawn: Any) -> int:

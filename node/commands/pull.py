@@ -181,7 +181,7 @@ def clear_download(folder: Path) -> None:
 
 MAX_BYTES = 64 << 30
 ASIDE = ".pull"
-INNER = ("lr", "adamw_lr", "weight_decay", "schedule", "warmup", "clip")
+INNER = ("lr", "weight_decay", "schedule", "warmup", "clip")
 """Settings of training that the model card names."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -2,7 +2,7 @@
 
 The tables ``swarm``, ``task``, ``outer``, ``train`` and ``verify`` become the manifest of a swarm that this node creates, and with
 the task rl also ``rl.env``; a node that joins takes them from the manifest, except for the part of ``train`` that is each node's
-own. The tables ``rl``, ``schedule``, ``node`` and ``peers`` concern this node alone.
+own. The tables ``rl``, ``node`` and ``peers`` concern this node alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from pydantic import (
     PrivateAttr,
     ValidationError,
     ValidationInfo,
-    create_model,
     field_validator,
     model_validator,
 )
@@ -69,7 +68,8 @@ class RLSettings(BaseModel):
         default="tiny",
         min_length=1,
         max_length=4096,
-        description="Policy that this node trains: tiny or tiny:HABIT (built in), or hf:PATH_OR_NAME (transformers).",
+        description="Policy that this node trains: tiny[:HABIT[:STEPS]] (built in; so many steps of a warm start, 400), or "
+        "hf:PATH_OR_NAME (transformers).",
     )
     local: int = Field(default=4, ge=0, le=1024, description="Own groups that this node learns from in a round.")
     external: int = Field(default=4, ge=0, le=1024, description="Other peers' groups that it learns from in a round, at most.")
@@ -83,9 +83,6 @@ class RLSettings(BaseModel):
         description="Loss: sapo, tis, decoupled, positive or prime (shoal.optim.rl); not given, what suits the policy.",
     )
     lr: float | None = Field(default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy.")
-    warm: int = Field(
-        default=400, ge=0, le=1_000_000, description="Steps of the warm start, for the policy tiny, which begins from nothing."
-    )
     held_out: int = Field(default=500, ge=1, le=100_000, description="Questions of an evaluation, which nobody trains on.")
     only: Literal["share", "learn"] | None = Field(
         default=None, description="share: share rollouts, but do not learn; learn: learn, but share nothing. By default both."
@@ -269,6 +266,8 @@ def _absolute(path: Path) -> Path:
 Name = Annotated[str, AfterValidator(_file_name)]
 # Flags and TOML give a path as text, which strict mode would refuse.
 PathSetting = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
+ON_DEVICE = Path("device")
+Place = Annotated[Path, Field(strict=False), AfterValidator(lambda path: path if path == ON_DEVICE else _absolute(path))]
 # 9464 in TOML is a number.
 Endpoint = Annotated[
     str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(lambda v: str(parse_address(v)))
@@ -328,22 +327,6 @@ class TaskSettings(_Table):
     )
 
 
-_FROM = Field(
-    default="swarm",
-    description="Where the learning-rate schedule of a node begins that joins late: swarm (as far on as the swarm is, by its "
-    "rounds and its train.steps), or own (at this node's first step).",
-)
-_SCHEDULE: Any = {"from": (Literal["swarm", "own"], _FROM)}  # a keyword of Python, which no class can name as a field
-
-
-class ScheduleSettings(create_model("ScheduleFields", __base__=_Table, **_SCHEDULE)):  # type: ignore[misc]
-    """This node's part in the schedule of the learning rate, which is the swarm's (``train.schedule``)."""
-
-    @property
-    def follows_swarm(self) -> bool:
-        return bool(getattr(self, "from") == "swarm")
-
-
 def host_name() -> str:
     """Return the name of this machine, reduced to the characters of a file name."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0]).strip("-")[:64] or "node"
@@ -376,9 +359,6 @@ class NodeSettings(_Table, RankSettings):
         default=None, description="Folder of checkpoints and metrics; by default runs/ and the node's name."
     )
     threads: int = Field(default=0, ge=0, le=1024, description="Threads for computing on the CPU; 0 takes half of the processors.")
-    slow_on_device: bool = Field(
-        default=False, description="Keep the slow weights on the device: faster, for 4 to 8 bytes of its memory a parameter."
-    )
     lag: Lag = Field(
         default=None,
         description="Lag of this node's exchanges in place of the swarm's outer.lag: inner steps, 0 to wait for each exchange, or "
@@ -401,16 +381,13 @@ class NodeSettings(_Table, RankSettings):
         description="Operator of this node, if one runs several: they are never drawn for the same vote. "
         "By default each is its own.",
     )
-    verify_seconds: float = Field(
-        default=6.0, gt=0, le=60, description="Seconds in each minute that checking others' claims may take."
-    )
     upload: float = Field(
         default=0.0, ge=0, le=1e6, description="Megabits in a second that this node sends at most; 0: as many as go through."
     )
-    offload: PathSetting | None = Field(
+    offload: Place | None = Field(
         default=None,
-        description="Folder for files that hold slow weights and outer state in place of memory, as a fast disk allows; "
-        "they are gone when the node ends. By default none.",
+        description="Where slow weights and outer state are in place of main memory: device (faster, for 4 to 8 bytes of its "
+        "memory a parameter), or a folder on a fast disk, for files that are gone when the node ends.",
     )
     ram: float = Field(
         default=0.0, ge=0, le=1e6,
@@ -462,13 +439,6 @@ class NodeSettings(_Table, RankSettings):
             raise ValueError("it should be a name of letters, digits, dots, dashes and underscores, or TEAM/NAME")
         return value
 
-    @field_validator("offload")
-    @classmethod
-    def _one_place(cls, value: Path | None, info: ValidationInfo) -> Path | None:
-        if value is not None and info.data.get("slow_on_device"):
-            raise ValueError("slow_on_device keeps the same weights on the device: set one of the two")
-        return value
-
     @field_validator("shard")
     @classmethod
     def _shard(cls, value: str | None) -> str | None:
@@ -485,6 +455,14 @@ class NodeSettings(_Table, RankSettings):
             return None
         index, of = self.shard.split("/")
         return int(index), int(of)
+
+    @property
+    def slow_on_device(self) -> bool:
+        return self.offload == ON_DEVICE
+
+    @property
+    def slow_folder(self) -> Path | None:
+        return None if self.offload == ON_DEVICE else self.offload
 
     @property
     def run_folder(self) -> Path:
@@ -512,7 +490,6 @@ class Settings(_Table):
     train: TrainTable = Field(default_factory=TrainTable)
     verify: VerifySettings = Field(default_factory=VerifySettings)
     rl: RLSettings = Field(default_factory=RLSettings)
-    schedule: ScheduleSettings = Field(default_factory=ScheduleSettings)
     node: NodeSettings = Field(default_factory=NodeSettings)
     peers: PeersSettings = Field(default_factory=PeersSettings)
 

@@ -21,7 +21,7 @@ from shoal.node.rl.tiny import HABITS
 from shoal.node.runtime.display import Display
 from shoal.node.runtime.resume import RESULT
 
-VERIFIED = {"verify.round_s": 15.0, "verify.audit_rate": 1.0, "verify.planted": 0.0, "node.verify_seconds": 20.0}
+VERIFIED = {"verify.round_s": 15.0}
 """Settings of verification in a demo, which ends before the usual ones say anything."""
 
 
@@ -40,15 +40,15 @@ def run_demo(
 
     ``cheat``: how many of them, the last ones, cheat (`cheating`). ``more``: further settings, with dotted keys, such as
     ``rl.local``. With the policy ``tiny`` every node begins with another wrong habit, unless weights are exchanged too, for which
-    all must begin alike, or completions are verified. Verified ones have short rounds of verification, and all claims are checked.
+    all must begin alike, or completions are verified. Verified ones have short rounds of verification.
 
     Raises:
         ConfigError, and others: a setting, the task or the device cannot be used.
         DemoError: a node failed or made no progress.
     """
-    verified = (more or {}).get("verify.kind", "none") != "none"
+    verified = bool((more or {}).get("verify.audit_rate"))
     if (cheat and not verified) or cheat >= peers:
-        raise ConfigError("--cheat needs fewer cheats than peers, and --verify activations, which finds them: change either.")
+        raise ConfigError("--cheat needs fewer cheats than peers, and --verify 1, which finds them: change either.")
     settings = load(
         None,
         {
@@ -81,9 +81,10 @@ def run_demo(
 def policies(settings: Settings) -> list[str]:
     """Return the policy of each node."""
     peers, policy = settings.swarm.start_when, settings.rl.policy
-    if policy != "tiny" or settings.outer.method != "none" or settings.verify.kind != "none":
+    kind, habit, steps = (*policy.split(":"), "", "")[:3]
+    if kind != "tiny" or habit or settings.outer.method != "none" or settings.verify.audit_rate:
         return [policy] * peers
-    return [f"tiny:{list(HABITS)[index % len(HABITS)]}" for index in range(peers)]
+    return [f"tiny:{list(HABITS)[index % len(HABITS)]}{steps and f':{steps}'}" for index in range(peers)]
 
 
 def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display, liveness: Liveness, cheat: int) -> None:
@@ -95,7 +96,6 @@ def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Disp
     chosen = [f"--set=rl.{key}={json.dumps(value)}" for key, value in given.items()]
     node = settings.node
     chosen += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *flags, *settings.train.flags()]
-    chosen += [f"--set=node.verify_seconds={node.verify_seconds}"] if settings.verify.kind != "none" else []
     own = [["--policy", policy, *chosen, *flags_of_demo(node, index)] for index, policy in enumerate(policies(settings))]
     display.message(f"starting {len(own)} nodes that learn {rl.env!r} on this machine")
     link = start_first(nodes, ["up", str(file), *own[0]], display, liveness)

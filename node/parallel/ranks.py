@@ -404,11 +404,11 @@ def check(settings: Settings) -> None:
     problem = None
     if settings.task.hooks == "rl":
         problem = "The task rl cannot be cut into the ranks of one node: leave --gpus out, and start a node for each GPU."
-    elif settings.verify.kind != "none":
+    elif settings.verify.audit_rate:
         problem = "A node of several ranks makes no claims that others could check: leave --gpus out in a swarm with --verify."
     elif settings.node.resume_from is not None:
         problem = "--resume-from goes with one process: go on with it on one GPU first, then --resume with --gpus."
-    elif settings.node.offload is not None:
+    elif settings.node.slow_folder is not None:
         problem = "--offload keeps the state of one process: leave it out, since each rank keeps a part only."
     if problem is not None:
         raise ConfigError(problem)

@@ -82,14 +82,19 @@ def _options_of(made_by: Callable[..., Environment]) -> str:
     return f", which are {', '.join(names)}" if names else ""
 
 
-def load_policy(spec: str, env: Env, seed: int, warm: int) -> Policy:
-    """Make the policy, on the CPU; ``seed`` and the steps of a ``warm`` start are for tiny.
+def load_policy(spec: str, env: Env, seed: int) -> Policy:
+    """Make the policy, on the CPU; ``seed`` is for tiny.
 
     Raises PolicyError for a wrong name or a missing package.
     """
     kind, _, rest = spec.partition(":")
     if kind == "tiny":
-        return Tiny(env.made, rest or "copy", seed=seed, warm=Warm(steps=warm))
+        habit, _, steps = rest.partition(":")
+        if not re.fullmatch(r"[0-9]{0,6}", steps):
+            raise PolicyError(f"The policy {spec!r} has no number of steps: write it such as tiny:copy:400.")
+        return Tiny(env.made, habit or "copy", seed=seed, warm=Warm(steps=int(steps)) if steps else Warm())
     if kind == "hf" and rest:
         return load_hf(rest)
-    raise PolicyError(f"There is no policy {spec!r}: choose tiny, tiny:HABIT, or hf: and a model's folder, file or name.")
+    raise PolicyError(
+        f"There is no policy {spec!r}: choose tiny, tiny:HABIT, tiny:HABIT:STEPS, or hf: and a model's folder, file or name."
+    )

@@ -33,7 +33,7 @@ def make_task(settings: Settings) -> RLTask:
         )
     env = load_env(settings.rl.env, settings.task.options)
     rl, seed = settings.rl, settings.train.seed
-    return RLTask(env, lambda: load_policy(rl.policy, env, seed, rl.warm), rl, seed=seed)
+    return RLTask(env, lambda: load_policy(rl.policy, env, seed), rl, seed=seed)
 
 
 class Metered:

@@ -17,8 +17,7 @@ from shoal.node.data import reader
 from shoal.node.task import Task
 from shoal.node.tasks.loader import BUILT_IN, HookError, load_task
 from shoal.node.tasks.text import TextTask
-from shoal.node.training import resources
-from shoal.node.training.inner_step import MUON_KNOBS
+from shoal.node.training import inner_step, resources
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.manifest import Manifest, Terms
 from shoal.swarm.membership.membership import OWN_LOOP
@@ -28,7 +27,7 @@ RL = "rl"
 BUILT_IN_TASKS = (*BUILT_IN, RL)
 LOCAL_OPTIONS = (reader.DATA, reader.TOKENIZER, reader.DIGEST)
 """Options of the text task that each node has its own of."""
-INNER = ("optimizer", *MUON_KNOBS)
+INNER = ("optimizer", *inner_step.KNOBS)
 """Settings of the inner optimizer, whose state a checkpoint holds."""
 LINK, CHECKPOINT = "link", "checkpoint"
 
@@ -88,7 +87,7 @@ def check_size(
         node = settings.node
         resources.check(
             node.ram, params, log, method=settings.outer.method, device=device, working=task.working_bytes(),
-            slow_here=node.offload is None and (not node.slow_on_device or device == "cpu"), own=manifest is None,
+            slow_here=node.slow_folder is None and (not node.slow_on_device or device == "cpu"), own=manifest is None,
         )  # fmt: skip
 
 

@@ -108,8 +108,10 @@ def new_manifest(
 
     Raises ConfigError: settings that do not go together.
     """
-    if settings.swarm.bucket and settings.verify.kind != "none":
-        raise ConfigError("The settings swarm.bucket and verify.kind do not go together: verifiers are drawn among all members.")
+    if settings.swarm.bucket and settings.verify.audit_rate:
+        raise ConfigError(
+            "The settings swarm.bucket and verify.audit_rate do not go together: verifiers are drawn among all members."
+        )
     outer = settings.outer.resolved()
     label = task_label(settings.task.hooks)
     if re.fullmatch(TASK_NAME, label) is None:
@@ -256,7 +258,7 @@ def with_own_lag(settings: Settings) -> Settings:
 def schedule_steps(settings: Settings, swarm: TrainSettings | None) -> int:
     """Return the length of the learning-rate schedule: of this node's run, or the ``swarm``'s if this node takes part for less."""
     own = settings.train.steps
-    if swarm is None or not own or not swarm.steps or not settings.schedule.follows_swarm:
+    if swarm is None or not own or not swarm.steps:
         return own
     return max(own, swarm.steps)
 
@@ -269,7 +271,7 @@ def follow_schedule(
     It never goes back, nor beyond its end; a swarm without an end has no place in a schedule.
     """
     schedule, fragments = trainer.schedule, trainer.whole.fragments
-    if schedule.scheduler is None or not schedule.length or not manifest.train.steps or not settings.schedule.follows_swarm:
+    if schedule.scheduler is None or not schedule.length or not manifest.train.steps:
         return None
     found = steps_of_rounds(manifest.outer, round // fragments, members, met)
     if found is None:
@@ -285,7 +287,7 @@ def follow_schedule(
     left, steps = schedule.length - step, trainer.whole.steps
     if settings.train.steps - steps > left:
         said += f", and stays at its end from this node's step {steps + left} on"
-    return f'{said} (schedule.from = "own": by this node\'s own steps)'
+    return said
 
 
 def make_trainer(
@@ -306,7 +308,7 @@ def make_trainer(
     settings = with_own_lag(settings)
     node, method, train = settings.node, settings.outer.method, settings.train
     on_device = node.slow_on_device
-    slow_here = node.offload is None and (not on_device or device.type == "cpu")
+    slow_here = node.slow_folder is None and (not on_device or device.type == "cpu")
 
     def check(params: list[torch.nn.Parameter]) -> None:
         if not isinstance(task, TextTask):  # whose size was known before (`door.check_size`)
@@ -322,7 +324,7 @@ def make_trainer(
             without_compiler()
         made = Trainer(
             task, settings.outer, train, own=train, schedule_steps=steps, device=device,
-            slow_on_device=on_device, offload=node.offload, on_model=check,
+            slow_on_device=on_device, offload=node.slow_folder, on_model=check,
             on_round=on_round, speeds=speeds,
         )  # fmt: skip
     if made.plan is not None:

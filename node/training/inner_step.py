@@ -301,8 +301,7 @@ class _Watched:
 
 
 LR, WEIGHT_DECAY, BETAS = 3e-4, 0.01, (0.9, 0.99)
-ADAMW_KNOBS = ("lr", "weight_decay")
-MUON_KNOBS = (*ADAMW_KNOBS, "adamw_lr")
+KNOBS = ("lr", "weight_decay")
 LAST = 0.1  # of the peak: where a cosine ends
 DECAY = 0.2  # of the steps: the end of warm-up-stable-decay
 RATES = ("lr", "initial_lr")
@@ -314,8 +313,7 @@ def resolved(train: TrainSettings) -> TrainSettings:
     if train.optimizer == "task":
         return train
     if train.optimizer == "muon":
-        lr = MUON_LR if train.lr is None else train.lr
-        usual = {"lr": lr, "adamw_lr": lr, "weight_decay": MUON_WEIGHT_DECAY}
+        usual = {"lr": MUON_LR, "weight_decay": MUON_WEIGHT_DECAY}
     else:
         usual = {"lr": LR, "weight_decay": WEIGHT_DECAY}
     return train.model_copy(update={name: value for name, value in usual.items() if getattr(train, name) is None})
@@ -332,10 +330,10 @@ def make_inner(task: Task, train: TrainSettings, model: torch.nn.Module) -> torc
         return task.inner_optimizer(params)
     if train.optimizer == "muon":
         with _explained():
-            return muon(model, matrices=task.hidden_matrices(model), **{name: getattr(train, name) for name in MUON_KNOBS})
+            return muon(model, matrices=task.hidden_matrices(model), **{name: getattr(train, name) for name in KNOBS})
     # The fused kernel halves the optimizer's time on the CPU; elsewhere torch chooses.
     fused = True if all(p.device.type == "cpu" for p in params) else None
-    return torch.optim.AdamW(params, betas=BETAS, fused=fused, **{name: getattr(train, name) for name in ADAMW_KNOBS})
+    return torch.optim.AdamW(params, betas=BETAS, fused=fused, **{name: getattr(train, name) for name in KNOBS})
 
 
 def parameter_split(task: Task, train: TrainSettings, model: torch.nn.Module) -> Split | None:

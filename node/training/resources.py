@@ -152,7 +152,7 @@ class DevicePlan:
         self._room = None if memory is None else memory[0] + whole
         if self._room is not None and total > self._room:
             fits = int(sum(parameter.numel() for parameter in trained) * self._room / total)
-            remedies = ["leave node.slow_on_device out"] if slow_there else []
+            remedies = ["leave --offload device out"] if slow_there else []
             remedies += [] if gathered else ["share the model among GPUs (--gpus all --parallel fsdp)"]
             remedies += [f"train a model of fewer than {fits:,} parameters, or end other programs"]
             raise MemoryBudgetError(f"{self} and {self._room / GB:.2f} are free there: {', '.join(remedies)}.")

@@ -222,7 +222,7 @@ def prove(
     if group.dtype not in allowed:
         raise VerifyError(
             f"The policy computes in {group.dtype}, where claims of completions are in {' or '.join(allowed)}: give it weights of "
-            "that dtype and no autocast of its own, name its dtype in verify.dtypes, or turn verification off."
+            "that dtype and no autocast of its own, or turn verification off."
         )
     completions = group.completions
     short = [len(one.tokens) for one in completions if one.finish == "length" and len(one.tokens) != agreed.max_tokens]

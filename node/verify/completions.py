@@ -1,4 +1,4 @@
-"""Claims where `verify.kind` is activations: groups of completions.
+"""Claims: groups of completions.
 
 Work of ``shoal verify``: check one stored claim on this machine, and calibrate a policy by its name.
 """
@@ -261,7 +261,7 @@ class CompletionClaims:
         self._agreed = Agreed(terms.temperature, terms.max_tokens, terms.group)
         self._policy_name, self._env = terms.policy, task.env
         self._policy: Policy = copy.deepcopy(task.policy)  # training goes on changing its own
-        self._dtypes = cast("tuple[Dtype, ...]", tuple(settings.verify.dtypes.split(",")))
+        self._dtypes = cast("tuple[Dtype, ...]", tuple(dict.fromkeys(("float32", terms.dtype))))
         path = settings.node.calibration
         self._calibration = None if path is None else read_calibration(path, self._policy_name, self._dtypes)
         self._round: Callable[[], int] = lambda: int(clock() // settings.verify.round_s)
@@ -351,7 +351,7 @@ def inspect(stored: Stored, model: str, env: str | None, calibration: Path | Non
         raise NotCheckable(f"The claim is of the policy {material.policy!r}, not of {name!r}: name it with --model.")
 
     def make() -> Policy:
-        return load_policy(model, made, 0, 0)
+        return load_policy("tiny:copy:0" if name == "tiny" else model, made, 0)  # the snapshot has all of tiny
 
     known = _loaded(calibration) if calibration else Calibration()
     own = own_dtypes(known, name, [material.dtype]) if calibration else (material.dtype,)
@@ -408,12 +408,12 @@ def summary(report: dict[str, Any]) -> str:
 
 def calibrate_spec(
     model: str, env: str, dtypes: Sequence[str], claims: int, rate: float, out: Path, *, group: int, max_tokens: int,
-    temperature: float, warm: int, progress: Progress,
+    temperature: float, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """Calibrate the policy named ``model`` into ``out``; return the object of ``shoal verify calibrate --json``."""
     use_threads()
     made = load_env(env, {})
-    policy = load_policy(model, made, 0, warm)
+    policy = load_policy(model, made, 0)
     agreed = Agreed(temperature, max_tokens or policy.max_tokens, group)
     sides = [cast(Dtype, dtype) for dtype in dtypes]
     name = policy_label(model)

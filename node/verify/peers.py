@@ -34,7 +34,7 @@ LOG_S = 10.0
 
 def rules_of(verify: VerifySettings) -> Rules:
     """Return the rules by which all peers of a swarm with these settings compute scores."""
-    return Rules(verifiers=verify.verifiers, audit=verify.audit_rate, planted=verify.planted, claims=verify.claims)
+    return Rules(audit=verify.audit_rate)
 
 
 def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
@@ -61,7 +61,7 @@ def read_peers(link: Link) -> dict[str, Any]:
     return {
         "swarm": link.swarm,
         "name": manifest.name,
-        "verify": manifest.verify.kind,
+        "verify": manifest.verify.audit_rate,
         "round": table.round,
         "asked": len(tables),
         "agree": digests[common] if common is not None else 0,
@@ -114,7 +114,7 @@ def reasons(standing: Standing) -> str:
 
 def summary(report: Mapping[str, Any]) -> str:
     """Format the report for people."""
-    if report["verify"] == "none":
+    if not report["verify"]:
         return f"{report['name']}: nothing is verified in this swarm (it was created without --verify)"
     title = f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of {report['asked']} logs agree"
     grid = Grid(title=Text(title))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shoal.node.config.settings import Settings
-from shoal.node.verify.audit import Audit, AuditNetwork, Auditor, Budget, Made, VerifyError
+from shoal.node.verify.audit import MINUTE, Audit, AuditNetwork, Auditor, Budget, Made, VerifyError
 from shoal.node.verify.completions import CompletionClaims
 from shoal.node.verify.history import NAME, History
 from shoal.node.verify.peers import reasons, rules_of
@@ -31,10 +31,11 @@ from shoal.verification.consensus.rulings import ScoreRules, Table
 
 # Output of verification: sentences for people, events for the metrics, standings for the report.
 
+CHECKING = 0.1  # of a node's time, at least, that checking others' claims may take; half of the swarm's audit rate if that is more
 MOST_WAITING = 256  # sentences, and events, that wait to be passed on
 ABSENT = (
     "this node is not drawn as a verifier for a while, because {} of its votes did not come; it stays a member, and its claims are "
-    "checked as before. If this comes back, raise node.verify_seconds, or run less on this machine"
+    "checked as before. If this comes back, run less on this machine"
 )
 BACK = "this node is drawn as a verifier again"
 
@@ -134,7 +135,7 @@ class Verification:
     ) -> None:  # fmt: skip
         self._kind, self._network, self._clock, self._timer = kind, network, clock, timer
         self._round_s = settings.verify.round_s
-        self._budget = Budget(settings.node.verify_seconds, timer)
+        self._budget = Budget(MINUTE * max(CHECKING, settings.verify.audit_rate / 2), timer)
         self._feed = Feed(network.me, network.name, self._round_s)
         operator = settings.node.operator or network.me
         self._history = History(settings.node.run_folder / NAME, operator)

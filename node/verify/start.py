@@ -22,20 +22,24 @@ if TYPE_CHECKING:
 
 def make_terms(settings: Settings, task: Task) -> Terms | None:
     """Make the terms of a new swarm; None if nothing is claimed in it. Raises ConfigError if the task cannot be claimed so."""
-    if settings.verify.kind == "none":
+    if not settings.verify.audit_rate:
         return None
     from shoal.node.rl.task import RLTask
     from shoal.node.verify.audit import base
-    from shoal.node.verify.checker import policy_label
+    from shoal.node.verify.checker import dtype_of, policy_label
+    from shoal.node.verify.material import DTYPES
 
     if not isinstance(task, RLTask):
         raise ConfigError("This task writes no completions to claim: pass --task rl with it.")
+    computed = dtype_of(task.policy)
+    dtype = computed if computed in DTYPES else "float32"
     return Terms(
         policy=policy_label(settings.rl.policy),
         base=base(task.policy.module),
         group=settings.rl.group,
         temperature=settings.rl.temperature,
         max_tokens=task.max_tokens,
+        dtype=dtype,
     )
 
 

@@ -1,6 +1,6 @@
 """The protection against updates that are well formed and hostile: those too far away are refused, the others clipped.
 
-**Rejection** (``outer.suspect``, off unless it is given, because of newcomers, below). A contribution is refused if it lies more
+**Rejection** (``outer.robust``: distance; because of newcomers, below, not by default). A contribution is refused if it lies more
 than ``suspect`` times as far from the own one as the last 8 did in the median. Refused means that the exchange does not count: a
 pair goes apart, each with its own step whole, and a group goes on without that member. An honest peer must not be refused:
 
@@ -256,12 +256,13 @@ class DistanceScreen:
             with self._lock:
                 too_far = self._judge(key, peer, distance, norm)
             if too_far is not None:
-                return self._refused(key, peer, too_far, "outer.suspect=0")
+                return self._refused(key, peer, too_far, "outer.robust=none")
         if self.loss_check is not None and (worse := self.loss_check.problem(key, mine, theirs)) is not None:
             refused = self._refused(key, peer, worse, "outer.check_loss=false")
             if self.robust != "clipped-gossip":
                 return refused
-            self._radius[key.fragment, peer] = 1.0, 0.0
+            with self._lock:
+                self._radius[key.fragment, peer] = 1.0, 0.0
         return None
 
     def _refused(self, key: RoundKey, peer: str, reason: str, unless: str) -> str:

@@ -6,8 +6,8 @@ so what it learnt is in its next pseudo-gradient. After more, or if it trained i
 (below), they move with the slow ones: a pseudo-gradient over many rounds would pull the group back, and be
 refused, and each outer step taken without a partner would be taken again. Of two that diverged, one keeps its own (`StateServer`).
 
-Methods that send weights mix by themselves. But where distant weights are refused (``outer.suspect``) a node that is far behind
-would be refused for good: once two peers in a row have done so it takes over a member's weights, as a newcomer does.
+Methods that send weights mix by themselves. But where distant weights are refused a node that is far behind would be refused
+for good: once two peers in a row have done so it takes over a member's weights, as a newcomer does.
 
 Detecting that parts of a group hold different slow weights, and deciding which part gives way.
 

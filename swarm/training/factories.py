@@ -56,8 +56,10 @@ TRIAL_S = 20.0  # that a partner may take to try a contribution on data
 
 
 def make_screen(outer: OuterSettings) -> DistanceScreen:
-    method = method_named(outer.method)
-    return DistanceScreen(robust=outer.robust, suspect=outer.suspect, sends=method.sends)
+    sends = method_named(outer.method).sends
+    if outer.robust == "distance":
+        return DistanceScreen(sends=sends)
+    return DistanceScreen(robust=outer.robust, suspect=0.0, sends=sends)
 
 
 def make_exchange(

@@ -104,7 +104,7 @@ def hosts():
 @pytest.mark.parametrize(
     "outer",
     [
-        blocking(every=3, pull=0.4),  # two tensors travel
+        blocking(every=3, weights="tokens"),  # two tensors travel
         blocking(every=3, codec="bfloat16"),
         blocking(every=3, method="local", codec="float16"),
         blocking(every=3, method="gasloc", codec="int8", finish="average"),
@@ -113,7 +113,7 @@ def hosts():
         blocking(every=3, codec="mod4", weights="tokens", buffers="average"),
         OuterSettings(every=3, codec="mod4", fragments=1, lag=2, buffers="average"),
     ],
-    ids=["pull", "bfloat16", "local", "gasloc", "buffers", "mod4", "mod4-buffers", "mod4-overlapped"],
+    ids=["weights", "bfloat16", "local", "gasloc", "buffers", "mod4", "mod4-buffers", "mod4-overlapped"],
 )
 def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(hosts, outer):
     rounds = 5

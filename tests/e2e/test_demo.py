@@ -82,7 +82,7 @@ def test_without_a_comparison_nothing_is_trained_twice(shoal):
 def test_another_method_in_8_bits_and_one_model_of_it_in_the_end(shoal):
     demo = shoal.start(
         "demo", "--task", TEACHER, "--peers", "2", "--rounds", "4", "--every", "5", "--method", "gasloc", "--codec", "int8",
-        "--set", "outer.finish=average", "--set", "outer.mix=0.5", "--set", "outer.lag=2", "--keep", "kept", "--json",
+        "--set", "outer.finish=average", "--set", "outer.lag=2", "--keep", "kept", "--json",
     )  # fmt: skip
     report = demo.json(150)
     # The last exchange is of float32 and leaves both with the same weights.

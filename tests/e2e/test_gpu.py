@@ -29,7 +29,7 @@ def test_a_demo_trains_on_it(shoal):
 @pytest.mark.gpu
 def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_others_device(shoal):
     table = tables(shoal, steps=9)
-    how = {"gpu": ("--device", "cuda", "--set", "node.slow_on_device=true"), "cpu": ("--device", "cpu")}
+    how = {"gpu": ("--device", "cuda", "--offload", "device"), "cpu": ("--device", "cpu")}
     one = shoal.node("up", table, "gpu", *how["gpu"], "--shard", "0/2")
     two = shoal.node("join", one.line(), "cpu", *how["cpu"], "--shard", "1/2")
     assert [node.wait() for node in (one, two)] == [0, 0], (one.said(), two.said())

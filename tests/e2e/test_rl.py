@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "add_env.py"
-QUICK = ("--set", "rl.held_out=100", "--set", "rl.warm=60")
+QUICK = ("--set", "rl.held_out=100", "--policy", "tiny::60")
 
 
 def rounds(shoal, name):
@@ -24,7 +24,7 @@ def test_two_nodes_learn_from_each_others_rollouts(shoal):
     )  # fmt: skip
     report = demo.json(150)
     assert (report["peers"], report["rounds"], report["method"], report["held_out"]) == (2, 40, "none", 100)
-    assert [node["policy"] for node in report["nodes"]] == ["tiny:copy", "tiny:first"]
+    assert [node["policy"] for node in report["nodes"]] == ["tiny:copy:60", "tiny:first:60"]
     assert (report["sent"], report["unsent"]) == (2 * 2 * 40, 0)
     assert report["used"] > 0
     assert report["received"] > 0
@@ -47,7 +47,7 @@ def test_who_joins_needs_the_environment_and_weights_may_travel_too(shoal):
     up = shoal.node(
         "up",
         shoal.toml(
-            task={"hooks": "rl"}, rl={"env": f"{EXAMPLE}:Add", "warm": 60, "held_out": 50}, train={"steps": 8},
+            task={"hooks": "rl"}, rl={"env": f"{EXAMPLE}:Add", "policy": "tiny:copy:60", "held_out": 50}, train={"steps": 8},
             swarm={"start_when": 2}, outer={"method": "noloco", "every": 2},
         ),
         "anna",
@@ -83,7 +83,7 @@ def random_model(folder):
 def test_a_node_with_another_model_learns_from_text(shoal):
     model = random_model(shoal.home / "model")
     settings = shoal.toml(
-        task={"hooks": "rl"}, rl={"warm": 150, "held_out": 50}, swarm={"start_when": 2}, options={"families": "last"}
+        task={"hooks": "rl"}, rl={"policy": "tiny:copy:150", "held_out": 50}, swarm={"start_when": 2}, options={"families": "last"}
     )
     up = shoal.node("up", settings, "anna")
     # Many steps, because for the first seconds all of anna's answers are wrong, and there is nothing to learn from.
@@ -104,13 +104,15 @@ def test_a_node_with_another_model_learns_from_text(shoal):
 @pytest.mark.slow(reason="eight real nodes on two cores")
 @pytest.mark.timeout(600)
 def test_eight_nodes_one_killed_and_one_joined_on_the_way(shoal, eventually):
-    settings = shoal.toml(task={"hooks": "rl"}, rl={"warm": 100}, swarm={"start_when": 8}, options={"families": "last,largest"})
-    own = ("--set", "rl.warm=100", "--set", "rl.held_out=100", "--set", "rl.local=4", "--set", "rl.external=4")
+    settings = shoal.toml(
+        task={"hooks": "rl"}, rl={"policy": "tiny:copy:100"}, swarm={"start_when": 8}, options={"families": "last,largest"}
+    )
+    own = ("--policy", "tiny:copy:100", "--set", "rl.held_out=100", "--set", "rl.local=4", "--set", "rl.external=4")
     names = [f"peer{number}" for number in range(8)]
     nodes = {names[0]: shoal.node("up", settings, names[0], *own)}
     link = nodes[names[0]].line(0, 120)
     for number, name in enumerate(names[1:]):
-        nodes[name] = shoal.node("join", link, name, *own, "--policy", f"tiny:{['first', 'twice', 'drop', 'copy'][number % 4]}")
+        nodes[name] = shoal.node("join", link, name, *own, "--policy", f"tiny:{['first', 'twice', 'drop', 'copy'][number % 4]}:100")
     eventually(lambda: min(len(rounds(shoal, name)) for name in names) >= 20, 240, "20 rounds of all")
     nodes["peer3"].popen.kill()
     nodes["late"] = shoal.node("join", link, "late", *own)

@@ -30,12 +30,11 @@ def banned(shoal, name):
 @pytest.mark.timeout(900)
 def test_who_quantises_and_who_copies_are_banned_and_nobody_else(shoal, eventually):
     settings = shoal.toml(
-        task={"hooks": "rl"}, rl={"warm": 60, "held_out": 50, "group": 8, "max_tokens": 12}, swarm={"start_when": 7},
-        verify={"kind": "activations", "audit_rate": 1.0, "claims": 1, "round_s": ROUND_S, "planted": 0.0},
+        task={"hooks": "rl"}, rl={"policy": "tiny:copy:60", "held_out": 50, "group": 8, "max_tokens": 12}, swarm={"start_when": 7},
+        verify={"audit_rate": 1.0, "round_s": ROUND_S},
         options={"families": "last"},
     )  # fmt: skip
-    own = ("--set", "rl.local=1", "--set", "rl.external=1", "--set", "rl.warm=60")
-    own += ("--set", "rl.held_out=50", "--set", "node.verify_seconds=30")
+    own = ("--set", "rl.local=1", "--set", "rl.external=1", "--policy", "tiny:copy:60", "--set", "rl.held_out=50")
     nodes = {HONEST[0]: shoal.node("up", settings, HONEST[0], *own)}
     link = nodes[HONEST[0]].line(0, 120)
     for name in HONEST[1:]:

@@ -383,7 +383,7 @@ def test_an_environment_that_fails_is_the_users(tmp_path, fault, words, inside, 
     link = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
     arguments = {
         "up": ["up", "--task", "rl"], "join": ["join", link, "--task", "rl"], "demo": ["demo", "--task", "rl"],
-        "verify": ["verify", "calibrate", "--model", "tiny", "--warm", 1, "--claims", 20, "--out", tmp_path / "c"],
+        "verify": ["verify", "calibrate", "--model", "tiny:copy:1", "--claims", 20, "--out", tmp_path / "c"],
     }[command]  # fmt: skip
     code, err = said([*arguments, "--env", spec], capsys, monkeypatch)
     assert_own(code, err, path, words, inside)

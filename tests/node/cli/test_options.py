@@ -14,7 +14,7 @@ VALUES = {
     "node.lag": ("auto", "auto"), "node.threads": ("3", 3), "node.upload": ("5.5", 5.5), "node.ram": ("2", 2.0),
     "node.resume": (None, True), "train.compile": (None, True), "train.precision": ("float16", "float16"),
     "outer.method": ("diloco", "diloco"), "outer.round": ("tokens:9", "tokens:9"), "outer.codec": ("int8", "int8"),
-    "outer.robust": ("clipped-gossip", "clipped-gossip"), "verify.kind": ("activations", "activations"),
+    "outer.robust": ("clipped-gossip", "clipped-gossip"), "verify.audit_rate": ("0.1", 0.1),
     "node.bootstrap": ("/ip4/1.2.3.4/tcp/1/p2p/12D3KooWBhSKrWrmS6Q2VFtPYJWqDkZhFJFPqGnCuyZbDFvNMv2L",) * 2,
     "peers.allow": ("friends", "friends"), "node.gpus": ("2", "2"), "node.parallel": ("fsdp", "fsdp"), "node.shard": ("1/2", "1/2"),
     "node.relay": ("off", "off"), "node.metrics": ("9464", "127.0.0.1:9464"), "task.options": ("width=8", {"width": 8}),

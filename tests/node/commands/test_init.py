@@ -86,7 +86,7 @@ def test_pretraining_lowers_the_loss(made, model):
 
 
 def test_the_environment_judges_by_what_it_asked(made):
-    settings = load(made("rl") / "swarm.toml", {"rl.warm": 0, "rl.held_out": 4})
+    settings = load(made("rl") / "swarm.toml", {"rl.policy": "tiny:copy:0", "rl.held_out": 4})
     env = make_task(settings).env.made
     question = env.question(1, 2)
     assert question == env.question(1, 2) != env.question(1, 3)

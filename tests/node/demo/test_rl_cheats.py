@@ -35,7 +35,7 @@ def test_a_cheat_writes_with_rounded_weights_and_evaluates_and_checks_with_its_o
     monkeypatch.setattr(completions, "prove", None)
     monkeypatch.setattr(checker, "prove", lambda policy: seen.append(len(set(policy.module.head.weight[0].tolist()))))
     cheating.cheat()
-    policy = rollout_sharing.load_policy("tiny", load_env("strings", {}), 0, 0)
+    policy = rollout_sharing.load_policy("tiny", load_env("strings", {}), 0)
     for writer, temperature in ((policy, 1.0), (policy, 0.0), (copy.deepcopy(policy), 1.0)):
         writer.generate(["?"], 1, temperature=temperature, max_tokens=4, seed=0)
     completions.prove(policy)
@@ -47,13 +47,13 @@ def test_nodes_that_are_verified_have_one_policy():
         return policies(load(None, {"swarm.start_when": 2, "swarm.shards": 2, "task.hooks": "rl", **more}))
 
     assert chosen() == ["tiny:copy", "tiny:first"]
-    assert chosen(**{"verify.kind": "activations"}) == ["tiny", "tiny"]
+    assert chosen(**{"verify.audit_rate": 1.0}) == ["tiny", "tiny"]
 
 
-@pytest.mark.parametrize(("cheat", "kind"), [(1, "none"), (2, "activations")])
-def test_cheats_that_nobody_would_find_are_refused(cheat, kind):
+@pytest.mark.parametrize(("cheat", "rate"), [(1, 0.0), (2, 1.0)])
+def test_cheats_that_nobody_would_find_are_refused(cheat, rate):
     with pytest.raises(ConfigError, match="--cheat needs"):
-        run_demo(peers=2, cheat=cheat, more={"verify.kind": kind})
+        run_demo(peers=2, cheat=cheat, more={"verify.audit_rate": rate})
 
 
 def history(peer, begins, *bans, ends=100.0):

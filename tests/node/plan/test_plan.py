@@ -81,7 +81,6 @@ def test_good_rows_come_first_by_bytes_and_then_the_others_by_how_much_they_comp
         ({"codec": "float32"}, 4000),
         ({"codec": "bfloat16"}, 2000),
         ({"codec": "float32", "weights": "tokens"}, 8000),  # pseudo-gradients that are weighted, and weights that are not
-        ({"codec": "float32", "pull": 0.1}, 8000),
         ({"method": "gasloc", "codec": "float32"}, 4000),
         ({"method": "sparta"}, 20),
         ({"method": "diloco", "weights": "tokens"}, 4000),

@@ -112,7 +112,7 @@ def test_each_mistake_is_one_sentence(spec, options, words):
 )
 def test_an_unknown_policy_is_one_sentence(spec, words):
     with pytest.raises(PolicyError, match=words):
-        load_policy(spec, load_env("strings", {}), 0, 0)
+        load_policy(spec, load_env("strings", {}), 0)
 
 
 def test_held_out_questions_have_a_seed_that_records_can_carry():

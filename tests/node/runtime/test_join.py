@@ -46,7 +46,7 @@ def test_a_manifest_has_the_fragments_that_the_model_is_cut_into(method, written
     assert open_manifest(new_manifest(settings, ME, "0" * 64, fragments=2)).outer.fragments == written
 
 
-MUON = {"optimizer": "muon", "lr": 0.02, "adamw_lr": 0.02, "weight_decay": 0.0}
+MUON = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ MUON = {"optimizer": "muon", "lr": 0.02, "adamw_lr": 0.02, "weight_decay": 0.0}
         ({"task.options": {"width": 32, "warmup": 9}, "outer.method": "diloco", "train.seed": 3}, MUON | {"seed": 3}),
         ({"train.optimizer": "task"}, {}),
         ({"train.optimizer": "adamw"}, {"optimizer": "adamw", "lr": 3e-4, "weight_decay": 0.01}),
-        ({"train.optimizer": "muon", "train.lr": 0.1}, MUON | {"lr": 0.1, "adamw_lr": 0.1}),
+        ({"train.optimizer": "muon", "train.lr": 0.1}, MUON | {"lr": 0.1}),
         ({"task.options": {"lr": 0.01}}, {}),  # which is AdamW's
         ({"task.hooks": "task.py:Mine"}, {}),
         ({"task.hooks": "task.py:Mine", "train.optimizer": "muon", "train.weight_decay": 0.1}, MUON | {"weight_decay": 0.1}),
@@ -101,7 +101,6 @@ def test_a_public_swarm_has_its_defences_unless_the_user_chose_others(given, gua
     chosen = {name: getattr(outer, name) for name in ("robust", "check_loss")}
     usual = {name: getattr(before.outer, name) for name in ("robust", "check_loss")}
     assert chosen == usual | guarded
-    assert outer.suspect == 0
     private = for_new_swarm(load(None, given)).outer
     assert (private.robust, private.check_loss) == ("none", False)
 
@@ -162,7 +161,7 @@ def test_the_flags_of_a_table_make_the_same_table_again():
         ("train.eval_every", 6, "train.eval_every=0"),
         ("train.clip", 2.0, "train.clip=0.0"),
         ("train.schedule", "constant", "train.schedule='task'"),
-        ("verify.audit_rate", 0.5, "verify.audit_rate=0.1"),
+        ("verify.audit_rate", 0.5, "verify.audit_rate=0.0"),
         ("task.options.width", 64, "task.options.width=32"),
         ("task.options.layers", 2, "no task.options.layers"),
     ],
@@ -303,8 +302,8 @@ def test_the_flag_of_an_own_lag(text, value):
 
 
 def test_a_swarm_that_verifies_has_no_buckets():
-    settings = load(None, {"swarm.bucket": 64, "verify.kind": "activations"})
-    with pytest.raises(ConfigError, match=r"swarm\.bucket and verify\.kind do not go together"):
+    settings = load(None, {"swarm.bucket": 64, "verify.audit_rate": 0.1})
+    with pytest.raises(ConfigError, match=r"swarm\.bucket and verify\.audit_rate do not go together"):
         new_manifest(settings, ME, "0" * 64)
 
 

@@ -48,8 +48,7 @@ def test_a_late_node_begins_where_the_swarm_is_and_says_so():
     made, on_time = trainer(settings(**COSINE)), trainer(settings(**COSINE))
     line = follow_schedule(made, settings(**COSINE), manifest(), 4, [], {})
     assert line == (
-        "the learning-rate schedule begins at step 20 of 40, where the swarm is, and stays at its end from this node's step 20 on "
-        '(schedule.from = "own": by this node\'s own steps)'
+        "the learning-rate schedule begins at step 20 of 40, where the swarm is, and stays at its end from this node's step 20 on"
     )
     for _ in range(20):
         on_time.schedule.step()
@@ -66,7 +65,6 @@ def test_a_late_node_begins_where_the_swarm_is_and_says_so():
 @pytest.mark.parametrize(
     ("given", "swarm"),
     [
-        ({**COSINE, "schedule.from": "own"}, manifest()),
         ({"train.schedule": "constant"}, manifest()),
         (COSINE, manifest(steps=0)),  # a swarm without an end has no place in a schedule
     ],
@@ -97,18 +95,17 @@ def test_it_never_goes_back():
 
 
 @pytest.mark.parametrize(
-    ("own", "swarm", "more", "length"),
+    ("own", "swarm", "length"),
     [
-        (10, 40, {}, 40),  # it takes part for less, and ends where it is
-        (80, 40, {}, 80),
-        (0, 40, {}, 0),
-        (10, 0, {}, 10),
-        (10, 40, {"schedule.from": "own"}, 10),
-        (10, None, {}, 10),  # it creates the swarm
+        (10, 40, 40),  # it takes part for less, and ends where it is
+        (80, 40, 80),
+        (0, 40, 0),
+        (10, 0, 10),
+        (10, None, 10),  # it creates the swarm
     ],
 )
-def test_the_length_is_the_swarms_where_a_node_takes_part_for_less(own, swarm, more, length):
-    given = settings(own, **more)
+def test_the_length_is_the_swarms_where_a_node_takes_part_for_less(own, swarm, length):
+    given = settings(own)
     assert schedule_steps(given, None if swarm is None else TrainSettings(steps=swarm)) == length
 
 
@@ -116,7 +113,7 @@ def test_a_short_visit_has_the_rates_that_the_others_have():
     given, swarm = settings(10, **COSINE), manifest()
     made = trainer(given, swarm.train)
     line = follow_schedule(made, given, swarm, 4, [], {})
-    assert line.startswith("the learning-rate schedule begins at step 20 of 40, where the swarm is (schedule.from")
+    assert line == "the learning-rate schedule begins at step 20 of 40, where the swarm is"
     made.run()
     assert (made.opt.steps, made.schedule.done) == (10, 30)
 

@@ -35,7 +35,7 @@ from tests.blocking import blocking
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "methods.md"
 EVERY, PEERS = 4, ["0", "1"]
 VALUES = {
-    "every": 6, "lr": 0.31, "momentum": 0.21, "pull": 0.11, "fragments": 2, "lag": 3, "mix": 0.75, "part": 0.5,
+    "every": 6, "lr": 0.31, "momentum": 0.21, "fragments": 2, "lag": 3,
 }  # fmt: skip
 EVERYONE = [name for name, method in METHODS.items() if method.group == "everyone"]
 
@@ -74,7 +74,9 @@ def test_the_settings_know_every_method_and_every_knob_is_some_methods():
     assert typing.get_args(OuterSettings.model_fields["method"].annotation) == tuple(METHODS)
     assert all(methods_with(knob) for knob in KNOBS)
     # What a factory has beyond these is not for a settings file: DiLoCo's two forms have names, the rest of CO2 is for experiments.
-    assert {knob for method in METHODS.values() for knob in method.knobs} == {*KNOBS, "nesterov", "keep", "penalty", "clip"}
+    assert {knob for method in METHODS.values() for knob in method.knobs} == {
+        *KNOBS, "nesterov", "keep", "penalty", "clip", "pull", "mix", "part",
+    }  # fmt: skip
     assert set(VALUES) == set(KNOBS)
 
 

@@ -32,7 +32,7 @@ class Chosen(Deep):
 
 
 MUON = TrainSettings(
-    steps=STEPS, seed=1, optimizer="muon", lr=0.03, adamw_lr=0.02, weight_decay=0.3, schedule="cosine", warmup=3,
+    steps=STEPS, seed=1, optimizer="muon", lr=0.03, weight_decay=0.3, schedule="cosine", warmup=3,
     clip=1.0,
 )  # fmt: skip
 
@@ -46,7 +46,7 @@ def test_muon_trains_the_matrices_that_the_task_names_and_adamw_the_rest(task, n
         others = [p for name, p in model.named_parameters() if name not in names]
         pair = (
             torch.optim.Muon(ours, lr=0.03, momentum=0.9, weight_decay=0.3),
-            torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95), weight_decay=0.3, fused=True),
+            torch.optim.AdamW(others, lr=0.03, betas=(0.9, 0.95), weight_decay=0.3, fused=True),
         )
         schedulers.extend(torch.optim.lr_scheduler.LambdaLR(inner, factor("cosine", 3, STEPS)) for inner in pair)
         return pair

@@ -182,9 +182,7 @@ def test_a_device_without_room_is_refused_with_what_would_fit(card):
     card.free = 24_000_000  # and the 4 MB that the model has
     planned(slow_there=True)
     card.free -= 1
-    words = (
-        r"about 0\.03 GB of cuda:0 without activations \(model 0\.00, .*\) and 0\.03 are free there: leave node.slow_on_device out"
-    )
+    words = r"about 0\.03 GB of cuda:0 without activations \(model 0\.00, .*\) and 0\.03 are free there: leave --offload device out"
     with pytest.raises(MemoryBudgetError, match=words + ".* train a model of fewer than 999,999 parameters"):
         planned(slow_there=True)
     planned()

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from unittest import mock
 
 import torch
 
@@ -10,10 +11,11 @@ from shoal.node.rl.loading import load_env
 from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
+from shoal.node.verify import service
 from shoal.node.verify.completions import CompletionClaims
-from shoal.node.verify.service import Verification
 from shoal.node.verify.start import make_terms
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.verification.consensus.rulings import Rules
 
 SWARM, ROUND_S, TICKS = "swarm", 100.0, 40  # steps of each node in a round
 START = 5.0 * ROUND_S
@@ -83,21 +85,23 @@ def toy_signature(peer, record):
 
 
 class Node:
-    """A node that trains a small policy and verifies; ``verification`` and its network."""
+    """A node that trains a small policy and verifies; ``verification`` and its network. ``rules``: others than a swarm's."""
 
-    def __init__(self, board, me, folder, calibration, *, seed=0, hands_out=True, **verify):
+    def __init__(self, board, me, folder, calibration, *, seed=0, hands_out=True, **rules):
         self.me, self.said, self.events = me, [], []
         self.task = task_of(seed)
         self.task.connect(None, me)
-        settings = settings_of(folder / me, calibration, **verify)
+        settings = settings_of(folder / me, calibration)
         self.network, salts = Net(board, me, hands_out), itertools.count()
         clock = lambda: board.now  # noqa: E731
         kind = CompletionClaims(settings, make_terms(settings, self.task), self.task, self.network, clock)
         self.claimer = kind.claimer
-        self.verification = Verification(
-            settings, kind, self.network, clock=clock, timer=clock,
-            salt=lambda: hashlib.sha256(f"{me}:{next(salts)}".encode()).digest(),
-        )  # fmt: skip
+        # No claim is planted unless a test asks for it: what honest peers claim is then valid, whatever the lottery.
+        with mock.patch.object(service, "rules_of", lambda verify: Rules(audit=verify.audit_rate, **{"planted": 0.0, **rules})):
+            self.verification = service.Verification(
+                settings, kind, self.network, clock=clock, timer=clock,
+                salt=lambda: hashlib.sha256(f"{me}:{next(salts)}".encode()).digest(),
+            )  # fmt: skip
         self._rounds = self.task.batches(Shard(0, 1, 0))
         self._optimizer = self.task.inner_optimizer(self.task.policy.module.parameters())
         self.verification.prepare()
@@ -120,12 +124,12 @@ class Node:
 def task_of(seed=0):
     env = load_env("strings", {"families": "last"})
     policy = Tiny(env.made, seed=seed, layers=1, width=16, warm=Warm(steps=10, batch=16))
-    return RLTask(env, lambda: policy, RLSettings(held_out=5, local=1, external=0, group=8, max_tokens=8, warm=10), seed=seed)
+    return RLTask(env, lambda: policy, RLSettings(held_out=5, local=1, external=0, group=8, max_tokens=8), seed=seed)
 
 
 def settings_of(folder, calibration=None, **verify):
-    agreed = {"kind": "activations", "audit_rate": 1.0, "claims": 1, "round_s": ROUND_S, "planted": 0.0, **verify}
-    given = {"folder": str(folder), "verify_seconds": 60.0, "calibration": None if calibration is None else str(calibration)}
+    agreed = {"audit_rate": 1.0, "round_s": ROUND_S, **verify}
+    given = {"folder": str(folder), "calibration": None if calibration is None else str(calibration)}
     return Settings.model_validate({"task": {"hooks": "rl"}, "rl": {"group": 8, "max_tokens": 8}, "verify": agreed, "node": given})
 
 

@@ -19,7 +19,7 @@ from shoal.verification.consensus.rulings import Rules, ScoreRules, Standing, co
 from tests.verification.consensus.stories import Story, claim_of
 
 ROUND, ROUND_S, SWARM = 20, 60.0, "run"
-VERIFY = VerifySettings(kind="activations", audit_rate=1.0, round_s=ROUND_S)
+VERIFY = VerifySettings(audit_rate=1.0, round_s=ROUND_S)
 RULES = rules_of(VERIFY)
 
 
@@ -49,8 +49,7 @@ def log_of(identities, story, more=()):
 
 
 def test_the_rules_are_the_swarms():
-    verify = VerifySettings(kind="activations", audit_rate=0.25, claims=3, verifiers=5, planted=0.125)
-    assert rules_of(verify) == Rules(verifiers=5, audit=0.25, planted=0.125, claims=3)
+    assert rules_of(VerifySettings(audit_rate=0.25)) == Rules(audit=0.25)
 
 
 def test_what_is_forged_or_of_another_swarm_changes_nothing(identities, story):

@@ -14,7 +14,7 @@ def test_terms_are_the_creators_settings(tmp_path):
     assert (terms.policy, terms.group, terms.temperature, terms.max_tokens) == ("tiny", 8, 1.0, 8)
     assert terms.base == make_terms(settings_of(tmp_path), task_of(seed=5)).base  # all of tiny's weights are trained
     check_terms(terms, settings_of(tmp_path), task)
-    assert make_terms(settings_of(tmp_path, kind="none"), task) is None
+    assert make_terms(settings_of(tmp_path, audit_rate=0.0), task) is None
 
 
 def test_a_habit_is_no_other_policy(tmp_path):

@@ -103,7 +103,7 @@ def test_the_screen_tries_what_is_near_enough_and_tells_which_setting_refused_it
     assert (found.peer, found.unless) == ("peer", "outer.check_loss=false")
     given.losses = (1.0, 1.0, 1.0)
     assert "far" in screen.problem(KEY, lambda: own, "peer", [-torch.ones(4)])
-    assert screen.rejections()[0].unless == "outer.suspect=0"
+    assert screen.rejections()[0].unless == "outer.robust=none"
     screen = DistanceScreen(suspect=0)
     screen.loss_check = LossCheck(given)
     assert screen.problem(KEY, lambda: own, "peer", [-torch.ones(4)]) is None

@@ -34,7 +34,7 @@ def test_far_is_what_is_three_times_as_far_as_usual():
     assert problem(screen, 20, 0.29) is None
     assert "suspicious: 3.5 times as far" in problem(screen, 21, 1.05)
     (found,) = screen.rejections()
-    assert (found.key.round, found.peer, found.unless) == (21, "peer", "outer.suspect=0")
+    assert (found.key.round, found.peer, found.unless) == (21, "peer", "outer.robust=none")
     assert screen.rejections() == []
     assert problem(screen, 22, 1.05, fragment=1) is None  # of that fragment nothing is known yet
 
@@ -256,7 +256,9 @@ def test_all_members_of_a_group_take_the_same_bits():
 def test_settings():
     assert make_screen(load().outer).robust == "none"
     screen = make_screen(load(None, {"outer.method": "diloco", "outer.robust": "centered-clip"}).outer)
-    assert (screen.robust, screen.times, screen.gathers) == ("centered-clip", 1.0, True)
+    assert (screen.robust, screen.times, screen.gathers, screen.suspect) == ("centered-clip", 1.0, True, 0)
+    screen = make_screen(load(None, {"outer.robust": "distance"}).outer)
+    assert (screen.robust, screen.gathers, screen.suspect) == ("none", False, 3.0)
     uneven = load(None, {"outer.round": "seconds:5"}).outer
     assert uneven.weighing == "tokens"
     assert problem(make_screen(uneven), 0, 1e9) is None  # suspect is off
@@ -274,7 +276,6 @@ def test_settings():
             {"outer.robust": "centered-clip", "outer.method": "sparseloco", "outer.codec": "topk2-senders+ef"},
             "has a mean of its own, clipped to the median norm",
         ),
-        ({"outer.suspect": 0.5}, "above 1, or 0"),
     ],
 )
 def test_settings_that_do_not_go_together(overrides, words):

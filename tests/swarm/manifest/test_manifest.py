@@ -28,7 +28,7 @@ def manifest(**changes):
 @given(
     st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,30}", fullmatch=True), option, max_size=32),
     st.sampled_from(["text", "package.module:Class", "my-file.py:Class"]),
-    st.builds(OuterSettings, lr=st.floats(0.01, 10), pull=st.none() | st.floats(0, 10), every=st.integers(1, 10**6)),
+    st.builds(OuterSettings, lr=st.floats(0.01, 10), every=st.integers(1, 10**6)),
     st.builds(
         TrainSettings,
         steps=st.integers(1, 2**53),
@@ -111,7 +111,7 @@ def test_another_protocol_is_named():
         {"bucket": -1},
         {"bucket": 64, "epoch_s": 29.9},
         {"bucket": 64, "epoch_s": 1e6},
-        {"bucket": 64, "verify": {"kind": "activations"}},
+        {"bucket": 64, "verify": {"audit_rate": 0.1}},
         {"public": True, "invite_only": True},
         {"shards": 0},
         {"name": "a\nb"},
@@ -165,7 +165,6 @@ def test_a_new_manifest_has_fragments_and_lag_written_out(method, given, fragmen
     [
         ({"lr": 0.1}, "the task's own optimizer has its own lr"),
         ({"weight_decay": 0.0}, "the task's own optimizer has its own weight_decay"),
-        ({"optimizer": "adamw", "adamw_lr": 0.1}, "adamw_lr is a setting of the optimizer muon alone"),
         ({"warmup": 3}, "the task's own schedule has its own warmup"),
         ({"schedule": "wsd"}, "the schedule wsd leads to an end: set steps"),
     ],
@@ -177,7 +176,7 @@ def test_settings_of_training_that_do_not_go_together(settings, words):
 
 def test_defaults_and_descriptions():
     outer = OuterSettings()
-    assert (outer.method, outer.every, outer.lr, outer.momentum, outer.pull, outer.codec) == ("noloco", *[None] * 5)
+    assert (outer.method, outer.every, outer.lr, outer.momentum, outer.codec) == ("noloco", *[None] * 4)
     assert (outer.wait_s, outer.buffers, outer.finish) == (10, "ignore", "none")
     train = TrainSettings()
     assert (train.steps, train.seed, train.eval_every) == (0, 0, 0)

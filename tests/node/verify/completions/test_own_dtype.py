@@ -2,16 +2,13 @@
 
 from statistics import fmean
 
-import msgpack
 import pytest
 import torch
-from pydantic import ValidationError
 
 from shoal.node.verify.audit import VerifyError
 from shoal.node.verify.completions import CompletionClaims, own_dtypes, read_calibration, self_calibrate
 from shoal.node.verify.material import decode_material
 from shoal.node.verify.start import make_terms
-from shoal.swarm.manifest import VerifySettings
 from shoal.verification.calibration import Calibration, save_calibration
 from shoal.verification.consensus.participant import Slot
 from tests.node.verify.board import ROUND_S, Board, Net, settings_of, task_of
@@ -76,25 +73,18 @@ def test_a_node_measures_each_dtype_with_itself_alone(world):
     assert {(pair.prover, pair.verifier) for pair in found.pairs} == {(one, one) for one in BOTH}
 
 
-def test_dtypes_are_names_with_commas():
-    said = VerifySettings(dtypes="float32,bfloat16").model_dump()
-    assert said["dtypes"] == "float32,bfloat16"
-    assert VerifySettings.model_validate(msgpack.unpackb(msgpack.packb(said))).dtypes == "float32,bfloat16"
-    for wrong in ("", "float64", "float32,", "float32 bfloat16", "float32," * 4 + "float32"):
-        with pytest.raises(ValidationError):
-            VerifySettings(dtypes=wrong)
-
-
 def test_a_node_whose_policy_computes_in_bfloat16_claims_in_it_and_another_checks_it_so(tmp_path):
-    board, found = Board(), []
+    board, found, agreed = Board(), [], None
     for name in ("ann", "bob"):
         task = task_of()
         task.connect(None, name)
         task.policy.module.to(torch.bfloat16 if name == "ann" else torch.float32)
-        settings = settings_of(tmp_path / name, dtypes="float32,bfloat16")
-        kind = CompletionClaims(settings, make_terms(settings, task), task, Net(board, name), lambda: board.now)
+        settings = settings_of(tmp_path / name)
+        agreed = agreed or make_terms(settings, task)
+        kind = CompletionClaims(settings, agreed, task, Net(board, name), lambda: board.now)
         found.append((task, kind))
     (task, ann), (_, bob) = found
+    assert agreed.dtype == "bfloat16"
     ann.offer([Slot(int(board.now // ROUND_S), 0, False)])
     assert ann.claimer.write(task.policy, 0, 0, task.env.made.question(0, 0)) is not None
     (made,) = ann.take()

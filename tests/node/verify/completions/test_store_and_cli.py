@@ -125,7 +125,7 @@ def test_check_looks_at_the_signature_and_says_what_it_lacks(world, identity, tm
 
 def test_calibrate_writes_a_file_and_warns(tmp_path):
     out = tmp_path / "calibration"
-    options = ("--model", "tiny", "--dtypes", "fp32,bf16", "--claims", 20, "--warm", 5, "--max-tokens", 4, "--group", 2)
+    options = ("--model", "tiny:copy:5", "--dtypes", "fp32,bf16", "--claims", 20, "--max-tokens", 4, "--group", 2)
     done = shoal("verify", "calibrate", *options, "--out", out, "--json")
     assert done.return_value == 0, done.exception
     report = json.loads(done.stdout.splitlines()[-1])
