@@ -226,7 +226,7 @@ class StatusReporter:
     ) -> None:
         self._membership, self._name, self._clock = membership, name, clock
         self.tally = Tally(membership.host.peer_id, membership.swarm, None if folder is None else folder / NAME)
-        self._saved = clock()
+        self._saved, self._saver = clock(), threading.Thread()
         self._projected = 0.0
         self._lock = threading.Lock()
         self._now: dict[str, Any] = {"state": "waiting", "round": 0, "step": 0, "loss": None, "steps_per_s": 0.0}
@@ -264,9 +264,10 @@ class StatusReporter:
             self._now |= {"tokens_per_s": rate(tokens_per_s), "mfu": share(mfu), **(lag or {})}
         if state != before:
             self._publisher.hint()
-        if self._clock() - self._saved >= SAVE_S:
+        if self._clock() - self._saved >= SAVE_S and not self._saver.is_alive():
             self._saved = self._clock()
-            self.tally.save()
+            self._saver = threading.Thread(target=self.tally.save, name="shoal-tally", daemon=True)  # a disk may hang
+            self._saver.start()
 
     def doing(self, what: str) -> None:
         """Note what the node does besides its inner steps; shown in place of its state."""

@@ -118,7 +118,7 @@ class Tally:
 
     def __init__(self, me: str, swarm: str, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self.me, self.swarm, self._path, self._clock = me, swarm, path, clock
-        self._lock = threading.Lock()
+        self._lock, self._saving = threading.Lock(), threading.Lock()
         self._took: dict[str, Work] = {}
         self._said: dict[str, tuple[Work, float]] = {}
         """Of each peer what was signed last, and when."""
@@ -194,13 +194,14 @@ class Tally:
         """Write the file, whole or not at all. A failure is logged."""
         if self._path is None:
             return
-        with self._lock:
-            kept = [[base64.b64encode(one.sealed).decode(), one.place] for one in self._kept.values()]
-            content = {"peer": self.me, "swarm": self.swarm, "made": self._made, "took": self._took, "kept": kept}
-        try:
-            replace_text(self._path, json.dumps(content))
-        except OSError as error:
-            log.warning("the tally was not saved in %s (%s)", self._path, error.strerror)
+        with self._saving:
+            with self._lock:
+                kept = [[base64.b64encode(one.sealed).decode(), one.place] for one in self._kept.values()]
+                content = {"peer": self.me, "swarm": self.swarm, "made": self._made, "took": dict(self._took), "kept": kept}
+            try:
+                replace_text(self._path, json.dumps(content))
+            except OSError as error:
+                log.warning("the tally was not saved in %s (%s)", self._path, error.strerror)
 
     def _load(self, found: Mapping[str, Any]) -> None:
         """Take over a saved tally of this node. Raises as it may where it is damaged; each signature is checked."""

@@ -1,12 +1,13 @@
 """What a node tells those who watch: gathered from training, bounded, and never more than a status may hold."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
-from shoal.swarm.topics.status import BANNED, HELD_S, PARTNERS, PER_SECOND, PROJECTED, ROUNDS, Status, StatusReporter
+from shoal.swarm.topics.status import BANNED, HELD_S, PARTNERS, PER_SECOND, PROJECTED, ROUNDS, SAVE_S, Status, StatusReporter
 from shoal.swarm.wire.envelope import pack, unpack
 
 PEERS = [Identity.ephemeral().peer_id for _ in range(12)]
@@ -74,6 +75,26 @@ def test_the_newest_rounds_are_told_with_their_partners(status_reporter):
     assert {done.partners for done in status.rounds} == {(PEERS[1][-8:],)}
     assert (status.state, status.round, status.step, status.loss, status.steps_per_s) == ("training", 9, 90, 1.25, 4.0)
     assert status.faults == ()
+
+
+def test_training_does_not_wait_for_the_disk_that_takes_the_tally(tmp_path):
+    now, writing, disk, saves = [0.0], threading.Event(), threading.Event(), []
+    status_reporter = StatusReporter(membership(), "anna", lambda: now[0], tmp_path)
+
+    def save():
+        saves.append(threading.current_thread())
+        writing.set()
+        disk.wait(10)
+
+    status_reporter.tally.save = save
+    for seconds in (SAVE_S - 1, SAVE_S, 2 * SAVE_S, 3 * SAVE_S):
+        now[0] = seconds
+        status_reporter.progress("training", 1, 1, 1.0, 1.0)
+    assert writing.wait(10)
+    assert saves == [status_reporter._saver]  # one at a time, and not before it is time
+    disk.set()
+    status_reporter._saver.join(10)
+    assert saves[0] is not threading.current_thread()
 
 
 def test_faults_are_counted(status_reporter):
