@@ -194,6 +194,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=10, help="inner steps of a round")
     parser.add_argument("--layers", type=int, default=5, help="5 of width 128: about 1 million parameters; 0: the built-in model")
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--params", type=float, help="about so many parameters, in place of --layers and --width")
     parser.add_argument("--joins", type=int, default=3)
     parser.add_argument(
         "--ups",
@@ -203,6 +204,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(argv)
+    if arguments.params:
+        sys.path.insert(0, str(ROOT))
+        from bench.memory import shape_for
+
+        arguments.layers, arguments.width = shape_for(arguments.params)
     report = measure(arguments)
     if arguments.json:
         print(json.dumps(report))

@@ -5,6 +5,7 @@ The one place that knows the kinds of accelerators: "cuda" (NVIDIA, and AMD by R
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -148,6 +149,13 @@ def pinned_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes that torch takes from the system for the pinned memory of ``tensors``: of each piece a power of two."""
     pieces = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors if tensor.is_pinned())}
     return sum(1 << (size - 1).bit_length() for size in pieces.values() if size)
+
+
+def give_freed_back() -> None:
+    """Give main memory that was freed, and that the C library keeps for later, to the system, where it can do so (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def give_pinned_back() -> None:

@@ -271,6 +271,8 @@ class Trainer:
             on_round=on_round,
             **self.layout.outer_options(),
         )
+        # Before the outer step: its exchange takes the memory of as many gradients as there are partners.
+        self.opt.inner.register_step_post_hook(lambda inner, *_: inner.zero_grad())
         self.whole = self.opt
         """The outer optimizer as one process has it, whatever the layout: for rank 0, between two steps and in ``on_round``."""
         self.schedule = Schedule(task, train, self.opt, train.steps if schedule_steps is None else schedule_steps)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -27,21 +28,29 @@ S = TypeVar("S")
 
 NOT_FINITE = "holds NaN or infinity: lower the learning rate or clip gradients"
 SMALL = 1 << 20  # bytes; below this size fresh memory is cheap
-_kept: deque[bytearray] = deque(maxlen=2)  # one exchange needs two
+_kept: deque[mmap.mmap] = deque(maxlen=1)  # what a pair needs in plain floats; a second piece would lie beside the gradients
 
 
 def buffer(nbytes: int) -> Tensor:
     """Return an uninitialised uint8 tensor on the CPU of ``nbytes`` elements, in memory that nothing else uses.
 
-    When the last tensor in it is gone, the memory is kept for the next call, two pieces at most: the kernel (and the host of a
-    virtual machine) takes longer to hand out fresh pages than it takes to hash their later content.
+    When the last tensor in it is gone, the memory is kept for the next call, one piece at most: the kernel (and the host of a
+    virtual machine) takes longer to hand out fresh pages than it takes to hash their later content. The rest goes back to the
+    system, as what malloc has would not in threads that come and go.
     """
     if nbytes < SMALL:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    memory = _recycled(nbytes) or bytearray(nbytes)
+    memory = _recycled(nbytes) or _fresh(nbytes)
     lease = memoryview(memory)  # the tensor's storage refers to it
     weakref.finalize(lease, _kept.append, memory).atexit = False
     return torch.frombuffer(lease, dtype=torch.uint8, count=nbytes)
+
+
+def _fresh(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {nbytes} bytes") from error
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -55,7 +64,7 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def _recycled(nbytes: int) -> bytearray | None:
+def _recycled(nbytes: int) -> mmap.mmap | None:
     """Return kept memory of a fitting size, or None; kept memory that does not fit is freed."""
     with contextlib.suppress(IndexError):  # nothing is kept
         while True:
@@ -138,7 +147,7 @@ def check_payload(payload: Tensor, expected: int, name: str) -> Tensor:
     return payload if aligned else torch.empty(expected, dtype=torch.uint8, device=payload.device).copy_(payload)
 
 
-def all_finite(tensors: Sequence[Tensor]) -> bool:
+def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether no value is NaN or infinity."""
     # The sum is finite unless a value is not, or the sum overflows; only then is the slower exact check needed.
     return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)

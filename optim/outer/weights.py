@@ -140,12 +140,20 @@ def projection(tensors: Iterable[Tensor]) -> tuple[float, ...]:
     The sums are linear, so the norm of the difference of two peers' sums estimates that of the difference of their weights.
     """
     found: list[Tensor] = []
+    rooms: dict[
+        torch.device, Tensor
+    ] = {}  # one for all blocks: results between fresh ones would keep malloc from joining them again
     for tensor in tensors:
         for block in torch.split(tensor.detach().reshape(-1), BLOCK):
-            values = block.float()
-            signed = values * _signs(block.device)[: block.numel()]
-            padded = torch.nn.functional.pad(signed, (0, -block.numel() % PROJECTED))
-            found += [padded.view(-1, PROJECTED).sum(0), values.square().sum()]
+            values, signs = block.float(), _signs(block.device)
+            if block.device not in rooms:
+                rooms[block.device] = torch.empty_like(signs)
+            room = rooms[block.device]
+            squares = torch.mul(values, values, out=room[: block.numel()]).sum()
+            torch.mul(values, signs[: block.numel()], out=room[: block.numel()])
+            padded = room[: -(-block.numel() // PROJECTED) * PROJECTED]
+            padded[block.numel() :].zero_()
+            found += [padded.view(-1, PROJECTED).sum(0), squares]
     read = to_host(found)
     sums, square = torch.zeros(PROJECTED, dtype=torch.float64, device="cpu"), 0.0
     for number, (row, squares) in enumerate(zip(read[::2], read[1::2], strict=True)):

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import all_finite
 from shoal.optim.codecs.mod4 import Reading
+from shoal.optim.device import give_freed_back
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Mean, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
@@ -306,6 +307,7 @@ class ExchangeHandle(Generic[R]):
         began = time.monotonic()
         if not self._future.done():
             self._attempt.commit.await_outcome()
+            give_freed_back()  # such as the gradients of the last step: what is received takes as much memory
         limit = self.limit if deadline is None else min(deadline, self.limit)
         try:
             received = self._wait(began + limit)

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
+import math
 import mmap
 import os
 import struct
@@ -28,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, overload
 
 import torch
 from blake3 import blake3
@@ -70,9 +72,36 @@ class Spool:
         """Return the bytes at ``offset``. OSError if the disk fails."""
         return memoryview(os.pread(self._file.fileno(), nbytes, offset))
 
-    def mapped(self) -> Tensor:
-        """Return all bytes (uint8), mapped rather than read; changes stay in memory."""
-        return torch.frombuffer(mmap.mmap(self._file.fileno(), self.nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    def mapped(self, offset: int, shape: Sequence[int]) -> Tensor:
+        """Return float32 values at ``offset``, mapped rather than read, while the tensor is used; changes stay in memory."""
+        count, before = math.prod(shape), offset % mmap.ALLOCATIONGRANULARITY
+        if not count:
+            return torch.empty(shape, device="cpu")
+        pages = mmap.mmap(self._file.fileno(), before + 4 * count, access=mmap.ACCESS_COPY, offset=offset - before)
+        return torch.frombuffer(pages, dtype=torch.float32, count=count, offset=before).view(shape)
+
+
+class SpooledTensors(Sequence[Tensor]):
+    """Float32 tensors of these ``shapes``, one behind the other from ``offset`` on, each mapped when it is taken.
+
+    So a state that waits to be taken over, or is taken over tensor by tensor, takes no memory.
+    """
+
+    def __init__(self, spool: Spool, offset: int, shapes: Sequence[Shape]) -> None:
+        self._spool, self._shapes = spool, list(shapes)
+        self._offsets = list(itertools.accumulate((4 * math.prod(shape) for shape in shapes), initial=offset))
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    @overload
+    def __getitem__(self, place: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Tensor]: ...
+    def __getitem__(self, place: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(place, slice):
+            return [self[number] for number in range(len(self))[place]]
+        return self._spool.mapped(self._offsets[range(len(self))[place]], self._shapes[place])
 
 
 def spool_for(nbytes: int) -> Spool | None:
@@ -123,11 +152,6 @@ class Snapshot:
     def id(self) -> bytes:
         """SHA-256 of the header."""
         return snapshot_id(self.header)
-
-    @property
-    def payload(self) -> Tensor:
-        """The bytes (uint8, flat); those of a file are mapped, and take memory while they are used."""
-        return self.content if isinstance(self.content, Tensor) else self.content.mapped()
 
     def chunk(self, number: int) -> memoryview:
         """Return the bytes of one chunk. OSError if the disk fails."""
@@ -197,14 +221,20 @@ def nothing(shapes: tuple[Shape, ...]) -> StateHeader:
 
 
 def read(snapshot: Snapshot, extra: Mapping[str, Sequence[Shape]]) -> State:
-    """Return the state in a snapshot that fits (`StateQuery.check`); its tensors are views into the payload."""
-    header = snapshot.header
-    names = [name for name, _ in header.extra]
-    tensors = FLOAT32.decode(snapshot.payload, [*header.shapes, *(shape for name in names for shape in extra[name])])
-    rest = iter(tensors[len(header.shapes) :])
-    shared = {name: [next(rest) for _ in extra[name]] for name in names}
+    """Return the state in a snapshot that fits (`StateQuery.check`); its tensors are views into the content."""
+    header, content = snapshot.header, snapshot.content
+    parts, at = [header.shapes, *(extra[name] for name, _ in header.extra)], 0
+    found: list[Sequence[Tensor]] = []
+    for shapes in parts:
+        size = FLOAT32.nbytes(shapes)
+        if isinstance(content, Spool):
+            found.append(SpooledTensors(content, at, shapes))
+        else:
+            found.append(FLOAT32.decode(content[at : at + size], shapes))
+        at += size
+    shared = {name: tensors for (name, _), tensors in zip(header.extra, found[1:], strict=True)}
     applied = [round - 1 for (round,) in struct.iter_unpack("<Q", header.applied)]
-    return State(header.round, tensors[: len(header.shapes)], shared, applied, snapshot)
+    return State(header.round, found[0], shared, applied, snapshot)
 
 
 def shapes_digest(shapes: Sequence[Shape]) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import itertools
 import logging
 import random
 import struct
@@ -153,7 +154,7 @@ class _StateInMemory:
 
     async def finish(self, header: StateHeader, digests: bytes, sink: MemorySink) -> State | None:
         state = read(Snapshot(header, sink.content, digests), self._extra)
-        tensors = [*state.slow, *(tensor for part in state.extra.values() for tensor in part)]
+        tensors = itertools.chain(state.slow, *state.extra.values())  # one at a time: each may take memory
         if await asyncio.get_running_loop().run_in_executor(None, all_finite, tensors):
             return state
         log.warning("the weights of round %d that were fetched are not finite and were not used", header.round)

@@ -332,9 +332,10 @@ class GroupMember:
             # The weights of several groups differ by design; a node that shows none has none to compare.
             them = group.at(mean) if group.alone and attempt.contribution.sketch is not None else ()
             self.sketches = {peer: group.readies[peer].sketch for peer in them if peer != self._context.me}
-            if included and not mean & ~reduction.places() and attempt.commit.commit(reduction.result(mean)):
+            if included and not mean & ~reduction.places() and attempt.commit.commit(outcome := reduction.result(mean)):
                 attempt.stats.done(attempt.key, loop.time() - began)
                 self._view.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)
+                await asyncio.to_thread(outcome.mean)  # now, for until training asks for it all payloads would be held
         return None
 
     def _account(self, reduction: Reduction, key: RoundKey, hold: _Hold) -> None:

@@ -23,8 +23,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -59,7 +60,7 @@ class Outcome(Protocol):
     """A decided mean, whole and verified."""
 
     def mean(self) -> Mean:
-        """Return the mean. Call it once: it may be computed in place."""
+        """Return the mean. The first call may compute it, in place."""
         ...
 
 
@@ -157,24 +158,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gathered:
-    """The whole, verified contributions of a group: peer id -> weight and payload."""
+    """The whole, verified contributions of a group: peer id -> weight and payload. For any thread."""
 
     me: str
     mine: Contribution
     screen: UpdateScreen
-    parts: Mapping[str, tuple[float, Tensor | None]]
-    """None: this node's own."""
+    parts: dict[str, tuple[float, Tensor | None]]
+    """None: this node's own. Empty once the mean is there."""
+    _means: list[Mean] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def mean(self) -> Mean:
-        """Average in order of peer ids, so that every member gets the same bits. Call it once: it works in place of the first
-        payload.
-        """
-        mine = self.mine
-        held = self.parts.items()
-        contributions: list[tuple[str, float, Iterable[Tensor]]] = [
-            (peer, weight, mine.tensors() if payload is None else self._tensors(payload)) for peer, (weight, payload) in held
-        ]
-        return mean_of(self.screen, mine.codec, self.me, mine.key.fragment, contributions, mine.even)
+        """Average in order of peer ids, so that every member gets the same bits. It is computed once, in the first payload."""
+        with self._lock:
+            if not self._means:
+                mine = self.mine
+                contributions: list[tuple[str, float, Iterable[Tensor]]] = [
+                    (peer, weight, mine.tensors() if payload is None else self._tensors(payload))
+                    for peer, (weight, payload) in self.parts.items()
+                ]
+                self.parts.clear()
+                self._means.append(mean_of(self.screen, mine.codec, self.me, mine.key.fragment, contributions, mine.even))
+            return self._means[0]
 
     def _tensors(self, payload: Tensor) -> Iterator[Tensor]:
         yield from self.mine.codec.decode(payload, self.mine.shapes)  # one peer's after the other's, to hold one at a time

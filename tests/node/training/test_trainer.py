@@ -134,6 +134,19 @@ def test_it_stops_after_the_step_in_which_it_is_told_to_and_reports_the_time():
     assert seconds > 0
 
 
+def test_an_exchange_begins_when_the_gradients_are_gone():
+    held = []
+
+    class Looks(Alone):
+        def start(self, *args, **options):
+            held.extend(parameter.grad for parameter in made.params)
+            return super().start(*args, **options)
+
+    made = trainer(exchange=Looks())
+    made.run()
+    assert held == [None] * len(made.params) * (STEPS // 4)
+
+
 def test_the_rate_of_steps_leaves_out_what_is_done_between_them(monkeypatch):
     """A step takes a second, and saving after it nine: peers plan by one step a second."""
     now, seen = [0.0], []

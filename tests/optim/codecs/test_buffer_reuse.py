@@ -16,15 +16,14 @@ def test_memory_is_not_given_out_again_while_a_view_is_left() -> None:
     del first, view
     assert buffer(SIZE).data_ptr() != address
     del exported
-    others = [buffer(SIZE) for _ in range(2)]
-    assert address in {other.data_ptr() for other in others}
+    assert buffer(SIZE).data_ptr() == address
 
 
-def test_no_more_is_kept_than_one_exchange_takes() -> None:
+def test_no_more_is_kept_than_an_exchange_with_one_partner_takes() -> None:
     held = [buffer(SIZE) for _ in range(5)]
     assert len({tensor.data_ptr() for tensor in held}) == 5
     del held
-    assert len(codec._kept) == 2
+    assert len(codec._kept) == 1
 
 
 def test_memory_of_another_size_is_let_go() -> None:

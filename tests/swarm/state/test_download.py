@@ -128,26 +128,26 @@ def test_a_snapshot_comes_from_all_who_hold_it(network):
     sources = [Server(network, wanted) for _ in range(3)] + [Server(network, made(1)), Server(network)]
     sink = MemorySink(wanted.header.nbytes)
     assert take(network, wanted, sources, sink) == set()
-    assert torch.equal(sink.content, wanted.payload)
+    assert torch.equal(sink.content, wanted.content)
     assert sink.have == set(range(6))
 
 
 def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, caplog):
     wanted = made()
-    spoiled = snapshot.Snapshot(wanted.header, wanted.payload.clone().index_fill_(0, torch.arange(VALUES * 4), 1), wanted.digests)
+    spoiled = snapshot.Snapshot(wanted.header, wanted.content.clone().index_fill_(0, torch.arange(VALUES * 4), 1), wanted.digests)
     liar, honest = Server(network, spoiled), Server(network, wanted)
     sink = MemorySink(wanted.header.nbytes)
     assert take(network, wanted, [liar, honest], sink) == {liar.host.peer_id}
-    assert torch.equal(sink.content, wanted.payload)
+    assert torch.equal(sink.content, wanted.content)
     assert f"…{liar.host.peer_id[-8:]} served a chunk of the weights that does not match its digest" in caplog.text
 
 
 def test_digests_that_are_not_those_of_the_snapshot_are_not_believed(network, caplog):
     wanted = made()
-    liar = Server(network, snapshot.Snapshot(wanted.header, wanted.payload, bytes(len(wanted.digests))))
+    liar = Server(network, snapshot.Snapshot(wanted.header, wanted.content, bytes(len(wanted.digests))))
     sink = MemorySink(wanted.header.nbytes)
     take(network, wanted, [liar, Server(network, wanted)], sink)
-    assert torch.equal(sink.content, wanted.payload)
+    assert torch.equal(sink.content, wanted.content)
     assert "served digests that are not those of the weights it offered" in caplog.text
     with pytest.raises(NetworkError, match="holds the weights any more"):
         take(network, wanted, [liar], MemorySink(wanted.header.nbytes))
@@ -170,7 +170,7 @@ def test_a_giver_that_dies_in_the_middle_costs_only_its_chunks(network, spy):
     change[0] = die
     sink = MemorySink(wanted.header.nbytes)
     assert take(network, wanted, [dying, other], sink) == set()
-    assert (dead, torch.equal(sink.content, wanted.payload)) == ([True], True)
+    assert (dead, torch.equal(sink.content, wanted.content)) == ([True], True)
 
 
 def test_what_has_come_is_not_asked_for_again(network, spy):
@@ -193,7 +193,7 @@ def test_what_has_come_is_not_asked_for_again(network, spy):
     seen.clear()
     take(network, wanted, [source], sink)
     assert not set(seen) & came
-    assert torch.equal(sink.content, wanted.payload)
+    assert torch.equal(sink.content, wanted.content)
 
 
 def test_some_chunks_can_be_had_alone(network, spy):
@@ -268,4 +268,4 @@ def test_a_lane_waits_for_news_without_asking(network):
     wanted = make(State(1, [torch.ones(3)]), encode(State(1, [torch.ones(3)])))
     sink = MemorySink(wanted.header.nbytes)
     take(network, wanted, [Server(network, wanted) for _ in range(4)], sink)
-    assert torch.equal(sink.content, wanted.payload)
+    assert torch.equal(sink.content, wanted.content)

@@ -3,17 +3,20 @@
 import asyncio
 import gc
 import math
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.codecs.registry import codec_named
+from shoal.optim.exchange.averaging import TRUSTING
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL, DecisionLog, GroupCommit, MemberState
-from shoal.swarm.exchange.group.reduction import AllGather, _Runner
+from shoal.swarm.exchange.group.reduction import AllGather, Gathered, _Runner
 from shoal.swarm.exchange.group.roster import encode_roster, ready_message
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
@@ -23,6 +26,21 @@ from shoal.swarm.wire.messages import GroupReady, GroupReceipt, GroupReply, Grou
 SWARM = "a" * 52
 LARGE = (300, 1000)
 WAYS = pytest.mark.parametrize("codec", [FLOAT32, codec_named("int8")], ids=["allreduce", "gather"])
+
+
+def test_of_what_was_gathered_the_mean_alone_is_held_and_it_is_computed_once():
+    shapes = ((2, 3), (4,))
+    mine = SimpleNamespace(codec=FLOAT32, shapes=shapes, even=0, key=RoundKey(SWARM, 0))
+    mine.tensors = lambda: [torch.full(shape, 6.0) for shape in shapes]
+    payloads = {peer: FLOAT32.encode([torch.full(shape, value) for shape in shapes]) for peer, value in (("b", 3.0), ("c", 9.0))}
+    held = [weakref.ref(payload) for payload in payloads.values()]
+    gathered = Gathered("a", mine, TRUSTING, {"a": (1.0, None), **{peer: (1.0, payload) for peer, payload in payloads.items()}})
+    del payloads
+    assert all(held)
+    means = [gathered.mean(), gathered.mean()]
+    assert not any(ref() is not None for ref in held)
+    assert means[0] is means[1]
+    assert [tensor.tolist() for tensor in means[0].tensors] == [[[6.0] * 3] * 2, [6.0] * 4]
 
 
 def kill(peer):
