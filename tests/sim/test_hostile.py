@@ -6,8 +6,8 @@ import pytest
 from shoal.swarm.exchange.pair.pairing import PairRounds
 from shoal.swarm.exchange.round_evidence import RoundEvidence
 
-SEEDS, BLOCK, QUICK = 2000, 50, 100
-LATER = pytest.mark.slow(reason="ten minutes of a processor; the first hundred have swarms of every kind")
+SEEDS, BLOCK, QUICK = 2000, 50, 50
+LATER = pytest.mark.slow(reason="ten minutes of a processor; the first fifty have swarms of every kind")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,6 @@ def a_stranger_chooses_the_fragment(patch):
 @pytest.mark.parametrize("mutant", [one_word_is_enough, records_count, a_stranger_chooses_the_fragment], ids=lambda f: f.__name__)
 def test_a_seed_finds_it(seeds, monkeypatch, mutant):
     mutant(monkeypatch)
-    seed, failure = seeds.first(range(QUICK), hostile=True)
+    seed, failure = seeds.first(range(2 * QUICK), hostile=True)
     assert seed is not None
     assert any(what in repr(failure) for what in ("is dragged to", "the spread is still", "where nobody else does"))
