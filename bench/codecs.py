@@ -78,8 +78,10 @@ def relative_error(codec: Codec, tensors: list[Tensor], rounds: int) -> float:
     if isinstance(codec, Mod4Codec):
         _, mine, theirs = partners(tensors)
         read = mine.read(theirs.payload)
-        wrong, apart = (read.values - theirs.own)[read.kept], (mine.own - theirs.own)[read.kept]
-        return float(wrong.double().norm() / apart.double().norm())
+        sums = [0.0, 0.0]
+        for seen, sent, own in zip(mine.seen(read), theirs.tensors(), mine.tensors(), strict=True):
+            sums = [so_far + float((one - sent).double().square().sum()) for so_far, one in zip(sums, (seen, own), strict=True)]
+        return math.sqrt(sums[0] / sums[1])
     codec, shapes = codec.fresh(), [tuple(tensor.shape) for tensor in tensors]
     left = [tensor * rounds for tensor in tensors]
     for _ in range(rounds):

@@ -36,9 +36,12 @@ byte j has value j in its lower half and value j + 32 in its higher one. Short b
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +63,8 @@ FAR = 2.0
 LARGEST, NONE = 127, -128
 """The largest e, and what stands for a distance that is not known; the least is -127."""
 SEED = 8
+WIDE = 2.0**13
+"""z from which a digest's 64 products, of factors up to 255 and z / 2^b, could sum to more than 2^24."""
 SLAB = 512  # blocks at a time, whose intermediate results stay in the cache; also the period of the dither
 
 
@@ -101,7 +106,7 @@ class Mod4Codec:
         Without it the weights themselves are taken for it, which is a range far too wide.
         """
         self._seed = hashlib.sha256(f"shoal/mod4/1:{exchange}".encode()).digest()[:SEED]
-        parts = [_rms(_rows([tensor]), _sizes([tuple(tensor.shape)])) for tensor in moved]
+        parts = [_rms(Rows([tensor])) for tensor in moved]
         self._moved = _exponents(torch.cat(parts)) if parts else None
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -109,19 +114,16 @@ class Mod4Codec:
 
     @torch.no_grad()
     def post(self, tensors: Sequence[Tensor], tail: int = 0) -> PairMessage:
-        """Encode tensors of which the last ``tail`` travel as float32. ValueError for NaN, infinity, or values above 2^50."""
-        head = list(tensors[: len(tensors) - tail])
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        sizes, own = _sizes(shapes[: len(head)]), _rows(head)
-        counts = [blocks(numel(shape), BLOCK) for shape in shapes[: len(head)]]
-        exponents, moved = self._range(own, sizes, counts)
-        payload = buffer(self.nbytes(shapes[: len(head)]) + _gap(len(own), tail) + FLOAT32.nbytes(shapes[len(head) :]))
-        message = PairMessage(
-            payload, own, sizes, exponents, moved, shapes, tail, [t.float().clone() for t in to_host(tensors[len(head) :])]
-        )
-        message.write(self._seed)
+        """Return the message of tensors of which the last ``tail`` travel as float32, and which must stay as they are.
+
+        Its bytes are written when they are first asked for, in any thread. ValueError for NaN, infinity, or values above 2^50.
+        """
+        head = tensors[: len(tensors) - tail]
+        shapes, own = [tuple(tensor.shape) for tensor in tensors], Rows(head)
+        exponents, moved = self._range(own)
+        rest = [tensor.float().clone() for tensor in to_host(tensors[len(head) :])]
         self._pending = True
-        return message
+        return PairMessage(self._seed, own, exponents, moved, shapes, tail, rest)
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Raise ValueError: what a payload means depends on who reads it (``PairMessage.read``)."""
@@ -137,25 +139,25 @@ class Mod4Codec:
         widest = REFUSED * sigma
         seen = torch.where(read.kept, read.distance, torch.where(sigma <= read.expected, widest, sigma / GROWTH))
         self._measured = _exponents(torch.maximum(seen, torch.minimum(WORD * read.expected, widest)), up=False)
-        weights = sent.sizes * read.kept
+        weights = sent.own.sizes * read.kept
         moved = SIGMAS[sent.moved.int() + 128].masked_fill(sent.moved == NONE, 0.0)
         total = float((weights * moved.square()).sum(dtype=torch.float64))
         if total > 0:
             self._rho = math.sqrt(float((weights * read.distance.square()).sum(dtype=torch.float64)) / total)
 
-    def _range(self, own: Tensor, sizes: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the exponents of the blocks, and those of rms(w - slow). ``counts``: blocks of each tensor."""
+    def _range(self, own: Rows) -> tuple[Tensor, Tensor]:
+        """Return the exponents of the blocks, and those of rms(w - slow)."""
         if self._measured is not None and len(self._measured) != len(own):
             self._measured = None  # other tensors than before: what was measured says nothing about them
-        moved = _exponents(_rms(own, sizes)) if self._moved is None else self._moved
+        moved = _exponents(_rms(own)) if self._moved is None else self._moved
         if len(moved) != len(own):  # several tensors a parameter
             moved = moved.repeat(len(own) // max(len(moved), 1))
         expected = _known(moved) * (self._rho * min(math.sqrt(1 + self._apart), APART))
         if self._measured is not None:
             torch.maximum(expected, GROWTH * _known(self._measured), out=expected)
-        for part, size in zip(torch.split(expected, counts), torch.split(sizes, counts), strict=True):
+        for part, size in zip(torch.split(expected, own.counts), torch.split(own.sizes, own.counts), strict=True):
             part.clamp_(min=NEAR * math.sqrt(float((size * part.square()).sum() / size.sum().clamp(min=1))))
-        least = _largest(own).mul_(2.0**-20 * LEVELS / (2 * REACH))
+        least = own.largest * (2.0**-20 * LEVELS / (2 * REACH))
         if not bool((least <= SIGMAS[-1]).all()):
             raise ValueError(
                 "a tensor to be sent holds NaN, infinity or values too large: lower the learning rate or clip gradients"
@@ -202,11 +204,8 @@ class Mod4Codec:
 class PairMessage:
     """A contribution as it is sent to a partner, and what is needed to read the partner's."""
 
-    payload: Tensor
-    own: Tensor
-    """The own values in blocks, (blocks, 64) float32, short ones filled with zeros."""
-    sizes: Tensor
-    """Values in each block, float32."""
+    seed: bytes
+    own: Rows
     exponents: Tensor
     """e of each block, int8."""
     moved: Tensor
@@ -216,53 +215,93 @@ class PairMessage:
     rest: Sequence[Tensor]
 
     def tensors(self) -> list[Tensor]:
-        return [*self._cut(self.own), *self.rest]
+        return [*self.own.tensors(), *self.rest]
 
-    @torch.no_grad()
-    def write(self, seed: bytes) -> None:
-        """Fill the payload."""
+    @property
+    def nbytes(self) -> int:
         count = len(self.own)
-        exponents, digests, codes = _parts(self.payload, count)
-        self.payload[:SEED].numpy().data[:] = seed
+        return SEED + (2 + HALF) * count + _gap(count, self.tail) + FLOAT32.nbytes(self._tail_shapes)
+
+    @functools.cached_property
+    @torch.no_grad()
+    def payload(self) -> Tensor:
+        """The bytes that are sent, flat."""
+        payload, count = buffer(self.nbytes), len(self.own)
+        exponents, digests, codes = _parts(payload, count)
+        payload[:SEED].numpy().data[:] = self.seed
         exponents.copy_(self.exponents.view(torch.uint8))
-        dither, odd = _stream(seed, count)
-        scale = STEPS[self.exponents.int() + 128].reciprocal().unsqueeze(1)
-        for span in _slabs(count):
-            u, width = dither[: span.stop - span.start], span.stop - span.start
-            z = torch.addcmul(u, self.own[span], scale[span]).round_()
-            high = torch.mul(z, 1 / LEVELS).floor_()
-            code = z.sub_(high, alpha=LEVELS).view(width, 2, HALF)
-            codes[span].copy_(torch.add(code[:, 0], code[:, 1], alpha=LEVELS))
-            digests[span].copy_(_digest(high, odd))
+        dither, odd = _stream(self.seed, count)
+        sums, spare = torch.empty(count, device="cpu"), torch.empty_like(dither)
+        points, lower = torch.empty_like(dither, dtype=torch.int16), torch.empty(len(dither), HALF, dtype=torch.int16, device="cpu")
+        for z, wide, code, total in _together(self._points(dither), self._wide(self.exponents), codes, sums):
+            if wide:
+                _modulo(z, LEVELS * 256, spare)
+            whole, low = points[: len(z)].copy_(z), lower[: len(z)]
+            torch.bitwise_and(whole[:, :HALF], LEVELS - 1, out=low)
+            torch.mv(z.copy_(whole >> BITS), odd, out=total)
+            code.copy_(low.bitwise_or_(whole[:, HALF:].bitwise_left_shift_(BITS)))
+        digests.copy_(_digests(sums))
         at = SEED + (2 + HALF) * count
         if self.tail:
-            self.payload[at : at + _gap(count, self.tail)] = 0
-            self.payload[at + _gap(count, self.tail) :].copy_(FLOAT32.encode(self.rest))
+            payload[at : at + _gap(count, self.tail)] = 0
+            payload[at + _gap(count, self.tail) :].copy_(FLOAT32.encode(self.rest))
+        return payload
 
     @torch.no_grad()
     def read(self, payload: Tensor) -> Reading:
         """Read the partner's payload by the own values. ValueError unless it is one of these shapes."""
-        payload = check_payload(payload, self.payload.numel(), "mod4")
-        values, kept, distance = self._values(payload)
-        expected = SIGMAS[_parts(payload, len(self.own))[0].view(torch.int8).int() + 128]
-        distance.div_(self.sizes.sqrt())
-        kept &= distance <= FAR * SIGMAS[self.exponents.int() + 128]
+        payload, count = check_payload(payload, self.nbytes, "mod4"), len(self.own)
+        exponents, digests, codes = _parts(payload, count)
+        steps = exponents.view(torch.int8).int() + 128
+        if bool((steps == 0).any()):
+            raise ValueError("the payload has an exponent of -128, which none sends")
+        dither, odd = _stream(bytes(payload[:SEED].tolist()), count)
+        step = STEPS[steps].unsqueeze(1)
+        scale, step = step.reciprocal().div_(LEVELS), step * LEVELS
+        dither.div_(LEVELS)
+        first, second = dither[:, :HALF], dither[:, HALF:]
+        high, spare, halves = torch.empty_like(dither), torch.empty_like(dither), torch.empty(2, len(dither), HALF, device="cpu")
+        values = buffer(4 * BLOCK * count).view(torch.float32).view(count, BLOCK)
+        sums, distance = torch.empty(count, device="cpu"), torch.empty(count, device="cpu")
+        slabs = _together(self.own.slabs(), self._wide(exponents.view(torch.int8)), values, codes, scale, step, sums, distance)
+        for number, (own, wide, found, code, scaling, stepping, total, norm) in enumerate(slabs):
+            k, (low, upper) = high[: len(own)], halves[:, : len(own)]
+            torch.floor(low.copy_(code).mul_(1 / LEVELS), out=upper)
+            torch.sub(first[: len(own)], low.sub_(upper), out=found[:, :HALF])  # (u - code) / 2^b, exactly
+            torch.sub(second[: len(own)], upper, alpha=1 / LEVELS, out=found[:, HALF:])
+            torch.addcmul(found, own, scaling, out=k).round_()
+            torch.sub(k, found, out=found).mul_(stepping)
+            if wide:
+                _modulo(k, 256, spare)
+            torch.mv(k, odd, out=total)
+            apart = torch.sub(found, own, out=k)
+            if number in self.own.short:  # what fills short blocks up is read with its rounding
+                span = slice(number * SLAB, number * SLAB + len(own))
+                apart.masked_fill_(torch.arange(BLOCK, device="cpu") >= self.own.sizes[span, None], 0)
+            torch.linalg.vector_norm(apart, dim=1, out=norm)
+        distance.div_(self.own.sizes.sqrt())
+        kept = (_digests(sums) == digests).logical_and_(distance <= FAR * SIGMAS[self.exponents.int() + 128])
+        if not bool(kept.all()):
+            for own, found, good in _together(self.own.slabs(), values, kept):
+                found[~good] = own[~good]
         rest = FLOAT32.decode(payload[payload.numel() - FLOAT32.nbytes(self._tail_shapes) :].clone(), self._tail_shapes)
-        return Reading(values, kept, distance, expected, rest)
+        return Reading(values, kept, distance, SIGMAS[steps], rest)
 
     def move(self, read: Reading, refused: bytes) -> list[Tensor]:
         """Return w'_j - w'_i, of all tensors, and 0 where the block was refused here or, by ``refused``, there.
 
         ``read`` is used up.
         """
-        lattice, _, _ = self._values(self.payload)
-        apart = read.values.sub_(lattice)
-        apart[~read.kept | self.refused(refused)] = 0
-        return [*self._cut(apart), *(theirs - mine for theirs, mine in zip(read.rest, self.rest, strict=True))]
+        dither, _ = _stream(self.seed, len(self.own))
+        step = STEPS[self.exponents.int() + 128].unsqueeze(1)
+        for z, values, stepping in _together(self._points(dither), read.values, step):
+            values.sub_(z.sub_(dither[: len(z)]).mul_(stepping))
+        read.values[~read.kept | self.refused(refused)] = 0
+        return [*self._cut(read.values), *(theirs - mine for theirs, mine in zip(read.rest, self.rest, strict=True))]
 
     def seen(self, read: Reading) -> list[Tensor]:
         """Return the partner's tensors, with the own values where the block was refused here."""
-        return [*self._cut(torch.where(read.kept.unsqueeze(1), read.values, self.own)), *read.rest]
+        return [*self._cut(read.values), *read.rest]
 
     def refused(self, bits: bytes) -> Tensor:
         """Return which blocks the partner refused, bool. ValueError unless ``bits`` are those of ``Reading.bits``."""
@@ -277,34 +316,16 @@ class PairMessage:
     def _tail_shapes(self) -> Sequence[Shape]:
         return self.shapes[len(self.shapes) - self.tail :]
 
-    def _values(self, payload: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the values of a payload by the own ones, which blocks have the digest that was sent, and the norms to the own."""
-        count = len(self.own)
-        exponents, digests, codes = _parts(payload, count)
-        steps = exponents.view(torch.int8).int() + 128
-        if bool((steps == 0).any()):
-            raise ValueError("the payload has an exponent of -128, which none sends")
-        dither, odd = _stream(bytes(payload[:SEED].tolist()), count)
-        step = STEPS[steps].unsqueeze(1)
-        scale = step.reciprocal().div_(LEVELS)
-        values = buffer(self.own.nbytes).view(torch.float32).view(count, BLOCK)
-        kept, norms = torch.empty(count, dtype=torch.bool, device="cpu"), torch.empty(count, device="cpu")
-        for span in _slabs(count):
-            width, found = span.stop - span.start, values[span]
-            packed = codes[span].float()
-            halves = found.view(width, 2, HALF)
-            high = torch.mul(packed, 1 / LEVELS).floor_()
-            torch.sub(packed, high, alpha=LEVELS, out=halves[:, 0])
-            halves[:, 1] = high
-            found.sub_(dither[:width])  # code - u
-            k = torch.mul(self.own[span], scale[span]).sub_(found, alpha=1 / LEVELS).round_()
-            found.add_(k, alpha=LEVELS).mul_(step[span])
-            kept[span] = _digest(k, odd) == digests[span]
-            torch.linalg.vector_norm(torch.sub(found, self.own[span], out=k), dim=1, out=norms[span])
-        short = (self.sizes < BLOCK).nonzero().flatten()  # what fills them up is read with its rounding
-        apart = (values[short] - self.own[short]).masked_fill_(torch.arange(BLOCK, device="cpu") >= self.sizes[short, None], 0)
-        norms[short] = torch.linalg.vector_norm(apart, dim=1)
-        return values, kept, norms
+    def _points(self, dither: Tensor) -> Iterator[Tensor]:
+        """Yield z of a slab after the other, in memory that the next one overwrites."""
+        scale, room = STEPS[self.exponents.int() + 128].reciprocal().unsqueeze(1), torch.empty_like(dither)
+        for own, scaling in _together(self.own.slabs(), scale):
+            yield torch.addcmul(dither[: len(own)], own, scaling, out=room[: len(own)]).round_()
+
+    def _wide(self, exponents: Tensor) -> list[bool]:
+        """Return for each slab whether the sum of a digest needs its numbers modulo 256, for float32 to hold it."""
+        points = self.own.largest * STEPS[exponents.int() + 128].reciprocal()
+        return [bool((part >= WIDE).any()) for (part,) in _together(points)]
 
     def _cut(self, rows: Tensor) -> list[Tensor]:
         """Return the tensors of the head from their blocks; views."""
@@ -320,7 +341,7 @@ class Reading:
     """A partner's contribution, read by the own one."""
 
     values: Tensor
-    """(blocks, 64), float32."""
+    """(blocks, 64), float32; the own ones where they are refused here."""
     kept: Tensor
     """Which blocks are not refused, bool."""
     distance: Tensor
@@ -361,42 +382,67 @@ def _gap(count: int, tail: int) -> int:
     return -(SEED + (2 + HALF) * count) % 4 if tail else 0
 
 
-def _sizes(shapes: Sequence[Shape]) -> Tensor:
-    """Return the number of values in each block, float32."""
-    sizes = torch.full((_count(shapes),), float(BLOCK), device="cpu")
-    at = 0
-    for shape in shapes:
-        at += blocks(numel(shape), BLOCK)
-        if numel(shape) % BLOCK:
-            sizes[at - 1] = numel(shape) % BLOCK
-    return sizes
+class Rows:
+    """Tensors as blocks of float32 values on the CPU, which are copied only where a slab is not all of one such tensor."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = to_host([tensor.detach() for tensor in tensors])
+        self._flat = [tensor.reshape(-1) for tensor in self._tensors]
+        self.counts = [blocks(tensor.numel(), BLOCK) for tensor in self._flat]
+        self._ends = list(itertools.accumulate(self.counts))
+        self.sizes = torch.full((len(self),), float(BLOCK), device="cpu")
+        """Values in each block, float32."""
+        self.short = set[int]()
+        """The slabs in which a block is not full."""
+        for end, flat in zip(self._ends, self._flat, strict=True):
+            if flat.numel() % BLOCK:
+                self.sizes[end - 1] = flat.numel() % BLOCK
+                self.short.add((end - 1) // SLAB)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor.float() for tensor in self._tensors]
+
+    @functools.cached_property
+    def largest(self) -> Tensor:
+        """The largest magnitude of each block."""
+        largest, room = torch.empty(len(self), device="cpu"), torch.empty(min(len(self), SLAB), BLOCK, device="cpu")
+        for part, found in _together(self.slabs(), largest):
+            torch.amax(torch.abs(part, out=room[: len(part)]), dim=1, out=found)
+        return largest
+
+    def slabs(self) -> Iterator[Tensor]:
+        """Yield (blocks, 64) of a slab after the other, short blocks filled with zeros; some in memory that the next overwrites."""
+        room = torch.empty(min(len(self), SLAB), BLOCK, device="cpu")
+        for first in range(0, len(self), SLAB):
+            size, place = (min(first + SLAB, len(self)) - first) * BLOCK, bisect_right(self._ends, first)
+            begin = (first - self._ends[place] + self.counts[place]) * BLOCK
+            part = self._flat[place][begin : begin + size]
+            if part.numel() == size and part.dtype == torch.float32:
+                yield part.view(-1, BLOCK)
+                continue
+            filled, at = room.view(-1)[:size].zero_(), 0
+            while at < size:
+                part = self._flat[place][begin : begin + size - at]
+                filled[at : at + part.numel()] = part
+                at, place, begin = at + blocks(part.numel(), BLOCK) * BLOCK, place + 1, 0
+            yield filled.view(-1, BLOCK)
 
 
-def _rows(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors in blocks, (blocks, 64) float32 on the CPU, a copy."""
-    flat = buffer(4 * _count([tuple(tensor.shape) for tensor in tensors]) * BLOCK).view(torch.float32)
-    at = 0
-    for tensor in to_host([tensor.detach() for tensor in tensors]):
-        end = at + tensor.numel()
-        flat[at:end].copy_(tensor.reshape(-1))
-        at += blocks(tensor.numel(), BLOCK) * BLOCK
-        flat[end:at] = 0
-    return flat.view(-1, BLOCK)
+def _together(*parts: Tensor | Iterable[Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield from all at once; of tensors, which have a row for each block, a slab after the other."""
+    slabs = ((torch.split(part, SLAB) if len(part) else ()) if isinstance(part, Tensor) else part for part in parts)
+    return zip(*slabs, strict=True)
 
 
-def _rms(rows: Tensor, sizes: Tensor) -> Tensor:
+def _rms(rows: Rows) -> Tensor:
     """Return the root of the mean square of each block; zeros fill a short one up."""
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    return norms.div_(sizes.sqrt())
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """Return the largest magnitude of each block."""
-    found, some = torch.empty(len(rows), device="cpu"), torch.empty(min(len(rows), SLAB), BLOCK, device="cpu")
-    for span in _slabs(len(rows)):
-        part = torch.abs(rows[span], out=some[: span.stop - span.start])
-        torch.amax(part, dim=1, out=found[span])
-    return found
+    norms = torch.empty(len(rows), device="cpu")
+    for part, found in _together(rows.slabs(), norms):
+        torch.linalg.vector_norm(part, dim=1, out=found)
+    return norms.div_(rows.sizes.sqrt())
 
 
 def _exponents(values: Tensor, *, up: bool = True) -> Tensor:
@@ -417,11 +463,6 @@ def _parts(payload: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return exponents, digests, codes.view(count, HALF)
 
 
-def _slabs(count: int) -> Iterator[slice]:
-    for first in range(0, count, SLAB):
-        yield slice(first, min(first + SLAB, count))
-
-
 def _stream(seed: bytes, count: int) -> tuple[Tensor, Tensor]:
     """Return the dither of a slab's blocks, in steps of 2^-16, and the odd factors of a digest, up to 255; the same everywhere.
 
@@ -437,10 +478,14 @@ def _stream(seed: bytes, count: int) -> tuple[Tensor, Tensor]:
     return ((x[BLOCK:] >> 16).float() * 2.0**-16 - 0.5).view(-1, BLOCK), odd
 
 
-def _digest(high: Tensor, odd: Tensor) -> Tensor:
-    """Return sum r_i high_i mod 256 of each block, uint8. float32 is exact: 64 products below 2^16. ``high`` is used up."""
-    high.sub_(high.mul(1 / 256).floor_(), alpha=256)
-    return (high @ odd).to(torch.int32).to(torch.uint8)
+def _modulo(values: Tensor, number: int, room: Tensor) -> None:
+    """Take whole numbers modulo a power of two, in place."""
+    values.sub_(torch.mul(values, 1 / number, out=room[: len(values)]).floor_(), alpha=number)
+
+
+def _digests(sums: Tensor) -> Tensor:
+    """Return sum r_i high_i mod 256 of each block, uint8."""
+    return sums.to(torch.int32).to(torch.uint8)
 
 
 def _text(exponents: Tensor) -> str:

@@ -306,7 +306,7 @@ class Distributed:
 def _encoded(tensors: Sequence[Tensor], codec: Codec) -> Payload:
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if (pairs := for_pairs(codec)) is not None:
-        message = pairs[0].post(tensors, pairs[1])
+        message = pairs[0].post([tensor.clone() for tensor in tensors], pairs[1])
         return Payload(message.payload, shapes, codec, message=message)
     return Payload(codec.encode(tensors), shapes, codec)
 

@@ -279,7 +279,7 @@ class SimulatedExchange:
         if (pairs := for_pairs(codec)) is None:
             arrived = codec.decode(codec.encode(tensors), shapes)
         else:
-            simulation._messages[key, self.peer] = message = pairs[0].post(tensors, pairs[1])
+            simulation._messages[key, self.peer] = message = pairs[0].post([tensor.clone() for tensor in tensors], pairs[1])
             arrived = message.tensors()
         lost = simulation.faults.drop(self.peer, key)
         at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)

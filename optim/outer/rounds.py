@@ -32,6 +32,7 @@ from shoal.optim.exchange.base import (
     NoPartner,
     OnDemand,
     RoundKey,
+    differences,
 )
 from shoal.optim.outer.fragments import Weight
 from shoal.optim.outer.in_flight import PendingExchange, RoundInfo, Sent
@@ -223,7 +224,7 @@ class OuterRounds(OuterState):
             self._weights, self._parts[fragment], context, sent, rules, self.steps, self.position, lag, absent=weight == 0
         )
         if weight and isinstance(codec := self._codecs[fragment], Mod4Codec):
-            moved = self._weights.whole(self._parts[fragment], [f - s for f, s in zip(fast, slow, strict=True)])
+            moved = self._weights.whole(self._parts[fragment], differences(fast, slow))
             codec.expect(f"{self.run}:{self.round}:{fragment}", moved)
         self._start(pending)
         if not at_once:

@@ -279,6 +279,7 @@ class RankWeights(ModelWeights):
 
     def whole(self, part: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return whole tensors like those of a ``Rule`` on rank 0, its own ones not copied; an empty list on the others."""
+        tensors = list(tensors)  # those computed on demand, once
         return self.gather(part, tensors, self.shapes_of(part, tensors))
 
     def projection(self, part: Sequence[int]) -> tuple[float, ...]:

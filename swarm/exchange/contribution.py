@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,26 +21,32 @@ from shoal.swarm.wire.envelope import CHUNK, MAX_WEIGHT, Sketch, chunks, digest
 from shoal.swarm.wire.messages import MAX_REFUSED, Offer
 
 
-class Payload(Protocol):
+class Payload(ABC):
     """Payload that is read from its beginning to its end, as often as wanted, also by several readers at once."""
 
     @property
+    @abstractmethod
     def nbytes(self) -> int: ...
 
+    @functools.cached_property
+    def sha256(self) -> bytes:
+        """The digest of its chunks."""
+        return digest(self.blocks())
+
+    @abstractmethod
     def blocks(self) -> Iterator[memoryview]:
         """Return its chunks of 1 MiB, the last shorter."""
-        ...
 
+    @abstractmethod
     def whole(self) -> Tensor:
         """Return all bytes as one flat tensor, which nobody may change."""
-        ...
 
+    @abstractmethod
     def tensors(self) -> Sequence[Tensor]:
         """Return what the others decode, float32; `OnDemand`, or tensors that may be views into the payload."""
-        ...
 
 
-class EncodedPayload:
+class EncodedPayload(Payload):
     """Payload that ``codec`` has made of tensors of ``shapes``."""
 
     def __init__(self, payload: Tensor, codec: Codec, shapes: Sequence[Shape]) -> None:
@@ -59,18 +66,27 @@ class EncodedPayload:
         return self._codec.decode(self._payload, self._shapes)
 
 
-class PairPayload(EncodedPayload):
-    """Payload that a partner reads by its own weights, as ``message`` reads the partner's."""
+class PairPayload(Payload):
+    """Payload that a partner reads by its own weights, as ``message`` reads the partner's. It is written when it is first read."""
 
-    def __init__(self, message: PairMessage, codec: Codec) -> None:
-        super().__init__(message.payload, codec, message.shapes)
+    def __init__(self, message: PairMessage) -> None:
         self.message = message
+
+    @property
+    def nbytes(self) -> int:
+        return self.message.nbytes
+
+    def blocks(self) -> Iterator[memoryview]:
+        return chunks(self.message.payload.numpy().data)
+
+    def whole(self) -> Tensor:
+        return self.message.payload
 
     def tensors(self) -> Sequence[Tensor]:
         return self.message.tensors()
 
 
-class BorrowedPayload:
+class BorrowedPayload(Payload):
     """Payload of plain floats that is made from ``tensors`` (on the CPU) as it is read, so nothing of their size is held.
 
     The tensors must not change while it is in use.
@@ -129,14 +145,13 @@ BARRED = "this node has banned its caller for a while, for what it said in verif
 
 @dataclass(frozen=True)
 class Contribution:
-    """A contribution: ``payload`` is what ``codec`` makes of tensors of ``shapes``; ``sha256`` is its digest."""
+    """A contribution: ``payload`` is what ``codec`` makes of tensors of ``shapes``."""
 
     key: RoundKey
     payload: Payload
     shapes: tuple[Shape, ...]
     codec: Codec
     weight: float
-    sha256: bytes
     even: int = 0
     """How many of the first tensors get a plain mean, whatever the weights; the same at all peers of the method."""
     sketch: Sketch | None = None
@@ -144,6 +159,15 @@ class Contribution:
 
     def tensors(self) -> Sequence[Tensor]:
         return self.payload.tensors()
+
+    @property
+    def sha256(self) -> bytes:
+        return self.payload.sha256
+
+    def prepared(self) -> Contribution:
+        """Write and digest what is to be sent, and return this. Slow."""
+        assert self.sha256
+        return self
 
     @property
     def message(self) -> PairMessage | None:
@@ -177,13 +201,13 @@ def encode_contribution(
     if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and tensors.on_cpu:
         payload = BorrowedPayload(tensors, codec)
     elif (pairs := for_pairs(codec)) is not None:
-        message = pairs[0].post(tensors, pairs[1])
+        message = pairs[0].post(tensors if isinstance(tensors, OnDemand) else [tensor.clone() for tensor in tensors], pairs[1])
         if len(message.own) > 8 * MAX_REFUSED:
-            raise ValueError(f"{codec.name} cannot send {message.own.numel()} values at once: set more outer.fragments")
-        payload = PairPayload(message, codec)
+            raise ValueError(f"{codec.name} cannot send {len(message.own)} blocks of 64 values at once: set more outer.fragments")
+        payload = PairPayload(message)
     else:
         payload = EncodedPayload(codec.encode([tensor.float() for tensor in tensors]), codec, shapes)
-    return Contribution(key, payload, shapes, codec, min(float(weight), MAX_WEIGHT), digest(payload.blocks()), even)
+    return Contribution(key, payload, shapes, codec, min(float(weight), MAX_WEIGHT), even)
 
 
 def model_digest(tensors: Sequence[Tensor]) -> str:

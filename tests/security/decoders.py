@@ -252,16 +252,16 @@ def codecs():
         lambda data: message.read(torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)),
         lambda: [half.numpy().tobytes()],
         refuses=(ValueError,),
-        sound=lambda reading: reading.kept.shape == message.sizes.shape and bool(reading.values[reading.kept].isfinite().all()),
+        sound=lambda reading: reading.kept.shape == message.own.sizes.shape and bool(reading.values[reading.kept].isfinite().all()),
         sentence=False,
     )
     yield Decoder(
         "refused blocks of mod4",
         ("optim/codecs/mod4.py:PairMessage.refused",),
         message.refused,
-        lambda: [bytes(-(-len(message.sizes) // 8)), b"\xa5" * -(-len(message.sizes) // 8)],
+        lambda: [bytes(-(-len(message.own.sizes) // 8)), b"\xa5" * -(-len(message.own.sizes) // 8)],
         refuses=(ValueError,),
-        sound=lambda refused: refused.shape == message.sizes.shape,
+        sound=lambda refused: refused.shape == message.own.sizes.shape,
         sentence=False,
     )
 

@@ -436,7 +436,8 @@ class GroupExchange(ExchangeBase):
         Raises ValueError if ``key`` is of another run than this swarm, or if the codec refuses the tensors.
         """
         check_no_pair(codec)
-        mine = replace(encode_contribution(self._context.swarm, key, tensors, weight, codec, even), sketch=self.sketch())
+        mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even).prepared()
+        mine = replace(mine, sketch=self.sketch())
         self.moved = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean())

@@ -97,6 +97,7 @@ class PairMatchmaker:
         )
         self.held = HeldCalls(self.state)
         self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
+        self._preparing = asyncio.Lock()
         context.host.serve(EXCHANGE_PROTOCOL, self.answerer.serve)
 
     async def meet(self, attempt: Attempt, number: int) -> PartnerContribution | None:
@@ -105,8 +106,10 @@ class PairMatchmaker:
         ``number``: what `PairRounds.hand_in` returned for it in the training thread.
         """
         fragment = attempt.key.fragment
-        pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
-        self.rounds.begin(number, attempt.key.round, fragment)
+        async with self._preparing:  # meetings begin in the order in which training hands in
+            await asyncio.to_thread(attempt.contribution.prepared)
+            pairing = self.state.under_way[fragment] = PairingAttempt(attempt, number)
+            self.rounds.begin(number, attempt.key.round, fragment)
         nbytes = attempt.contribution.payload.nbytes
         pairing.usual, self.state.sizes[fragment] = self.state.sizes.get(fragment) == nbytes, nbytes
         loop, needed = asyncio.get_running_loop(), pairing.needed
