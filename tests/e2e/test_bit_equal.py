@@ -18,8 +18,8 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.wire.messages import Member
 from tests.blocking import blocking
+from tests.records import member_of
 
 PEERS = 4
 SEED = 3
@@ -125,10 +125,7 @@ def test_every_form_and_codec_over_daemons_ends_with_the_bits_of_the_simulation(
 
     def member(index):
         peer = hosts[index][1].peer_id
-        return Member(
-            swarm=swarm, peer=peer, name="x", addresses=hosts[index][1].addresses(), round=0, step=0, loss=None,
-            steps_per_s=0.0, shard=index, shards=PEERS, model=digest, state="training", issued=0.0, version="0",
-        )  # fmt: skip
+        return member_of(peer, swarm=swarm, addresses=hosts[index][1].addresses(), shard=index, shards=PEERS, model=digest)
 
     members = {hosts[i][1].peer_id: member(i) for i in range(PEERS)}
     for (identity, host), (trainer, _) in zip(hosts, made, strict=True):

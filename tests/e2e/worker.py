@@ -40,7 +40,8 @@ from shoal.swarm.state.selection import StateServer
 from shoal.swarm.state.snapshot import MemorySink, State
 from shoal.swarm.state.sync import StateQuery, begin_fetch
 from shoal.swarm.wire import envelope
-from shoal.swarm.wire.messages import Commit, Member, Ready, StateRequest
+from shoal.swarm.wire.messages import Commit, Ready, StateRequest
+from tests.records import member_of
 
 SWARM, MODEL = "a" * 52, "0" * 64
 EVERY = 2
@@ -77,10 +78,7 @@ def memory():
 
 
 def member(peer, addresses):
-    return Member(
-        swarm=SWARM, peer=peer, name="worker", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0,
-        shard=0, shards=1, model=MODEL, state="training", issued=time.time(), version="0",
-    )  # fmt: skip
+    return member_of(peer, name="worker", addresses=tuple(addresses), issued=time.time())
 
 
 class Worker:

@@ -21,12 +21,12 @@ from shoal.swarm.wire.messages import (
     SEED_PROTOCOL,
     SWARMS_PROTOCOL,
     Announcement,
-    Member,
     SeedReply,
     SeedRequest,
     SwarmsReply,
     SwarmsRequest,
 )
+from tests.records import member_of
 from tests.security.bare_client import Connection, Key
 
 PLACES = 4  # swarms in which one peer is noted
@@ -35,13 +35,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz234567"
 
 
 def member(key, swarm):
-    return seal(
-        Member(
-            swarm=swarm, peer=key.peer_id, name="x", addresses=(), round=0, step=0, loss=None, steps_per_s=0.0, shard=0, shards=1,
-            model="0" * 64, state="training", issued=time.time(), version="0",
-        ),
-        key,
-    )  # fmt: skip
+    return seal(member_of(key.peer_id, swarm=swarm, issued=time.time()), key)
 
 
 class Attacker:

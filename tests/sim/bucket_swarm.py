@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from shoal.swarm.membership.directory import PERIOD, TTL
 from shoal.swarm.wire.messages import Member
+from tests.records import SWARM, member_of
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH, Board, Posted, SimDirectory
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import Links, SimHost, SimNetwork, Trace
 
-SWARM, MODEL = "a" * 52, "0" * 64
 BUCKET, EPOCH_S = 16, 30.0
 FIRST = EPOCH_S - EPOCH % EPOCH_S  # virtual second at which the second epoch begins
 
@@ -53,10 +53,7 @@ class BucketSwarm:
 
     def member(self, peer: str, name: str) -> Member:
         """Return a record of this moment."""
-        return Member(
-            swarm=SWARM, peer=peer, name=name, addresses=(), round=0, step=0, loss=None, steps_per_s=1.0, shard=0, shards=1,
-            model=MODEL, state="training", issued=EPOCH + self.loop.time(), version="0",
-        )  # fmt: skip
+        return member_of(peer, name=name, issued=EPOCH + self.loop.time())
 
     def forge(self, peer: str, prefix: str, until: float) -> None:
         """Put the record of a made-up peer under a key of the first table, and again every few seconds up to a virtual time."""

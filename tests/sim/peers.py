@@ -27,6 +27,7 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 from tests.sim.network import SimHost, SimNetwork
 
 if TYPE_CHECKING:
@@ -148,10 +149,7 @@ class SimPeer:
 
     def record(self) -> Member:
         """Return this peer's current record."""
-        return Member(
-            swarm=SWARM, peer=self.id, name=self.name, addresses=(), round=self.round, step=0, loss=None,
-            steps_per_s=0.0, shard=0, shards=1, model=MODEL, state=self.state, issued=self.wall(), version="0",
-        )  # fmt: skip
+        return member_of(self.id, name=self.name, round=self.round, state=self.state, issued=self.wall())
 
     def receive(self, member: Member) -> None:
         """Take another peer's record, unless a newer one is known."""

@@ -6,13 +6,11 @@ import random
 import pytest
 
 from shoal.swarm.membership.dht import CAP
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH, PERIOD, TTL, Board, SimDirectory
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import Links, SimNetwork, Trace
-
-SWARM, MODEL = "a" * 52, "0" * 64
 
 
 class Swarm:
@@ -29,11 +27,8 @@ class Swarm:
 
     def directory(self, number, **options):
         def record():
-            return Member(
-                swarm=SWARM, peer=self.hosts[number].peer_id, name=f"p{number}", addresses=(), round=self.rounds[number], step=0,
-                loss=None, steps_per_s=1.0, shard=0, shards=1, model=MODEL, state="training", issued=EPOCH + self.loop.time(),
-                version="0",
-            )  # fmt: skip
+            issued = EPOCH + self.loop.time()
+            return member_of(self.hosts[number].peer_id, name=f"p{number}", round=self.rounds[number], issued=issued)
 
         return SimDirectory(self.board, self.hosts[number], record, random.Random(number), **options)
 

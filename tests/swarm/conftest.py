@@ -18,8 +18,8 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
-from shoal.swarm.wire.messages import Member
 from tests.clocks import until
+from tests.records import member_of
 
 SWARM, MODEL = "a" * 52, "0" * 64
 
@@ -99,10 +99,7 @@ class Network:
         return host
 
     def member(self, peer, round=0, model=MODEL):
-        return Member(
-            swarm="a" * 52, peer=peer, name="x", addresses=(), round=round, step=0, loss=None, steps_per_s=0.0, shard=0,
-            shards=1, model=model, state="training", issued=time.time(), version="0",
-        )  # fmt: skip
+        return member_of(peer, round=round, model=model, issued=time.time())
 
     def close(self):
         async def end():

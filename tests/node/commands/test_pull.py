@@ -27,7 +27,7 @@ from shoal.swarm.state.snapshot import DIGEST, State, chunk_size, encode
 from shoal.swarm.state.snapshot import make as snapshot_of
 from shoal.swarm.state.sync import ModelDiffersError
 from shoal.swarm.wire.envelope import CHUNK
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 ME = Identity.ephemeral()
 LINK = Link("a" * 52, (f"/ip4/127.0.0.1/tcp/1/p2p/{ME.peer_id}",))
@@ -75,10 +75,7 @@ class World:
     @contextlib.contextmanager
     def visited(self, link):
         model = self.manifest.model
-        member = Member(
-            swarm=link.swarm, peer=ME.peer_id, name="x", addresses=(), round=self.snapshot.header.round, step=10, loss=2.5,
-            steps_per_s=0.0, shard=0, shards=1, model=model, state="training", issued=0.0, version="0",
-        )  # fmt: skip
+        member = member_of(ME.peer_id, swarm=link.swarm, round=self.snapshot.header.round, step=10, loss=2.5, model=model)
         other = Identity.ephemeral().peer_id
         yield (
             self,

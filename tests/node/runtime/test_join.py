@@ -18,7 +18,7 @@ from shoal.node.tasks.loader import HookError
 from shoal.swarm.access import Link
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import TrainSettings, open_manifest
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 ME = Identity.ephemeral()
 
@@ -30,10 +30,7 @@ def manifest(**overrides):
 
 def member(shard, shards=4):
     peer = Identity.ephemeral().peer_id
-    return Member(
-        swarm="a" * 52, peer=peer, name="x", addresses=(), round=0, step=0, loss=None, steps_per_s=0.0, shard=shard,
-        shards=shards, model="0" * 64, state="training", issued=0.0, version="0",
-    )  # fmt: skip
+    return member_of(peer, shard=shard, shards=shards)
 
 
 def members(*shards):

@@ -18,8 +18,8 @@ from shoal.swarm.membership.dht import AHEAD, MAX_TTL, MemberValidator, bits_of,
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import seal
-from shoal.swarm.wire.messages import Member
 from tests.clocks import until
+from tests.records import member_of
 from tests.swarm.membership.conftest import ABOUT, Quiet
 
 SWARM = "a" * 52
@@ -152,8 +152,7 @@ def me():
 
 
 def member(identity, **changes):
-    fields = {"swarm": SWARM, "peer": identity.peer_id, "addresses": (), "issued": time.time(), **ABOUT}
-    return Member(**{**fields, **changes})
+    return member_of(identity.peer_id, **{"issued": time.time(), **ABOUT, **changes})
 
 
 def dht_record(value, subkey, prefix="", swarm=SWARM, expires_in=30.0):

@@ -6,7 +6,7 @@ from shoal.node.commands.status import table
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.overview import FAILS, REMEDY, SILENT_S, SLOW_EXCHANGE_S, SLOW_STEP, health_report, totals
 from shoal.swarm.wire.envelope import FAILURES
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 NOW = 1e9
 IDS = {name: Identity.ephemeral().peer_id for name in ("anna", "bert", "carl", "dora", "emil")}
@@ -18,10 +18,7 @@ def swarm(*names, **changes):
     for name in names:
         fields = {"steps_per_s": 10.0, "exchange_s": 0.5, "exchanges": 20} | changes.get(name, {})
         fields["blamed"] = tuple((IDS.get(other, other), kind, count) for other, kind, count in fields.get("blamed", ()))
-        made[IDS[name]] = Member(**{
-            "swarm": "a" * 52, "peer": IDS[name], "name": name, "addresses": (), "round": 3, "step": 9, "loss": None, "shard": 0,
-            "shards": 1, "model": "0" * 64, "state": "training", "issued": NOW, "version": "0", **fields,
-        })  # fmt: skip
+        made[IDS[name]] = member_of(IDS[name], **{"name": name, "round": 3, "step": 9, "issued": NOW, **fields})
     return made
 
 

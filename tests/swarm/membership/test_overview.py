@@ -6,18 +6,15 @@ from shoal.node.commands.status import MOST, table
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.overview import overview, totals, totals_said
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 
 def members(count, **fields):
     made = {}
     for number in range(count):
         peer = Identity.ephemeral().peer_id
-        made[peer] = Member(**{
-            "swarm": "a" * 52, "peer": peer, "name": f"n{number}", "addresses": (), "round": 3, "step": 9, "loss": float(number),
-            "steps_per_s": 10.0, "tokens_per_s": 100.0, "shard": 0, "shards": 1, "model": "0" * 64, "state": "training",
-            "issued": 1e9, "version": "0", **fields,
-        })  # fmt: skip
+        usual = {"name": f"n{number}", "round": 3, "step": 9, "loss": float(number), "steps_per_s": 10.0, "tokens_per_s": 100.0}
+        made[peer] = member_of(peer, **{**usual, "issued": 1e9, **fields})
     return made
 
 

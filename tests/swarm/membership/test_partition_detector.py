@@ -8,18 +8,14 @@ from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.training.member import CONFIRM, FORGET, PartitionDetector
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 PERIOD, TTL = 5.0, 30.0
 PEERS = {name: Identity.ephemeral().peer_id for name in ("me", "anna", "bert", "carl", "dora")}
 
 
 def member(name, issued, **changes):
-    fields = {
-        "swarm": "a" * 52, "peer": PEERS[name], "name": name, "addresses": (), "round": 0, "step": 0, "loss": None,
-        "steps_per_s": 1.0, "shard": 0, "shards": 1, "model": "0" * 64, "state": "training", "issued": issued, "version": "0",
-    }  # fmt: skip
-    return Member(**{**fields, **changes})
+    return member_of(PEERS[name], **{"name": name, "issued": issued, **changes})
 
 
 class Scene:

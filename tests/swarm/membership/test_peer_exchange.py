@@ -25,13 +25,14 @@ from shoal.swarm.membership.peer_exchange import (
 )
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 from tests.sim.clock import VirtualLoop
 from tests.sim.directory import EPOCH
 from tests.sim.memory_stream import NOTHING
 from tests.sim.network import Links, SimNetwork, Trace
 from tests.swarm.membership.conftest import Meeting
 
-SWARM, ELSEWHERE, MODEL = "a" * 52, "b" * 52, "0" * 64
+SWARM, ELSEWHERE = "a" * 52, "b" * 52
 
 
 class Book:
@@ -76,12 +77,8 @@ class Node:
         return EPOCH + self.world.loop.time()
 
     def member(self, **changes):
-        fields = {
-            "swarm": SWARM, "peer": self.peer_id, "name": "x", "addresses": (self.address,), "round": 0, "step": 0, "loss": None,
-            "steps_per_s": 1.0, "shard": 0, "shards": 1, "model": MODEL, "state": "training", "issued": self.now(), "version": "0",
-            "admission": self.book.access_policy.ticket,
-        }  # fmt: skip
-        return Member(**{**fields, **self.fields, **changes})
+        usual = {"addresses": (self.address,), "issued": self.now(), "admission": self.book.access_policy.ticket}
+        return member_of(self.peer_id, **{**usual, **self.fields, **changes})
 
     def sees(self):
         return set(self.book.everyone())

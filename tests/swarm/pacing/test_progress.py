@@ -10,7 +10,7 @@ from shoal.swarm.exchange.context import FIRST_RATE, ExchangeTimeouts, PeerConte
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.pacing import LATE_S, SLOW_S, SLOWEST, Progress, slow_s
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 from tests.sim.clock import VirtualLoop
 from tests.sim.isolation import isolated
 from tests.sim.network import Links, SimNetwork, Trace
@@ -78,25 +78,7 @@ def network():
 def exchanged(network, kind, exchange=10.0, chunk=5.0):
     """What two peers get that exchange 3 MB with a deadline of so many seconds, and the seconds that it took."""
     hosts = [network.host(name, network.identity(name)) for name in "ab"]
-    members = {
-        host.peer_id: Member(
-            swarm=SWARM,
-            peer=host.peer_id,
-            name=host.name,
-            addresses=(),
-            round=0,
-            step=0,
-            loss=None,
-            steps_per_s=1.0,
-            shard=0,
-            shards=1,
-            model=MODEL,
-            state="training",
-            issued=0.0,
-            version="0",
-        )
-        for host in hosts
-    }
+    members = {host.peer_id: member_of(host.peer_id, name=host.name) for host in hosts}
     timeouts = ExchangeTimeouts(10.0, chunk, exchange)
     exchanges = [kind(PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), timeouts) for host in hosts]
 

@@ -17,7 +17,8 @@ from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.topics.status import Status
 from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import pack, seal
-from shoal.swarm.wire.messages import GroupDecision, Member, Offer
+from shoal.swarm.wire.messages import GroupDecision, Offer
+from tests.records import member_of
 from tests.swarm.conftest import MODEL, SWARM
 
 ELSEWHERE = "b" * 52
@@ -26,11 +27,7 @@ ROUND = 5
 
 
 def member(**changes):
-    fields = {
-        "swarm": SWARM, "peer": HONEST.peer_id, "name": "x", "addresses": (), "round": ROUND, "step": 1, "loss": None,
-        "steps_per_s": 1.0, "shard": 0, "shards": 1, "model": MODEL, "state": "training", "issued": time.time(), "version": "0",
-    }  # fmt: skip
-    return Member(**{**fields, **changes})
+    return member_of(HONEST.peer_id, **{"round": ROUND, "step": 1, "steps_per_s": 1.0, "issued": time.time(), **changes})
 
 
 def status(**changes):

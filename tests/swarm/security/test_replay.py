@@ -9,7 +9,7 @@ from hivemind.dht.validation import DHTRecord
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht import MemberValidator, key_of, make_record
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 SWARM = "a" * 52
 
@@ -24,10 +24,7 @@ def dht_record(value, subkey, expires):
 
 
 def member(identity, issued):
-    return Member(
-        swarm=SWARM, peer=identity.peer_id, name="x", addresses=(), round=1, step=1, loss=None, steps_per_s=1.0, shard=0, shards=1,
-        model="0" * 64, state="training", issued=issued, version="0",
-    )  # fmt: skip
+    return member_of(identity.peer_id, round=1, step=1, issued=issued)
 
 
 def test_an_old_record_that_is_replayed_does_not_displace_a_newer_one():

@@ -8,7 +8,8 @@ from shoal.swarm.manifest import Manifest, Title, swarm_id
 from shoal.swarm.membership.swarm_list import PublicSwarm, merged, read_listed
 from shoal.swarm.seed import MAX_MEMBERS, TTL, AnnouncementBoard, SeedRegistry
 from shoal.swarm.wire.envelope import pack, seal, unpack
-from shoal.swarm.wire.messages import MAX_LISTED, Announcement, ListedSwarm, Member, SeedRequest, SwarmsRequest
+from shoal.swarm.wire.messages import MAX_LISTED, Announcement, ListedSwarm, SeedRequest, SwarmsRequest
+from tests.records import member_of
 
 SEED = "/ip4/203.0.113.9/tcp/4001/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
@@ -24,10 +25,7 @@ def announcement(who, sealed, **fields):
 
 
 def member(who, swarm):
-    return Member(
-        swarm=swarm, peer=who.peer_id, name="x", addresses=(f"/ip4/203.0.113.1/tcp/1/p2p/{who.peer_id}",), round=0, step=0,
-        loss=None, steps_per_s=0.0, shard=0, shards=1, model="0" * 64, state="training", issued=0.0, version="0",
-    )  # fmt: skip
+    return member_of(who.peer_id, swarm=swarm, addresses=(f"/ip4/203.0.113.1/tcp/1/p2p/{who.peer_id}",))
 
 
 class Place:

@@ -17,8 +17,9 @@ from shoal.swarm.p2p.reachability import ask_seed
 from shoal.swarm.seed import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, TTL, GossipForwarding, Seed
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_TOPICS as NAMED
-from shoal.swarm.wire.messages import SEED_PROTOCOL, Member, SeedRequest
+from shoal.swarm.wire.messages import SEED_PROTOCOL, SeedRequest
 from tests.clocks import Clock
+from tests.records import member_of
 
 SWARM, OTHER = "a" * 52, "b" * 52
 STATUS = f"shoal/{SWARM}/status/4"
@@ -100,10 +101,7 @@ def running(**options):
 
 def report(host, identity, seed, topics):
     """Report a member to the bootstrap node, as it does itself, with ``topics`` to forward."""
-    record = Member(
-        swarm=SWARM, peer=identity.peer_id, name="x", addresses=(), round=0, step=0, loss=None, steps_per_s=0.0, shard=0, shards=1,
-        model="0" * 64, state="waiting", issued=time.time(), version="0",
-    )  # fmt: skip
+    record = member_of(identity.peer_id, state="waiting", issued=time.time())
 
     async def asked():
         stream = await host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, timeout=30)
@@ -162,10 +160,7 @@ def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does():
     host.open = opened
     addresses = [f"/ip4/192.168.1.2/tcp/1/p2p/{me.peer_id}"]
     directory = SimpleNamespace(everyone=None, departed=None, members=dict)
-    directory.own = lambda: Member(
-        swarm=SWARM, peer=me.peer_id, name="x", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0, shard=0,
-        shards=1, model="0" * 64, state="waiting", issued=0.0, version="0",
-    )  # fmt: skip
+    directory.own = lambda: member_of(me.peer_id, addresses=tuple(addresses), state="waiting")
     announcer = swarm_list.SeedAnnouncer(host, directory, me, SWARM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(swarm_list, "ask_seed", ask)

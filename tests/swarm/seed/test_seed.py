@@ -20,18 +20,16 @@ from shoal.swarm.membership.swarm_list import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.seed import MAX_MEMBERS, MAX_OF_RANGE, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry, beyond_share
 from shoal.swarm.wire.envelope import seal
-from shoal.swarm.wire.messages import MAX_NAMED, Member, SeedRequest
+from shoal.swarm.wire.messages import MAX_NAMED, SeedRequest
 from tests.clocks import Clock, until
+from tests.records import member_of
 
 SWARM = "a" * 52
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def member(identity, swarm=SWARM, state="training", addresses=()):
-    return Member(
-        swarm=swarm, peer=identity.peer_id, name="x", addresses=tuple(addresses), round=0, step=0, loss=None, steps_per_s=0.0,
-        shard=0, shards=1, model="0" * 64, state=state, issued=0.0, version="0",
-    )  # fmt: skip
+    return member_of(identity.peer_id, swarm=swarm, addresses=tuple(addresses), state=state)
 
 
 def note(registry, identity, swarm=SWARM, host="", **fields):

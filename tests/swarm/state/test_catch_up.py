@@ -13,17 +13,14 @@ from shoal.swarm.state import resync
 from shoal.swarm.state.resync import BEHIND, FRESH_S, TRIES, catch_up, usual_round
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import ModelDiffersError
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 ME, MODEL = Identity.ephemeral(), "0" * 64
 
 
 def member(round, state="training", model=MODEL):
     peer = Identity.ephemeral().peer_id
-    return Member(
-        swarm="a" * 52, peer=peer, name="x", addresses=(), round=round, step=0, loss=None, steps_per_s=0.0, shard=0,
-        shards=1, model=model, state=state, issued=0.0, version="0",
-    )  # fmt: skip
+    return member_of(peer, round=round, model=model, state=state)
 
 
 class Swarm:

@@ -9,18 +9,14 @@ from shoal.optim.outer.weights import NUMBERS, distance, sketch
 from shoal.swarm.identity import Identity
 from shoal.swarm.state.resync import DOUBTS, DriftDetector, SplitDecision
 from shoal.swarm.wire.envelope import SKETCH
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 MODEL = "0" * 64
 PEERS = sorted(Identity.ephemeral().peer_id for _ in range(6))
 
 
 def member(peer, newest, **changes):
-    fields = {
-        "swarm": "a" * 52, "peer": peer, "name": "x", "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 1.0,
-        "shard": 0, "shards": 1, "model": MODEL, "state": "training", "issued": 1.0, "version": "0", "sketch": newest,
-    }  # fmt: skip
-    return Member(**{**fields, **changes})
+    return member_of(peer, **{"issued": 1.0, "sketch": newest, **changes})
 
 
 def at(place, round):

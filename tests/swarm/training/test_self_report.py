@@ -7,18 +7,14 @@ from shoal.swarm.exchange.attempt import RECENT, ExchangeStats
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.training.member import AGAIN_S, CONFIRM, SelfReport
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 ME, ANNA, BERT = (Identity.ephemeral().peer_id for _ in range(3))
 
 
 def member(peer, **changes):
     name = {ME: "me", ANNA: "anna", BERT: "bert"}[peer]
-    fields = {
-        "swarm": "a" * 52, "peer": peer, "name": name, "addresses": (), "round": 0, "step": 0, "loss": None, "steps_per_s": 1.0,
-        "shard": 0, "shards": 1, "model": "0" * 64, "state": "training", "issued": 1.0, "version": "0",
-    }  # fmt: skip
-    return Member(**{**fields, **changes})
+    return member_of(peer, **{"name": name, "issued": 1.0, **changes})
 
 
 def test_the_record_holds_what_went_wrong_and_who_is_missing():

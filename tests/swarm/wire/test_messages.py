@@ -31,6 +31,7 @@ from shoal.swarm.wire.messages import (
     StateHeader,
     StateRequest,
 )
+from tests.records import member_of
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 SWARM = swarm_id(b"")
@@ -163,12 +164,8 @@ KINDS = tuple(
 
 
 def member(**changes):
-    fields = {
-        "swarm": SWARM, "peer": ME.peer_id, "name": "n", "addresses": ("/ip4/1.2.3.4/tcp/5",), "round": 1, "step": 2,
-        "loss": 1.5, "steps_per_s": 3.0, "shard": 0, "shards": 1, "model": "0" * 64, "state": "training",
-        "issued": time.time(), "version": "0.1.0",
-    }  # fmt: skip
-    return Member(**{**fields, **changes})
+    usual = {"swarm": SWARM, "addresses": ("/ip4/1.2.3.4/tcp/5",), "round": 1, "step": 2, "loss": 1.5, "steps_per_s": 3.0}
+    return member_of(ME.peer_id, **{**usual, "issued": time.time(), **changes})
 
 
 def raw(message, **changes):

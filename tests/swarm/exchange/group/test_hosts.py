@@ -12,17 +12,14 @@ from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 SWARM, MODEL = "a" * 52, "0" * 64
 SHAPES = [(300, 100), (7,), (64, 64)]
 
 
 def member(host):
-    return Member(
-        swarm=SWARM, peer=host.peer_id, name="x", addresses=host.addresses(), round=0, step=0, loss=None, steps_per_s=0.0,
-        shard=0, shards=1, model=MODEL, state="training", issued=time.time(), version="0",
-    )  # fmt: skip
+    return member_of(host.peer_id, addresses=host.addresses(), issued=time.time())
 
 
 @pytest.fixture(scope="module")
