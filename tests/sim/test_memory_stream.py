@@ -18,40 +18,6 @@ def streams():
     return [Stream(name, *ends, TrafficMeter()) for name, ends in zip(("a", "b"), stream_pair(), strict=True)]
 
 
-def test_messages_in_order_both_ways():
-    async def work():
-        one, two = streams()
-        for number in range(20):
-            await one.send(bytes([number]) * number, 5)
-        await two.send(b"back", 30)
-        assert [await two.receive(100, 30) for _ in range(20)] == [bytes([n]) * n for n in range(20)]
-        assert await one.receive(100, 30) == b"back"
-
-    run(work())
-
-
-@pytest.mark.parametrize("sizes", [(3_000_000, 1), (0, 5), (700_000, 700_001)])
-def test_a_swap_and_messages_around_it(sizes):
-    async def swap(stream, outgoing, size):
-        incoming = bytearray(size)
-        await stream.send(b"before", 30)
-        assert await stream.receive(10, 30) == b"before"
-        await stream.swap(
-            memoryview(outgoing), memoryview(incoming), chunk_timeout=5, deadline=asyncio.get_running_loop().time() + 20
-        )
-        await stream.send(b"after", 30)
-        assert await stream.receive(10, 30) == b"after"
-        return bytes(incoming)
-
-    async def work():
-        one, two = streams()
-        mine, theirs = (bytes(range(256)) * (size // 256 + 1) for size in sizes)
-        mine, theirs = mine[: sizes[0]], theirs[: sizes[1]]
-        assert await asyncio.gather(swap(one, mine, sizes[1]), swap(two, theirs, sizes[0])) == [theirs, mine]
-
-    run(work())
-
-
 def test_who_does_not_read_stops_the_writer():
     async def work():
         (unread, writer), (reader, other) = stream_pair()
@@ -93,20 +59,6 @@ def test_an_abort_loses_what_is_buffered():
         await asyncio.sleep(0)
         assert other.transport.is_closing()
         assert unread.at_eof()
-
-    run(work())
-
-
-def test_the_end_in_the_middle_of_a_swap_is_an_error():
-    async def work():
-        one, two = streams()
-        swapping = asyncio.ensure_future(
-            one.swap(memoryview(b"x"), memoryview(bytearray(5)), chunk_timeout=5, deadline=asyncio.get_running_loop().time() + 20)
-        )
-        await asyncio.sleep(0)
-        two.close()
-        with pytest.raises(NetworkError, match="ended early"):
-            await swapping
 
     run(work())
 

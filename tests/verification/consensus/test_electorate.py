@@ -17,19 +17,14 @@ def drawn(standings, rules=RULES, round=10):
     return set(found.operators)
 
 
-def standing(valid=0, absence=0, until=None):
-    made = Standing(until=until, absence=absence)
+def standing(valid=0, absence=0):
+    made = Standing(absence=absence)
     made.claims["valid"] = valid
     return made
 
 
 def test_all_who_entered_are_drawn_at_first():
     assert drawn({}) == set(PEERS)
-
-
-def test_a_banned_peer_is_not_drawn_until_its_ban_is_over():
-    assert drawn({"p0": standing(until=12)}) == set(PEERS) - {"p0"}
-    assert drawn({"p0": standing(until=11)}) == set(PEERS)
 
 
 @pytest.mark.parametrize(("absence", "is_drawn"), [(ABSENT - 1, True), (ABSENT, False)])
