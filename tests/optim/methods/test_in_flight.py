@@ -1,17 +1,13 @@
 """What is in flight when the state is saved: begun anew bit by bit, taken back where it cannot be, checked before it is used."""
 
-import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.optim import Alone, GASLoC, LocalSGD, NoLoCo, Simulation, StreamingDiLoCo, codec_named
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_methods import LATE, PEERS, STEPS, Run, equal, everything
+from tests.optim.methods.test_methods import LATE, PEERS, STEPS, Run, equal, everything
 
 
 @pytest.mark.parametrize("name", LATE)

@@ -1,6 +1,5 @@
 """Properties of all methods: saving at any step, weights, buffers, the last mean, bfloat16, tied and grouped parameters."""
 
-import copy
 import io
 from functools import partial
 
@@ -32,6 +31,7 @@ from shoal.optim import (
     float_buffers,
 )
 from shoal.optim.codecs.base import BufferTailCodec
+from tests.optim.outer.test_resume import equal, everything, flat
 
 PEERS, EVERY, STEPS = ["a", "b", "c"], 4, 13
 
@@ -115,23 +115,6 @@ class Run:
         self.opt.load_state_dict(opt)
         self.scheduler.load_state_dict(scheduler)
         return self
-
-
-def flat(value):
-    if isinstance(value, dict):
-        return [leaf for key in sorted(value, key=str) for leaf in flat(value[key])]
-    return [leaf for item in value for leaf in flat(item)] if isinstance(value, list | tuple) else [value]
-
-
-def equal(first, second):
-    first, second = flat(first), flat(second)
-    return len(first) == len(second) and all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(first, second, strict=True)
-    )
-
-
-def everything(run):
-    return copy.deepcopy([run.net.state_dict(), run.opt.state_dict(), run.opt.param_groups, run.opt.state])
 
 
 @pytest.mark.parametrize("name", AT_ONCE)

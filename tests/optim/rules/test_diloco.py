@@ -235,27 +235,6 @@ def sparse(inner, exchange, count=1, beta=0.95, **options):
     return SparseLoCo(inner, exchange, codec=TopWithMemory(count, beta), **options)
 
 
-@pytest.mark.parametrize("beta", [0.95, 1.0])
-def test_sparseloco_is_the_papers_recursion(lab, beta):
-    found = lab.run(partial(sparse, beta=beta), EVERY * ROUNDS, every=EVERY, lr=0.9)
-    slow, errors = lab.start(), {peer: np.zeros(5) for peer in lab.PEERS}
-    for round in range(ROUNDS):
-        sent = []
-        for peer in lab.PEERS:
-            total = beta * errors[peer] + slow - lab.trained(peer, slow, EVERY)
-            kept = np.zeros(5)
-            for part in (slice(0, 3), slice(3, 5)):
-                best = np.abs(total[part]).argmax()
-                kept[part][best] = total[part][best]
-            errors[peer] = total - kept
-            sent.append(kept)
-        slow = slow - 0.9 * np.mean(sent, axis=0)
-        for peer in lab.PEERS:
-            lab.close(ends(found[peer])[round], slow)
-    for peer in lab.PEERS:
-        lab.close(torch.cat(found[peer].opt.codec.error).numpy(), errors[peer])
-
-
 @pytest.mark.parametrize("beta", [0.5, 1.0])
 def test_sparseloco_that_sends_everything_is_diloco_without_momentum_for_any_beta(lab, beta):
     found = lab.run(partial(sparse, count=5, beta=beta), 40, every=EVERY)

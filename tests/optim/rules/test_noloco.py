@@ -1,173 +1,174 @@
-"""NoLoCo's equivalences, each against an independent float64 reference, through the real optimizer and the simulated exchange."""
+"""NoLoCo and local SGD against the authors' recursion in float64: both forms, odd groups, missing peers, weights, listeners.
+
+And what follows from it, each against a reference of its own.
+"""
 
 import warnings
+from statistics import median_low
 
 import numpy as np
 import pytest
 import torch
 
-from shoal.optim import Faults, NoLoCo, Simulation, groups
+from shoal.optim import Faults, LocalSGD, NoLoCo, Simulation, groups
 
-PEERS = ["anna", "bert", "cleo", "dora"]
-STEP_S, RATE, EVERY, ROUNDS = 0.1, 0.05, 5, 12
-TOLERANCE = 1e-6
-
-
-def problem(peer):
-    """Return the peer's own least squares: 8 rows, 5 weights."""
-    rng = np.random.default_rng(sum(peer.encode()))
-    rows = rng.normal(size=(8, 5)).astype(np.float32)
-    return rows, (rows @ rng.uniform(-0.4, 0.4, size=5)).astype(np.float32)
+EVERY, ROUNDS, SEED = 4, 9, 3
+LOST = {("bert", 2), ("dora", 5)}
+WEIGHTS = {"anna": 1.0, "bert": 20.0, "cleo": 5.0, "dora": 0.5, "emil": 3.0}
 
 
-def start(peer):
-    """Return the same weights for all peers, as NoLoCo requires."""
-    return np.linspace(-0.3, 0.2, 5).astype(np.float32)
+def noloco(lab, peers, size, lr, momentum, pull, lost=(), weights=None, listens=()):
+    """Return the slow weights of each peer after each round.
+
+    With n = the members of a group that count, as in the authors' code (Eq. 1-3 with the sign of the second term that descends):
+
+        v <- a v + (b / n) sum_j (slow_j - fast_j) + c (slow - (1/n) sum_j slow_j);   slow <- slow - v;   fast <- slow
+
+    Ours: the first sum is weighted (up to four times the median weight), the second is not; who listens in round 0 counts in
+    neither, and if all of a group listen, all count alike.
+    """
+    slow = {peer: lab.own_start(peer) for peer in peers}
+    velocity = {peer: np.zeros(5) for peer in peers}
+    path = {peer: [] for peer in peers}
+    for round in range(ROUNDS):
+        fast = {peer: lab.trained(peer, slow[peer], EVERY) for peer in peers}
+        before = dict(slow)
+        for group in groups(SEED, round, peers, size):
+            failed = any((peer, round) in lost for peer in group)
+            for peer in group:
+                counted = [peer] if failed else [p for p in group if not (round == 0 and p in listens)]
+                share = [1.0 if weights is None or not counted else weights[p] for p in counted or group]
+                counted = counted or list(group)
+                limit = 4 * median_low(share)
+                share = [min(weight, limit) for weight in share]
+                gradient = np.average([before[p] - fast[p] for p in counted], axis=0, weights=share)
+                apart = before[peer] - np.mean([before[p] for p in counted], axis=0)
+                velocity[peer] = momentum * velocity[peer] + lr * gradient + pull * apart
+                slow[peer] = before[peer] - velocity[peer]
+        for peer in peers:
+            path[peer].append(slow[peer])
+    return path
 
 
-def own_start(peer):
-    """Return other weights for each peer, which then converge."""
-    return np.random.default_rng(sum(peer.encode()) + 1).uniform(-0.5, 0.5, size=5).astype(np.float32)
-
-
-def least_squares(peer, weights):
-    rows, targets = (torch.from_numpy(array) for array in problem(peer))
-    return (rows @ torch.cat(weights) - targets).square().sum() / 16
-
-
-def linear(peer, weights):
-    """Return a loss of constant gradient: a round's displacement does not depend on the slow weights."""
-    return torch.cat(weights) @ torch.from_numpy(problem(peer)[0][0])
-
-
-def simulate(peers=PEERS, *, begin=start, loss=least_squares, size=2, seed=0, faults=None, rounds=ROUNDS, **method):
-    """Return {peer: (slow weights after each round (rounds, 5), members of each round, virtual seconds at the end)}."""
+def check(lab, method, peers, size, expected, *, lost=(), weights=None, **options):
+    """Compare with the real optimizer. All begin each round at the same time, so that nobody is late after a lost one."""
 
     def peer(exchange):
-        first = torch.from_numpy(begin(exchange.peer))
-        weights = [torch.nn.Parameter(first[:3].clone()), torch.nn.Parameter(first[3:].clone())]
-        slow, members = [], []
+        parameter = torch.nn.Parameter(torch.tensor(lab.own_start(exchange.peer), dtype=torch.float32))
+        more = options if weights is None else options | {"weight": lambda tokens, steps: weights[exchange.peer]}
+        opt = method(torch.optim.SGD([parameter], lr=lab.RATE), exchange, every=EVERY, lag=0, **more)
+        path = []
+        for round in range(ROUNDS):
+            exchange.sleep(100.0 * (round + 1) - exchange.simulation.now)
+            for _ in range(EVERY):
+                opt.zero_grad()
+                lab.least_squares(exchange.peer, [parameter]).backward()
+                opt.step()
+            path.append((opt.slow[0].double().numpy().copy(), parameter.detach().double().numpy().copy()))
+        return path
 
-        def record(info):
-            slow.append(torch.cat(opt.slow).double().numpy())
-            members.append(info.members)
-
-        opt = NoLoCo(torch.optim.SGD(weights, lr=RATE), exchange, every=EVERY, on_round=record, **method, lag=0)
-        for _ in range(rounds * EVERY):
-            opt.zero_grad()
-            loss(exchange.peer, weights).backward()
-            exchange.sleep(STEP_S)
-            opt.step()
-        return np.array(slow), members, exchange.simulation.now
-
-    return Simulation(peers, seed=seed, size=size, faults=faults).run(peer)
-
-
-def trained(peer, weights):
-    """Take EVERY steps of gradient descent on the peer's least squares, in float64."""
-    rows, targets = (array.astype(np.float64) for array in problem(peer))
-    for _ in range(EVERY):
-        weights = weights - RATE * rows.T @ (rows @ weights - targets) / 8
-    return weights
+    faults = Faults(drop=lambda peer, key: (peer, key.round) in lost)
+    for name, path in Simulation(peers, size=size, seed=SEED, faults=faults).run(peer).items():
+        for found in zip(*path, strict=True):  # slow, then fast weights
+            lab.close(found, expected[name], atol=2e-6)
 
 
-def close(found, expected):
-    assert np.shape(found) == np.shape(expected)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+FORMS = [(0.7, 0.5, None), (0.7, 0.5, 0.3), (0.4, 0.2, 1.1)]
 
 
-@pytest.mark.parametrize("pull", [None, 0.1, 1.2])
-def test_1_with_everyone_in_the_group_it_is_diloco_with_heavy_ball(pull):
-    found = simulate(size=4, lr=0.6, momentum=0.5, pull=pull)
-    slow, velocity, expected = start("").astype(np.float64), 0.0, []
-    for _ in range(ROUNDS):
-        velocity = 0.5 * velocity + np.mean([slow - trained(peer, slow) for peer in PEERS], axis=0)
-        slow = slow - 0.6 * velocity
-        expected.append(slow)
-    for path, members, _ in found.values():
-        close(path, expected)
-        assert members == [tuple(PEERS)] * ROUNDS
+@pytest.mark.parametrize("lost", [(), LOST], ids=["all there", "two missing"])
+@pytest.mark.parametrize(("lr", "momentum", "pull"), FORMS)
+@pytest.mark.parametrize(("count", "size"), [(4, 2), (5, 2), (4, 3), (5, 5)])
+def test_it_is_the_authors_recursion(lab, count, size, lr, momentum, pull, lost):
+    peers = [*lab.PEERS, "emil"][:count]
+    expected = noloco(lab, peers, size, lr, momentum, lr if pull is None else pull, lost)
+    check(lab, NoLoCo, peers, size, expected, lr=lr, momentum=momentum, pull=pull, lost=lost)
 
 
 @pytest.mark.parametrize("pull", [None, 0.3])
-def test_2_one_peer_without_momentum_is_lookahead(pull):
-    path, members, _ = simulate(["anna"], lr=0.7, momentum=0.0, pull=pull)["anna"]
-    slow, expected = start("").astype(np.float64), []
+@pytest.mark.parametrize("size", [2, 3])
+def test_weights_count_in_the_pseudo_gradients_alone(lab, size, pull):
+    peers = [*lab.PEERS, "emil"]
+    expected = noloco(lab, peers, size, 0.7, 0.5, 0.7 if pull is None else pull, LOST, WEIGHTS)
+    check(lab, NoLoCo, peers, size, expected, lr=0.7, momentum=0.5, pull=pull, lost=LOST, weights=WEIGHTS)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
+@pytest.mark.parametrize("pull", [None, 0.3])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("listens", [("bert",), ("anna", "cleo"), ("anna", "bert", "cleo", "dora")])
+def test_who_listens_is_pulled_to_those_who_count_and_they_are_not_pulled_to_him(lab, listens, size, pull, weights):
+    def listening(inner, exchange, **options):
+        opt = NoLoCo(inner, exchange, **options)
+        if exchange.peer in listens:
+            opt.listen()
+        return opt
+
+    expected = noloco(lab, lab.PEERS, size, 0.7, 0.5, 0.7 if pull is None else pull, weights=weights, listens=listens)
+    check(lab, listening, lab.PEERS, size, expected, lr=0.7, momentum=0.5, pull=pull, weights=weights)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_local_sgd_is_federated_averaging(lab, size, weights):
+    """The mean of the weights; with uneven weights that of the displacements, from the plain mean of where they began."""
+    expected = noloco(lab, lab.PEERS, size, 1.0, 0.0, 1.0, LOST, weights)
+    check(lab, LocalSGD, lab.PEERS, size, expected, lost=LOST, weights=weights)
+
+
+# -- what follows from it ----------------------------------------------------------------------------------------------------
+
+
+def rounds(lab, peers, *, size=2, begin=None, **options):
+    """Return {peer: (slow weights after each round (ROUNDS, 5), members of each round, virtual seconds at the end)}."""
+    begin = begin or lab.own_start
+    found = lab.run(NoLoCo, ROUNDS * EVERY, peers, size=size, begin=begin, every=EVERY, lag=0, **options)
+    return {peer: (each.slow[EVERY - 1 :: EVERY], each.members, each.now) for peer, each in found.items()}
+
+
+@pytest.mark.parametrize("pull", [None, 0.3])
+def test_one_peer_without_momentum_is_lookahead(lab, pull):
+    path, members, _ = rounds(lab, ["anna"], lr=0.7, momentum=0.0, pull=pull)["anna"]
+    slow, expected = lab.own_start("anna"), []
     for _ in range(ROUNDS):
-        slow = 0.3 * slow + 0.7 * trained("anna", slow)
+        slow = 0.3 * slow + 0.7 * lab.trained("anna", slow, EVERY)
         expected.append(slow)
-    close(path, expected)
+    lab.close(path, expected)
     assert members == [()] * ROUNDS
 
 
-@pytest.mark.parametrize("pull", [None, 0.3])
-def test_2_one_peer_with_momentum_is_snoo_with_heavy_ball(pull):
-    path, _, _ = simulate(["anna"], lr=0.7, momentum=0.5, pull=pull)["anna"]
-    before = slow = start("").astype(np.float64)
-    expected = []
-    for _ in range(ROUNDS):  # heavy ball written without a buffer
-        before, slow = slow, slow + 0.7 * (trained("anna", slow) - slow) + 0.5 * (slow - before)
-        expected.append(slow)
-    close(path, expected)
-
-
-def test_3_without_momentum_and_rates_of_one_it_is_pairwise_averaging():
-    found = simulate(seed=3, lr=1.0, momentum=0.0, pull=1.0)
-    weights = {peer: start(peer).astype(np.float64) for peer in PEERS}
+def test_without_momentum_and_rates_of_one_it_is_pairwise_averaging(lab):
+    found = rounds(lab, lab.PEERS, begin=lab.start, seed=SEED, lr=1.0, momentum=0.0, pull=1.0)
+    weights = {peer: lab.start() for peer in lab.PEERS}
     for round in range(ROUNDS):
-        for a, b in groups(3, round, PEERS):
-            weights[a] = weights[b] = (trained(a, weights[a]) + trained(b, weights[b])) / 2
-        for peer in PEERS:
-            close(found[peer][0][round], weights[peer])
+        for a, b in groups(SEED, round, lab.PEERS):
+            weights[a] = weights[b] = (lab.trained(a, weights[a], EVERY) + lab.trained(b, weights[b], EVERY)) / 2
+        for peer in lab.PEERS:
+            lab.close(found[peer][0][round], weights[peer])
 
 
-def noloco(peers, lr, momentum, pull, met, begin=start):
-    """Yield {peer: slow} after each round of the normative two-tensor form; ``met(round)`` lists the groups."""
-    slow = {peer: begin(peer).astype(np.float64) for peer in peers}
-    velocity = {peer: np.zeros(5) for peer in peers}
-    for round in range(ROUNDS):
-        moved = {peer: slow[peer] - trained(peer, slow[peer]) for peer in peers}
-        for group in met(round):
-            middle = np.mean([slow[peer] for peer in group], axis=0)
-            gradient = np.mean([moved[peer] for peer in group], axis=0)
-            for peer in group:
-                velocity[peer] = momentum * velocity[peer] + lr * gradient + pull * (slow[peer] - middle)
-                slow[peer] = slow[peer] - velocity[peer]
-        yield dict(slow)
-
-
-@pytest.mark.parametrize("begin", [start, own_start])
-@pytest.mark.parametrize(("lr", "momentum", "pull"), [(0.7, 0.5, None), (0.7, 0.5, 0.7), (0.4, 0.3, None), (0.7, 0.5, 0.3)])
-def test_4_sending_only_the_fast_weights_is_the_two_tensor_form_with_pull_equal_to_lr(lr, momentum, pull, begin):
-    found = simulate(seed=1, begin=begin, lr=lr, momentum=momentum, pull=pull)
-    gamma = lr if pull is None else pull
-    reference = noloco(PEERS, lr, momentum, gamma, lambda round: groups(1, round, PEERS), begin)
-    for round, expected in enumerate(reference):
-        for peer in PEERS:
-            close(found[peer][0][round], expected[peer])
-
-
-@pytest.mark.parametrize("peers", [PEERS, [*PEERS, "emil"]])
+@pytest.mark.parametrize("count", [4, 5])
 @pytest.mark.parametrize(("size", "seed", "pull"), [(2, 0, None), (2, 1, 0.1), (2, 2, 1.2), (3, 0, 0.9), (4, 0, 0.3), (5, 0, None)])
-def test_5_the_mean_over_the_peers_depends_neither_on_the_pull_nor_on_the_pairing(peers, size, seed, pull):
-    found = simulate(peers, begin=own_start, loss=linear, size=size, seed=seed, lr=0.2, momentum=0.5, pull=pull)
-    slow = np.mean([own_start(peer).astype(np.float64) for peer in peers], axis=0)
-    displacement = EVERY * RATE * np.mean([problem(peer)[0][0].astype(np.float64) for peer in peers], axis=0)
+def test_the_mean_over_the_peers_depends_neither_on_the_pull_nor_on_the_pairing(lab, count, size, seed, pull):
+    peers = [*lab.PEERS, "emil"][:count]
+    found = rounds(lab, peers, loss=lab.linear, size=size, seed=seed, lr=0.2, momentum=0.5, pull=pull)
+    slow = np.mean([lab.own_start(peer) for peer in peers], axis=0)
+    displacement = EVERY * lab.RATE * np.mean([lab.problem(peer)[0][0] for peer in peers], axis=0)
     velocity, expected = 0.0, []
     for _ in range(ROUNDS):
         velocity = 0.5 * velocity + 0.2 * displacement
         slow = slow - velocity
         expected.append(slow)
-    close(np.mean([path for path, _, _ in found.values()], axis=0), expected)
+    lab.close(np.mean([path for path, _, _ in found.values()], axis=0), expected)
 
 
-def test_6_a_pull_of_one_alone_makes_a_pair_equal_and_keeps_the_mean():
-    found = simulate(begin=own_start, seed=2, lr=0.0, momentum=0.0, pull=1.0)
-    total = np.mean([own_start(peer).astype(np.float64) for peer in PEERS], axis=0)
+def test_a_pull_of_one_alone_makes_a_pair_equal_and_keeps_the_mean(lab):
+    found = rounds(lab, lab.PEERS, seed=2, lr=0.0, momentum=0.0, pull=1.0)
+    total = np.mean([lab.own_start(peer) for peer in lab.PEERS], axis=0)
     for round in range(ROUNDS):
-        for a, b in groups(2, round, PEERS):
-            close(found[a][0][round], found[b][0][round])
-        close(np.mean([found[peer][0][round] for peer in PEERS], axis=0), total)
+        for a, b in groups(2, round, lab.PEERS):
+            lab.close(found[a][0][round], found[b][0][round])
+        lab.close(np.mean([found[peer][0][round] for peer in lab.PEERS], axis=0), total)
 
 
 RATES = [(0.5, 0.1, 0.798), (0.5, 0.3, 0.622), (0.5, 0.7, 0.695), (0.5, 1.0, 0.789), (0.5, 1.4, 0.943), (0.5, 1.6, 1.044),
@@ -175,7 +176,7 @@ RATES = [(0.5, 0.1, 0.798), (0.5, 0.3, 0.622), (0.5, 0.7, 0.695), (0.5, 1.0, 0.7
 
 
 @pytest.mark.parametrize(("momentum", "pull", "rate"), RATES)
-def test_7_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyond_the_limit(momentum, pull, rate):
+def test_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyond_the_limit(momentum, pull, rate):
     names = [f"peer-{index:02}" for index in range(64)]
     first = dict(zip(names, torch.randn(64, 256, generator=torch.Generator().manual_seed(1)), strict=True))
 
@@ -199,37 +200,34 @@ def test_7_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyon
     assert bool(measured < 1) is stable
 
 
-@pytest.mark.parametrize("peers", [PEERS, [*PEERS, "emil"]])
-def test_8_both_sides_of_a_pair_know_each_other_and_everyone_is_in_one(peers):
-    found = simulate(peers, seed=4)
+@pytest.mark.parametrize("count", [4, 5])
+def test_both_sides_of_a_pair_know_each_other_and_everyone_is_in_one(lab, count):
+    found = rounds(lab, [*lab.PEERS, "emil"][:count], seed=4)
     for round in range(ROUNDS):
         met = {peer: members[round] for peer, (_, members, _) in found.items()}
         for peer, members in met.items():
             assert members == () or (len(members) == 2 and peer in members)
             assert all(met[other] == members for other in members)
-        assert sum(members == () for members in met.values()) == len(peers) % 2
+        assert sum(members == () for members in met.values()) == count % 2
 
 
 @pytest.mark.parametrize("pull", [None, 0.3])
-def test_9_when_the_partner_is_gone_it_goes_on_as_lookahead_on_its_own_data(pull):
-    gone = 4.5 * EVERY * STEP_S  # in the middle of the fifth round
-    found = simulate(PEERS[:2], lr=0.7, momentum=0.5, pull=pull, faults=Faults(kill={"bert": gone}))
+def test_when_the_partner_is_gone_it_goes_on_as_lookahead_on_its_own_data(lab, pull):
+    pair, gone = lab.PEERS[:2], 4.5 * EVERY * lab.STEP_S  # in the middle of the fifth round
+    found = rounds(lab, pair, lr=0.7, momentum=0.5, pull=pull, faults=Faults(kill={"bert": gone}))
     assert list(found) == ["anna"]
     path, members, now = found["anna"]
     assert members == [("anna", "bert")] * 4 + [()] * (ROUNDS - 4)
-    assert now == pytest.approx(ROUNDS * EVERY * STEP_S)  # nobody waits for the dead
-    gamma = 0.7 if pull is None else pull
-    reference = noloco(PEERS[:2], 0.7, 0.5, gamma, lambda round: [PEERS[:2]] if round < 4 else [["anna"]])
-    close(path, [slow["anna"] for slow in reference])
+    assert now == pytest.approx(ROUNDS * EVERY * lab.STEP_S)  # nobody waits for the dead
+    lost = {("bert", round) for round in range(4, ROUNDS)}
+    lab.close(path, noloco(lab, pair, 2, 0.7, 0.5, 0.7 if pull is None else pull, lost)["anna"], atol=2e-6)
 
 
-def test_9_a_partner_that_stays_silent_costs_at_most_the_wait():
-    lost = Faults(drop=lambda peer, key: peer == "bert" and key.round % 3 == 1)
-    found = simulate(PEERS[:2], lr=0.7, momentum=0.5, faults=lost)
-    for _, members, now in found.values():
+def test_a_partner_that_stays_silent_costs_at_most_the_wait(lab):
+    pair, lost = lab.PEERS[:2], {("bert", round) for round in range(1, ROUNDS, 3)}
+    found = rounds(lab, pair, lr=0.7, momentum=0.5, faults=Faults(drop=lambda peer, key: (peer, key.round) in lost))
+    expected = noloco(lab, pair, 2, 0.7, 0.5, 0.7, lost)
+    for peer, (path, members, now) in found.items():
         assert members == [() if round % 3 == 1 else ("anna", "bert") for round in range(ROUNDS)]
-        assert now == pytest.approx(ROUNDS * EVERY * STEP_S + 4 * 10.0)
-    reference = noloco(PEERS[:2], 0.7, 0.5, 0.7, lambda round: [["anna"], ["bert"]] if round % 3 == 1 else [PEERS[:2]])
-    for round, expected in enumerate(reference):
-        for peer in PEERS[:2]:
-            close(found[peer][0][round], expected[peer])
+        assert now == pytest.approx(ROUNDS * EVERY * lab.STEP_S + len(lost) * 10.0)
+        lab.close(path, expected[peer], atol=2e-6)
