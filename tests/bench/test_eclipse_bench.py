@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from bench.eclipse import main
 
 
@@ -14,8 +12,3 @@ def test_captured_peers_are_cut_off_only_without_peer_exchange(called):
     assert none["bytes_per_s"] == 0
     assert few["cut_off"] == few["parts"] == 0
     assert 0 < few["hostile_passive"] < 0.5
-
-
-@pytest.mark.parametrize("options", [("--hostile", "1"), ("--captured", "2"), ("--peers", "5"), ("--entries", "0")])
-def test_options_that_cannot_be_are_refused(refused, options):
-    assert "error:" in refused(main, *options)

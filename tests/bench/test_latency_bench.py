@@ -12,7 +12,6 @@ import torch
 from bench.latency import (
     SPREADS,
     STEPS,
-    arguments,
     barrier_ratios,
     estimate,
     mean_of_max,
@@ -91,12 +90,3 @@ def test_one_line_of_json(tmp_path):
     assert [cell["cv"] for cell in result["tree"][0]["cells"]] == list(SPREADS)
     assert [cell["steps"] for cell in result["barrier"][0]["cells"]] == list(STEPS)
     assert "pair exchange" in done.stderr
-
-
-@pytest.mark.parametrize("options", [["--samples", "1"], ["--runs", "x"], ["--peers", "1"]])
-def test_a_wrong_option_is_named(options, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["latency.py", *options])
-    with pytest.raises(SystemExit) as ended:
-        arguments()
-    assert ended.value.code == 2
-    assert options[0] in capsys.readouterr().err

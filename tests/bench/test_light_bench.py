@@ -22,8 +22,3 @@ def test_a_few_peers_list_each_other_and_a_stranger_finds_newcomers(called, monk
     assert 0 < found["record_bytes"] < found["link_bytes"]
     assert found["statuses"] > 0
     assert found["memory_mb"] > 1
-
-
-@pytest.mark.parametrize("options", [("--peers", "1"), ("--processes", "0"), ("--period", "30"), ("--share", "0")])
-def test_options_that_cannot_be_are_refused(refused, options):
-    assert "error:" in refused(main, *options)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bench._overlap_report import predicted, tables, work
-from bench.overlap import Plan, arguments, flat, missing, row
+from bench.overlap import Plan, flat, missing, row
 from shoal.swarm.exchange.cost import Line, forecast
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "overlap.py"
@@ -115,23 +115,3 @@ def test_a_rival_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert missing("torchft", FakeLink(None)) == "torchft is not installed (pip install -e '.[bench]')"
     assert missing("noloco", FakeLink(None)) is None
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--delay", "-1"],
-        ["--methods", "smoke"],
-        ["--mbit", "0"],
-        ["--nodes", "1"],
-        ["--fragments", "11"],
-        ["--lag", "100"],
-        ["--codec", "smoke"],
-    ],
-)
-def test_a_wrong_option_is_named(options, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["overlap.py", *options])
-    with pytest.raises(SystemExit) as ended:
-        arguments()
-    assert ended.value.code == 2
-    assert options[0] in capsys.readouterr().err

@@ -100,20 +100,6 @@ def test_report_is_written_between_its_marks(tmp_path, called):
     assert "no place" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--methods", "magic"], "--methods"),
-        (["--codecs", "zip"], "--codecs"),
-        (["--peers", "3"], "--batch"),
-        (["--steps", "70"], "--steps"),
-        (["--seeds", "0"], "--seeds"),
-    ],
-)
-def test_a_wrong_option_is_named(options, named, refused):
-    assert named in refused(quality.main, *options)
-
-
 def test_data_parallel_equals_torch_over_gloo(tmp_path):
     spec = train.Spec("ddp", "float32", 2, 1, 10, 8, 1e-2, (("beta2", 0.99),), 3)
     store, out = tmp_path / "store", tmp_path / "weights"

@@ -43,11 +43,6 @@ def test_sharing_pays_and_a_lie_is_not_believed(called: Callable[..., Any]) -> N
     assert found["poison"] > 1.3 * found["trusting"]
 
 
-@pytest.mark.parametrize("options", [["--nodes", "1"], ["--seeds", "0"], ["--policy", "huge"]])
-def test_a_wrong_option_is_named(options: list[str], refused: Callable[..., str]) -> None:
-    assert options[0] in refused(sapo.main, *options)
-
-
 @pytest.mark.slow(reason="trains a transformer on both sides")
 def test_the_small_transformer_is_measured_too() -> None:
     done = bench("--policy", "tiny", "--nodes", "2", "--seeds", "1", "--rounds", "3", "--json")

@@ -275,14 +275,6 @@ def test_no_text_is_one_sentence_that_names_packages(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    ("options", "named"), [(["--methods", "magic"], "--methods"), (["--seeds", "0"], "--seeds"), (["--device", "cuda"], "--device")]
-)
-def test_a_wrong_option_is_named(options, named, refused, monkeypatch):
-    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
-    assert named in refused(bench.main, *options)
-
-
-@pytest.mark.parametrize(
     ("method", "inner", "codec", "peers", "sent"),
     [("ddp", "muon", "float32", 2, 8 * 4), ("noloco-overlap", "muon", "int8", 2, None), ("diloco", "adamw", "float32", 2, 2 * 4),
      ("snoo", "adamw", "float32", 1, 0)],

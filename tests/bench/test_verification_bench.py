@@ -101,13 +101,6 @@ def test_a_curve_counts_what_is_above_each_threshold():
     assert found == sorted(found)
 
 
-@pytest.mark.parametrize(
-    "options", [["--claims", "0"], ["--calibrate", "19"], ["--tokens", "241"], ["--rate", "0.6"], ["--dtypes", "fp64"]]
-)
-def test_a_wrong_option_is_named(options, refused):
-    assert options[0] in refused(main, *options)
-
-
 class TestSequential:
     """The simulation of many peers at once is the product's test, and its summary is that of its rows."""
 

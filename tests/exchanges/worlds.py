@@ -31,7 +31,7 @@ from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.wire.messages import Member
+from tests.records import member_of
 
 RANK = Path(__file__).parent / "rank.py"
 LIMIT_S = 240.0  # a net for what hangs, below the 300 s of a whole test: how long ranks take says how busy the machine is
@@ -167,12 +167,8 @@ class OnSwarm:
         ids = [host.peer_id for host, _ in hosts]
         seed = next(seed for seed in itertools.count() if self.suits(seed, ids))  # the ids are new each time
         members = {
-            host.peer_id: Member(
-                swarm=swarm, peer=host.peer_id, name="x", addresses=host.addresses(), round=0, step=0, loss=None, steps_per_s=0.0,
-                shard=0, shards=1, model="0" * 64, state="training", issued=time.time(), version="0",
-            )
-            for host, _ in hosts
-        }  # fmt: skip
+            host.peer_id: member_of(host.peer_id, swarm=swarm, addresses=host.addresses(), issued=time.time()) for host, _ in hosts
+        }
         exchanges = [
             self.exchange(PeerContext(host, identity, swarm, "0" * 64, seed, lambda: members), ExchangeTimeouts(wait, 1.0, 20.0))
             for host, identity in hosts
