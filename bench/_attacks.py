@@ -8,13 +8,12 @@ All attackers know everything (every honest contribution of the round, before th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from shoal.optim import FLOAT32, Codec
-from shoal.optim.exchange.base import Handle, RoundKey
+from shoal.optim.exchange.base import Contribution, Exchange, Handle, RoundKey
 from shoal.optim.exchange.simulation import SimulatedExchange
 
 Tensors = list[Tensor]
@@ -130,19 +129,19 @@ class Board:
             del self.posted[old]
 
 
-class Honest:
+class Honest(Exchange):
     """An exchange that sends what it is given, and lets the attackers see it."""
 
     def __init__(self, exchange: SimulatedExchange, board: Board) -> None:
         self.exchange, self.board = exchange, board
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
+    def start(self, contribution: Contribution) -> Handle:
         """As the exchange does."""
-        self.board.note(key, tensors)
-        return self.exchange.start(key, tensors, weight, codec, even)
+        self.board.note(contribution.key, contribution.tensors)
+        return self.exchange.start(contribution)
 
 
-class Hostile:
+class Hostile(Exchange):
     """An exchange that sends what ``attack`` makes of it, half a virtual second after the others.
 
     ``slow``: its slow weights, where weights travel.
@@ -153,11 +152,12 @@ class Hostile:
         self.slow: Tensors | None = None
         self._first: Tensors | None = None
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
+    def start(self, contribution: Contribution) -> Handle:
         """Lie."""
         self.exchange.sleep(0.5)
-        own = [tensor.clone() for tensor in tensors]
+        own = [tensor.clone() for tensor in contribution.tensors]
         self._first = self._first or own
         start = [torch.zeros_like(tensor) for tensor in own] if self.slow is None else [tensor.clone() for tensor in self.slow]
-        seen = self.board.posted.get((key.round, key.fragment)) or [own]
-        return self.exchange.start(key, self.attack(Scene(own, seen, start, self._first)), self.stated or weight, codec, even)
+        seen = self.board.posted.get((contribution.key.round, contribution.key.fragment)) or [own]
+        lie = self.attack(Scene(own, seen, start, self._first))
+        return self.exchange.start(replace(contribution, tensors=lie, weight=self.stated or contribution.weight))

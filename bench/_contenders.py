@@ -83,7 +83,7 @@ class Ours(Peer):
         return {"peer": self.host.peer_id, "addresses": self.host.addresses()}
 
     def meet(self, other: dict[str, Any]) -> None:
-        from shoal.optim.exchange.base import RoundKey
+        from shoal.optim.exchange.base import Contribution, RoundKey
         from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
         from shoal.swarm.exchange.pair.exchange import PairExchange
         from shoal.swarm.wire.messages import Member
@@ -95,7 +95,7 @@ class Ours(Peer):
             )  # fmt: skip
 
         members = {at["peer"]: member(at["peer"], at["addresses"]) for at in (self.address(), other)}
-        self.key = RoundKey
+        self.key, self.contribution = RoundKey, Contribution
         context = PeerContext(self.host, self.identity, SWARM, "0" * 64, 0, lambda: members)
         self.swarm = PairExchange(context, ExchangeTimeouts(exchange=PATIENCE))
 
@@ -104,7 +104,7 @@ class Ours(Peer):
         super().prepare(mb)
 
     def exchange(self) -> None:
-        self.got = self.swarm.start(self.key(SWARM, self.rounds), self.own).result()
+        self.got = self.swarm.start(self.contribution(self.key(SWARM, self.rounds), self.own)).result()
         self.rounds += 1
 
     def right(self) -> bool:

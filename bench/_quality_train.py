@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from bench._quality_methods import METHODS
 from shoal.node.task import Shard
 from shoal.node.tasks.text import Document, TextTask, _digest
-from shoal.optim import FLOAT32, Alone, Codec, OuterOptimizer, Simulation, codec_named
-from shoal.optim.exchange.base import Exchange, Handle, RoundKey
+from shoal.optim import FLOAT32, Alone, OuterOptimizer, Simulation, codec_named
+from shoal.optim.exchange.base import Contribution, Exchange, Handle
 from shoal.optim.exchange.simulation import SimulatedExchange
 from shoal.optim.outer.inner import as_one
 
@@ -91,7 +91,7 @@ def task_of(batch: int) -> QualityText:
     return task
 
 
-class Meter:
+class Meter(Exchange):
     """An exchange that counts what is handed to it: the bytes of the payloads, which a codec knows from the shapes.
 
     The exchange gets the codec itself, for some say how their contributions are averaged (``exchange.averaging``).
@@ -100,9 +100,9 @@ class Meter:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange, self.bytes = exchange, 0
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
-        self.bytes += codec.nbytes([tuple(tensor.shape) for tensor in tensors])
-        return self.exchange.start(key, tensors, weight, codec, even)
+    def start(self, contribution: Contribution) -> Handle:
+        self.bytes += contribution.codec.nbytes([tuple(tensor.shape) for tensor in contribution.tensors])
+        return self.exchange.start(contribution)
 
 
 def _inner(task: QualityText, model: nn.Module, spec: Spec) -> torch.optim.Optimizer:

@@ -14,7 +14,19 @@ from shoal.optim.codecs.adaptive import AutoCodec
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
 from shoal.optim.codecs.registry import E3M0, INT8, SIGN, TOPK2, codec_named
-from shoal.optim.exchange.base import Alone, Exchange, Handle, Mean, RoundKey, candidates, groups, order, partner_of, weighted_mean
+from shoal.optim.exchange.base import (
+    Alone,
+    Contribution,
+    Exchange,
+    Handle,
+    Mean,
+    RoundKey,
+    candidates,
+    groups,
+    order,
+    partner_of,
+    weighted_mean,
+)
 from shoal.optim.exchange.distributed import Distributed
 from shoal.optim.exchange.simulation import Faults, Simulation
 from shoal.optim.inner import hidden_matrices, muon
@@ -61,6 +73,7 @@ __all__ = [
     "AutoCodec",
     "CO2Rule",
     "Codec",
+    "Contribution",
     "DecoupledDiLoCo",
     "DecoupledRule",
     "Delayed",

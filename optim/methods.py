@@ -84,8 +84,7 @@ def _gossip(
 ) -> tuple[Schedule, Sequence[Fragment] | None]:
     """Return the schedule of a gossip method, and its fragments: by default the exchange's, or one if means are applied at once."""
     if fragments is None:
-        known = getattr(exchange, "fragments", None)
-        fragments = len(known) if known else min(OVERLAPPED, max(every, 1)) if lag else 1
+        fragments = len(exchange.fragments) if exchange.fragments else min(OVERLAPPED, max(every, 1)) if lag else 1
     parts = _cut(fragments, inner, exchange, options)
     return (Streaming(every, len(parts) if parts else 1, lag) if parts or lag else Every(every)), parts
 
@@ -354,9 +353,8 @@ def _cut(fragments: Fragments, inner: Inner, exchange: Exchange, options: Option
         return [[parameters[at] for at in part] for part in positions(fragments, parameters)]
     if fragments == 1:
         return None
-    known: Sequence[Sequence[Tensor]] | None = getattr(exchange, "fragments", None)
-    if known and len(known) == fragments:
-        return known
+    if len(exchange.fragments) == fragments:
+        return exchange.fragments
     model, parameters = options.get("model"), _averaged(inner, exchange, options)
     fragments = possible(fragments, model, parameters)
     return even(parameters, fragments) if model is None else strided(model, fragments, parameters)

@@ -53,6 +53,7 @@ __all__ = [
     "AutoCodec",
     "CO2Rule",
     "Codec",
+    "Contribution",
     "DecoupledDiLoCo",
     "DecoupledRule",
     "Delayed",

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,8 +22,7 @@ from torch import Tensor
 from bench.chaos.actor_options import HONEST
 from shoal.node.cli import main as cli
 from shoal.node.training.trainer import Trainer
-from shoal.optim.codecs.base import FLOAT32, Codec
-from shoal.optim.exchange.base import Handle, Mean, RoundKey
+from shoal.optim.exchange.base import Contribution, Handle, Mean
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 
@@ -38,7 +38,7 @@ LIES: dict[str, Lie] = {
 """False contributions by name, made from the honest contribution and from that of the first round."""
 
 
-class Deaf:
+class Deaf(Handle):
     """Handle of a hostile node on an exchange: it completes the exchange, but discards the mean, so its own run stays sound."""
 
     def __init__(self, handle: Handle) -> None:
@@ -63,9 +63,10 @@ def lie(how: Lie, kinds: Sequence[type] = (PairExchange, GroupExchange)) -> None
 def _lying(start: Callable[..., Handle], how: Lie) -> Callable[..., Deaf]:
     first: dict[int, list[Tensor]] = {}
 
-    def lying(self: object, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32) -> Deaf:
-        own = [tensor.detach().clone() for tensor in tensors]
-        return Deaf(start(self, key, how(own, first.setdefault(key.fragment, own)), weight, codec))
+    def lying(self: object, contribution: Contribution) -> Deaf:
+        own = [tensor.detach().clone() for tensor in contribution.tensors]
+        lie = how(own, first.setdefault(contribution.key.fragment, own))
+        return Deaf(start(self, replace(contribution, tensors=lie)))
 
     return lying
 

@@ -1,4 +1,4 @@
-"""The ``Exchange`` protocol: hand in tensors for a round, get their weighted mean with some peers, or None.
+"""``Exchange``: hand in tensors for a round, get their weighted mean with some peers, or None.
 
 The implementations pass one test suite (tests/exchanges): ``Simulation`` (in one process), ``Distributed`` (torch.distributed), and
 ``PairExchange`` and ``GroupExchange`` in ``shoal.swarm.exchange`` (libp2p); ``Alone`` is here. An exchange never raises because
@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -41,10 +41,10 @@ class OnDemand(Sequence[Tensor]):
 
     Args:
         items: what it is made of.
-        through: dtype to which ``values`` are rounded, as if they had travelled in it.
+        through: dtype to which they are rounded, as if they had travelled in it, and then float32; None: they are as they are.
     """
 
-    def __init__(self, items: Sequence[Item], through: torch.dtype = torch.float32) -> None:
+    def __init__(self, items: Sequence[Item], through: torch.dtype | None = None) -> None:
         self._items, self._through = list(items), through
 
     @property
@@ -69,7 +69,7 @@ class OnDemand(Sequence[Tensor]):
             return OnDemand(self._items[place], self._through)
         item = self._items[place]
         whole = item if isinstance(item, Tensor) else item[0] - item[1]
-        return whole if self._through == torch.float32 else whole.to(self._through).float()
+        return whole if self._through is None else whole.to(self._through).float()
 
     def rounded(self, through: torch.dtype) -> OnDemand:
         """Return the same as float32 values that have travelled in ``through``."""
@@ -87,7 +87,7 @@ class OnDemand(Sequence[Tensor]):
             part = item.detach().reshape(-1)[start:stop].to("cpu", torch.float32)
         else:
             part = torch.sub(*(whole.detach().reshape(-1)[start:stop] for whole in item)).to("cpu", torch.float32)
-        return part if self._through == torch.float32 else part.to(self._through).float()
+        return part if self._through is None else part.to(self._through).float()
 
 
 def differences(first: Sequence[Tensor], second: Sequence[Tensor]) -> OnDemand:
@@ -133,117 +133,81 @@ class Mean:
     counted: int | None = None
     """Number of members with a weight above 0, which the mean is over; None: all."""
     states: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """The members' ``state`` (``ComparesStates``), by peer id, the own one included; empty if there is nothing to compare."""
+    """The members' ``state``, by peer id, the own one included; empty if there is nothing to compare."""
     limit: float = math.inf
     """What a larger stated weight counted as."""
 
 
-class Handle(Protocol):
-    """Handle of one exchange in flight."""
+@dataclass(frozen=True)
+class Contribution:
+    """What a peer hands in for a round."""
+
+    key: RoundKey
+    tensors: Sequence[Tensor]
+    """Those of an ``OnDemand`` must stay as they are until the outcome is there: should they change, the contribution counts
+    nowhere, for what is sent no longer has the digest that was announced. Others are copied before ``start`` returns.
+    """
+    weight: float = 1.0
+    """0: take the mean of the others."""
+    codec: Codec = FLOAT32
+    even: int = 0
+    """How many of the first tensors get a plain mean over the members that count, whatever their weights."""
+    state: Sequence[float] = ()
+    """A few numbers that are equal if what the peers should hold alike is, where the exchange ``compares``."""
+    members: Sequence[str] = ()
+    """Of the round ``key``: they, and all of them, begin a second exchange in it, as float32; empty: the exchange's first one."""
+
+
+class Handle:
+    """Handle of one exchange in flight; a subclass has at least ``done`` and ``result``."""
 
     def done(self) -> bool:
         """Return True once ``result`` would return without waiting."""
-        ...
+        raise NotImplementedError
 
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait at most ``deadline`` seconds (None: the exchange's limit). A result of None ends the exchange without a partner."""
-        ...
-
-
-@runtime_checkable
-class Closable(Protocol):
-    """Handle of an exchange that others count unless it is given up in time."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Give the exchange up, without waiting: if it is not committed yet, it is over without a partner on both sides."""
-        ...
-
-
-@runtime_checkable
-class Lasting(Protocol):
-    """Handle of an exchange whose fragment may be left out of rounds until its bytes have moved, rather than given up."""
 
     def leave_out(self) -> bool:
         """Leave the fragment out of its next round if a partner was found and bytes are on their way; return whether it is."""
-        ...
+        return False
 
 
-class Exchange(Protocol):
-    """Averaging of tensors with other peers."""
+class Exchange:
+    """Averaging of tensors with other peers; a subclass has at least ``start``."""
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
-        """Begin an exchange. The tensors are copied before this returns; the caller may change them at once.
+    peer: str = ""
+    """The id of this peer."""
+    shards: int = 1
+    """Processes of this peer, each with an optimizer and an exchange of its own. They poll at different times, so none may act on
+    what it alone sees.
+    """
+    compares: bool = False
+    """True if a ``Mean`` has the members' ``states``, and a second exchange between ``members`` may follow: what all should hold
+    alike, and do not after one has missed a round, can be made equal.
+    """
+    codec: Codec | None = None
+    """That of an optimizer that names none."""
+    fragments: Sequence[Sequence[Tensor]] = ()
+    """The parameters of each fragment, as which an optimizer with that number of them takes its own."""
 
-        ``even``: how many of the first tensors get a plain mean over the members that count, whatever their weights.
-        """
-        ...
-
-
-@runtime_checkable
-class Borrows(Protocol):
-    """Exchange that can send tensors of which it makes no copy."""
-
-    def borrow(self, key: RoundKey, tensors: OnDemand, weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
-        """Do as ``start``, but the caller leaves the tensors as they are until ``result`` has returned.
-
-        Should they change earlier, the contribution counts nowhere: what is sent no longer has the digest that was announced.
-        """
-        ...
-
-
-@runtime_checkable
-class AnnouncesAbsence(Protocol):
-    """Exchange whose peers wait for one without a contribution unless it announces its absence."""
+    def start(self, contribution: Contribution) -> Handle:
+        """Begin an exchange; return at once."""
+        raise NotImplementedError
 
     def absent(self, key: RoundKey) -> None:
-        """Announce that this peer stays out of the round; return at once."""
-        ...
-
-
-@runtime_checkable
-class KnowsOptimizer(Protocol):
-    """Exchange that must know the optimizer that uses it, for example to set its first weights."""
+        """Announce that this peer stays out of the round, where others would wait for it; return at once."""
 
     def attach(self, optimizer: Any) -> None:
         """Take note of the ``OuterOptimizer``. Called once, when that is made; an exception prevents its construction."""
-        ...
-
-
-@runtime_checkable
-class OrdersParameters(Protocol):
-    """Exchange whose peers agree on the order of the parameters, whatever the groups of their inner optimizers are."""
 
     def ordered(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the averaged parameters in that order. An exception prevents the ``OuterOptimizer``'s construction."""
-        ...
-
-
-@runtime_checkable
-class ComparesStates(Protocol):
-    """Exchange over everyone that can equalise what its peers should hold alike, and do not after one has missed a round."""
-
-    @property
-    def peer(self) -> str: ...
-
-    def start(
-        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, *, state: Sequence[float] = ()
-    ) -> Handle:
-        """Begin an exchange whose ``Mean`` has the ``state`` of each member: a few numbers that are equal if what they hold is."""
-        ...
-
-    def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> Handle:
-        """Begin a second exchange, as float32, between ``members`` of the round ``key``. All must do so; weight 0: take only."""
-        ...
-
-
-@runtime_checkable
-class HasShards(Protocol):
-    """Exchange in one of several processes that are one peer, of which each has an optimizer and an exchange of its own."""
-
-    @property
-    def shards(self) -> int:
-        """Processes of the peer. They poll at different times, so none may act on what it alone sees."""
-        ...
+        """Return the averaged parameters in the order on which peers agree. An exception prevents the optimizer's construction."""
+        return list(parameters)
 
 
 def counted_weights(stated: Sequence[float]) -> tuple[list[float], float]:
@@ -324,15 +288,15 @@ def _into_another(
     return result
 
 
-class Alone:
+class Alone(Exchange):
     """Exchange without partners: local training, and the baseline of every comparison."""
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
+    def start(self, contribution: Contribution) -> Handle:
         """Return the handle of an exchange that is over already."""
         return NoPartner()
 
 
-class NoPartner:
+class NoPartner(Handle):
     """Handle of an exchange that is over without a partner."""
 
     def done(self) -> bool:

@@ -17,7 +17,7 @@ When a rank dies, gloo notices if bytes were moving; otherwise the others wait u
 all. Later rounds wait for the dead rank once at most (``wait``) and then go on among the others. It comes back only with the whole
 job (``torchrun --max-restarts``); processes that come and go on their own belong in a swarm. When the store dies (it is in
 torchrun's agent, or else in rank 0) all later rounds are ``None`` at once. A rank whose contribution holds NaN is left out of that
-round. Each case is logged in one warning. A rank that missed a round is made equal to the others in the next (``ComparesStates``).
+round. Each case is logged in one warning. A rank that missed a round is made equal to the others in the next.
 
 Rules and codecs see a shard as if it were the model. That changes nothing where every value is treated separately, as float codecs
 and most rules do. Exceptions: CO2's penalty, Decoupled DiLoCo's merge and topk2-senders use norms of a shard, and block-wise codecs
@@ -36,7 +36,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shoal.optim.codecs.base import FLOAT32, Codec, all_finite
 from shoal.optim.codecs.mod4 import check_no_pair, for_pairs
-from shoal.optim.exchange.base import Handle, Mean, NoPartner, RoundKey, groups
+from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, NoPartner, RoundKey, groups
 from shoal.optim.exchange.gloo_groups import (
     GIVEN_UP,
     GlooGroups,
@@ -69,7 +69,7 @@ _instances: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.
 
 
 @dataclass(eq=False)
-class _Round:
+class _Round(Handle):
     """Exchange in flight; also its handle."""
 
     key: RoundKey
@@ -103,7 +103,7 @@ class _Round:
         return self.mean
 
 
-class Distributed:
+class Distributed(Exchange):
     """``Exchange`` between the processes of a torch.distributed job. Peer ids are "0", "1", ... in the order of ranks.
 
     All ranks of ``group`` must construct it, several of them in the same order, and start the same rounds in the same order.
@@ -142,6 +142,7 @@ class Distributed:
         peer, shard = divmod(ranks.index(dist.get_rank()), shards)
         self._peers, self._size, self._seed = [str(number) for number in range(len(ranks) // shards)], size, seed
         self._process = ProcessCoordinates(peer, shard, shards)
+        self.peer, self.shards, self.compares = str(peer), shards, not 0 < size < len(self._peers)
         self._timeout, self._limit = exchange_timeout, wait + 3 * exchange_timeout
         store = PrefixStore(f"shoal/{'-'.join(map(str, ranks))}/{next(_instances[ranks])}", store)
         self._consensus = StoreConsensus(store, self._process, wait)
@@ -165,28 +166,15 @@ class Distributed:
             raise ValueError(f"the mesh must have two dimensions, peers and shards, over all ranks in order: {mesh.mesh.tolist()}")
         return cls(size=size, seed=seed, shards=mesh.size(1), wait=wait, exchange_timeout=exchange_timeout)
 
-    @property
-    def peer(self) -> str:
-        return str(self._process.peer)
-
-    @property
-    def shards(self) -> int:
-        return self._process.shards
-
-    def start(
-        self,
-        key: RoundKey,
-        tensors: Sequence[Tensor],
-        weight: float = 1.0,
-        codec: Codec = FLOAT32,
-        even: int = 0,
-        *,
-        state: Sequence[float] = (),
-    ) -> Handle:
+    def start(self, contribution: Contribution) -> Handle:
         """Copy the tensors and begin an exchange in the background. ValueError from the codec, or unless the weight is positive.
 
-        ``state``: as in ``ComparesStates``, if a round is over everyone. A contribution with NaN or infinity stays at home.
+        A contribution with NaN or infinity stays at home.
         """
+        key, weight, codec, tensors = contribution.key, contribution.weight, contribution.codec, list(contribution.tensors)
+        if contribution.members:
+            payload = _encoded(tensors, FLOAT32)
+            return self._begin(key, _offer(payload, weight), payload, tuple(sorted(map(int, contribution.members))))
         if (self._size or len(self._peers)) > 2:
             check_no_pair(codec)
         if not 0 < weight < float("inf"):
@@ -203,13 +191,8 @@ class Distributed:
             )  # fmt: skip
             self.absent(key)
             return NoPartner()
-        parts = 0 < self._size < len(self._peers)
-        return self._begin(key, _offer(payload, weight, () if parts else tuple(state)), replace(payload, even=even))
-
-    def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> Handle:
-        """Begin a second exchange between members of the round ``key``, as ``ComparesStates`` wants."""
-        payload = _encoded(tensors, FLOAT32)
-        return self._begin(key, _offer(payload, weight), payload, tuple(sorted(map(int, members))))
+        state = tuple(contribution.state) if self.compares else ()
+        return self._begin(key, _offer(payload, weight, state), replace(payload, even=contribution.even))
 
     def absent(self, key: RoundKey) -> None:
         """Stay out of this round, and inform the others, so that they do not wait."""

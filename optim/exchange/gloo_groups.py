@@ -55,7 +55,7 @@ class StoreOffer:
     """Shapes, codec and size, in words."""
     weight: float
     state: tuple[float, ...] = ()
-    """As in ``ComparesStates``."""
+    """That of the ``Contribution``."""
 
 
 @dataclass

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, Codec, Shape
+from shoal.optim.codecs.base import Codec, Shape
 from shoal.optim.codecs.mod4 import PairMessage, Reading, check_no_pair, for_pairs
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen, mean_of, pair_mean
-from shoal.optim.exchange.base import Mean, RoundKey, common, groups
+from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey, common, groups
 
 T = TypeVar("T")
 
@@ -223,10 +223,10 @@ class Simulation(Generic[T]):
         return TRUSTING if key in self._among else self.screens.get(peer, TRUSTING)
 
     def _compared(self, group: tuple[str, ...], key: RoundKey) -> dict[str, tuple[float, ...]]:
-        """Return the states of those who take the group's mean, if the group is everyone and each has one."""
+        """Return the states of those who take the group's mean, if each has one."""
         takers = [peer for peer in group if self._means[key, peer]]
         states = {peer: self._states.get((key, peer), ()) for peer in takers}
-        return states if self.size >= len(self.peers) and all(states.values()) else {}
+        return states if all(states.values()) else {}
 
     def _release(self, group: tuple[str, ...], name: str, key: RoundKey) -> None:
         """Delete a round's tensors once the whole group has them: a long run would keep them all."""
@@ -237,34 +237,24 @@ class Simulation(Generic[T]):
                 self._messages.pop((key, peer), None)
 
 
-class SimulatedExchange:
+class SimulatedExchange(Exchange):
     """One peer's exchange in a ``Simulation``; also its clock."""
 
     def __init__(self, simulation: Simulation[Any], peer: str) -> None:
         self.simulation, self.peer = simulation, peer
+        self.compares = simulation.size >= len(simulation.peers)
 
     def sleep(self, seconds: float) -> None:
         """Let virtual time pass, as computation does."""
         self.simulation._yield(self.peer, self.simulation.now + seconds)
 
-    def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> _SimulatedHandle:
-        key = replace(key, run=f"{key.run}, states")
-        self.simulation._among[key] = tuple(members)
-        return self.start(key, tensors, weight)
-
-    def start(
-        self,
-        key: RoundKey,
-        tensors: Sequence[Tensor],
-        weight: float = 1.0,
-        codec: Codec = FLOAT32,
-        even: int = 0,
-        *,
-        state: Sequence[float] = (),
-    ) -> _SimulatedHandle:
-        """Post the contribution, encoded and decoded by the codec, and the ``state`` of ``ComparesStates``."""
-        simulation = self.simulation
-        simulation._states[key, self.peer], simulation._codecs[key, self.peer] = tuple(state), codec
+    def start(self, contribution: Contribution) -> _SimulatedHandle:
+        """Post the contribution, encoded and decoded by the codec."""
+        simulation, key, codec, tensors = self.simulation, contribution.key, contribution.codec, list(contribution.tensors)
+        if contribution.members:
+            key = replace(key, run=f"{key.run}, states")
+            simulation._among[key] = tuple(contribution.members)
+        simulation._states[key, self.peer], simulation._codecs[key, self.peer] = tuple(contribution.state), codec
         shapes = [tuple(tensor.shape) for tensor in tensors]
         other, name, theirs = simulation._first.setdefault(key, (self.peer, codec.name, shapes))
         if name != codec.name:
@@ -283,12 +273,12 @@ class SimulatedExchange:
             arrived = message.tensors()
         lost = simulation.faults.drop(self.peer, key)
         at = float("inf") if lost else simulation.now + simulation.faults.delay(self.peer, key)
-        simulation._posted[key, self.peer] = (at, weight, arrived)
+        simulation._posted[key, self.peer] = (at, contribution.weight, arrived)
         heapq.heappush(simulation._events, at)
-        return _SimulatedHandle(simulation, self.peer, key, simulation.now + simulation.wait, even)
+        return _SimulatedHandle(simulation, self.peer, key, simulation.now + simulation.wait, contribution.even)
 
 
-class _SimulatedHandle:
+class _SimulatedHandle(Handle):
     def __init__(self, simulation: Simulation[Any], peer: str, key: RoundKey, until: float, even: int) -> None:
         self.simulation, self.peer, self.key, self.until, self.even = simulation, peer, key, until, even
         self._mean: Mean | None = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import Codec, Rejectable, Resendable, Shape
-from shoal.optim.exchange.base import Closable, Handle, Mean, RoundKey
+from shoal.optim.exchange.base import Handle, Mean, RoundKey
 from shoal.optim.outer.inner import SETTINGS, AveragedBuffers, OuterGroups, Parts, Wrapper
 from shoal.optim.outer.weights import ModelWeights
 from shoal.optim.rules.base import START, KeepsFast, RoundContext, Rule, State
@@ -119,7 +119,7 @@ class Sent:
     """0: the peer listens. None was handed in if it is out of the round (``PendingExchange.absent``)."""
     even: int = 0
     state: tuple[float, ...] = ()
-    """``ComparesStates``' state of the slow weights, if the exchange wants it."""
+    """The sketch of the slow weights, if the exchange ``compares``."""
 
 
 @dataclass(eq=False)
@@ -171,7 +171,7 @@ class PendingExchange:
 
     def cancel(self, codec: Codec) -> None:
         """Abandon the exchange. The difference of slow and fast weights still holds its contribution, so it is sent again."""
-        if not self.finished and isinstance(self.handle, Closable):
+        if not self.finished and self.handle is not None:
             self.handle.close()
         if not self.finished and self._awaited(codec):
             self._reject(codec)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from shoal.optim.device import wide
-from shoal.optim.exchange.base import Exchange, OrdersParameters
+from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.weights import local
 from shoal.optim.rules.base import RoundContext, Rule, State
 
@@ -50,7 +50,7 @@ def trained(inner: Inner, exchange: Exchange, but: Iterable[Tensor] = ()) -> lis
         known = set(every)
         every = [parameter for parameter in order if parameter in known]
     found = [parameter for parameter in every if parameter.requires_grad and parameter not in left_out]
-    return exchange.ordered(found) if isinstance(exchange, OrdersParameters) else found
+    return exchange.ordered(found)
 
 
 def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Tensor]:

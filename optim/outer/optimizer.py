@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import FLOAT32, Codec
-from shoal.optim.exchange.base import Borrows, Exchange, Handle, HasShards, KnowsOptimizer, OnDemand, RoundKey
+from shoal.optim.exchange.base import Alone, Contribution, Exchange, Handle, OnDemand, RoundKey
 from shoal.optim.outer.fragments import Fragment, Weight, equal, positions
 from shoal.optim.outer.in_flight import InFlight, RoundInfo
 from shoal.optim.outer.inner import (
@@ -90,13 +90,12 @@ class OuterOptimizer(OuterRounds):
             hint = f"did you mean {near[0]!r}?" if near else f"help({cls.__name__}) lists them"
             raise TypeError(f"{cls.__name__} has no argument {name!r}: {hint}")
         given = dict(zip(("inner", "exchange"), args, strict=False)) | options
-        inner, exchange = given.get("inner", ()), given.get("exchange", Exchange)
+        inner, exchange = given.get("inner", ()), given.get("exchange", Alone())
         several = [inner] if isinstance(inner, torch.optim.Optimizer) or not isinstance(inner, Sequence) else inner
         if wrong := [one for one in several if not isinstance(one, torch.optim.Optimizer)]:
             raise TypeError(f"inner must be an optimizer of torch, or a list of them, got {type(wrong[0]).__name__}")
-        is_session = hasattr(exchange, "exchange") and not hasattr(exchange, "start")
-        if exchange is None or is_session:
-            remedy = "hand in its exchange()" if is_session else "such as session.exchange() or shoal.Alone()"
+        if not isinstance(exchange, Exchange):
+            remedy = "hand in its exchange()" if hasattr(exchange, "exchange") else "such as session.exchange() or shoal.Alone()"
             raise TypeError(f"exchange must be an exchange, got {type(exchange).__name__}: {remedy}")
         return super().__new__(cls)
 
@@ -121,11 +120,11 @@ class OuterOptimizer(OuterRounds):
     ) -> None:
         inner = as_one(inner)
         super().__init__(inner.param_groups, inner.defaults)  # some schedulers read the defaults
-        if isinstance(schedule, Streaming) and schedule.lag == "auto" and isinstance(exchange, HasShards) and exchange.shards > 1:
+        if isinstance(schedule, Streaming) and schedule.lag == "auto" and exchange.shards > 1:
             schedule = replace(schedule, lag=min(1, schedule.every - 1))  # the processes of a peer would apply at different steps
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
         self._auto = AutoLag(schedule.every) if getattr(schedule, "lag", 0) == "auto" else None
-        codec = codec if codec is not None else getattr(exchange, "codec", None) or FLOAT32
+        codec = codec or exchange.codec or FLOAT32
         self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
         self.length = length or Steps()
         every, own = all_parameters(inner), excluded(exclude, inner, model)
@@ -176,9 +175,8 @@ class OuterOptimizer(OuterRounds):
         self._listening: set[int] = set()
         """Fragments whose next contribution does not count."""
         self._note_weights()
-        if isinstance(self.exchange, KnowsOptimizer):
-            self.exchange.attach(self)
-            self._note_weights()
+        self.exchange.attach(self)
+        self._note_weights()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -245,7 +243,6 @@ class OuterOptimizer(OuterRounds):
         for position in self.length.reached(self.position, self.schedule, self.tokens):
             self.position = position
             yield from self._act(self.schedule.at(position))
-        self._detach()
         self._note_weights()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -305,8 +302,7 @@ class OuterOptimizer(OuterRounds):
         key = RoundKey(self.run, self.round, len(self._parts))
         self.round += 1
         everything = [*(t.float() for t in self.slow), *self._buffers.now()]
-        lent = self.exchange.borrow(key, OnDemand(everything)) if isinstance(self.exchange, Borrows) else None
-        mean = (lent or self.exchange.start(key, everything, 1.0, FLOAT32)).result()
+        mean = self.exchange.start(Contribution(key, OnDemand(everything))).result()
         if mean is not None:
             assign([*self.slow, *self._buffers.now()], mean.tensors)
         assign(self._weights.stage(self._weights.everything), self.slow)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,12 +21,9 @@ from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.device import accelerator_of, to_device, to_host
 from shoal.optim.exchange.base import (
-    AnnouncesAbsence,
-    Borrows,
-    ComparesStates,
+    Contribution,
     Exchange,
     Handle,
-    Lasting,
     Mean,
     NoPartner,
     OnDemand,
@@ -72,7 +68,7 @@ def sources(states: Mapping[str, Sequence[float]], *, first: bool = False) -> li
     return largest[:1] if first else largest
 
 
-def equalise(opt: OuterState, exchange: ComparesStates, key: RoundKey, mean: Mean) -> None:
+def equalise(opt: OuterState, exchange: Exchange, key: RoundKey, mean: Mean) -> None:
     """Equalise the slow weights and the shared state of the fragment ``key.fragment`` among those that take the mean.
 
     The fast weights move with the slow ones, so that progress since the last send is kept. What a peer of a smaller part learnt
@@ -84,7 +80,7 @@ def equalise(opt: OuterState, exchange: ComparesStates, key: RoundKey, mean: Mea
         return
     held = [opt.slow, *opt.shared.values()]
     mine = [tensors[index].float() for tensors in held for index in part]
-    outcome = exchange.among(key, mean.states, mine, float(exchange.peer in right)).result()
+    outcome = exchange.start(Contribution(key, mine, float(exchange.peer in right), members=tuple(mean.states))).result()
     if outcome is None:
         return
     logger.info(
@@ -139,7 +135,8 @@ class OuterRounds(OuterState):
                     pending.wait(self._codecs[action.fragment])  # a fragment is in one exchange at a time
                     if self._auto is not None:
                         self._apply(pending)
-                self._send(action.fragment, at_once=Apply(action.fragment) in actions or Apply(action.fragment, 0) in actions)
+                oldest = not self._in_flight.of(action.fragment) and Apply(action.fragment) in actions
+                self._send(action.fragment, at_once=oldest or Apply(action.fragment, 0) in actions)
             else:
                 due = self._in_flight.due(action.fragment, None if action.after is None else self.position - action.after)
                 if due is not None and not due.finished and due.handle is not None:
@@ -164,14 +161,14 @@ class OuterRounds(OuterState):
         """Return True if training goes on although the fragment is due: over a slow link the mean comes later. Rank 0 decides."""
         if self._auto is None or self.position - pending.position >= LASTS * self._auto.every or self._there(pending):
             return False
-        return self._weights.agreed(isinstance(pending.handle, Lasting) and pending.handle.leave_out())
+        return self._weights.agreed(pending.handle is not None and pending.handle.leave_out())
 
     def _deferred(self, pending: PendingExchange) -> bool:
         """Return True if the members' slow weights differ, so that all begin a second exchange when this one is applied.
 
         They do so just before the fragment is sent again: an exchange between processes needs the same order of rounds in all.
         """
-        if not (self.anchored and isinstance(self.exchange, ComparesStates)):
+        if not (self.anchored and self.exchange.compares):
             return False
         mean = pending.result()
         return mean is not None and bool(sources(mean.states))
@@ -206,6 +203,7 @@ class OuterRounds(OuterState):
         if self.slow[0].device.type == "cpu":
             tail = to_host(tail, waits=self._weights.waits(self._parts[fragment], tail))
         self._weights.read(self._parts[fragment])
+        tail = tail if at_once else [tensor.clone() for tensor in tail]
         slow, fast, state = self._of(fragment)
         listening = fragment in self._listening
         self._listening.discard(fragment)
@@ -214,11 +212,10 @@ class OuterRounds(OuterState):
         context = self._context(RoundKey(self.run, self.round, fragment), weight=own_weight, total=own_weight)
         rules = self.outer.rules(self._parts[fragment])
         contribution = contribution_of(rules, slow, fast, state, context)
-        lends = isinstance(self.exchange, Borrows)
-        if not (lends and at_once):  # otherwise nothing that it is made of changes before its outcome is applied
-            contribution = self._detached(list(contribution)) if lends else list(contribution)
+        if not at_once:  # otherwise nothing that it is made of changes before its outcome is applied
+            contribution = self._detached(contribution)
         even = rules[0][0].even(len(contribution)) if isinstance(rules[0][0], AveragesEvenly) else 0
-        shown = self.sketch_of(fragment) if self.anchored and isinstance(self.exchange, ComparesStates) else ()
+        shown = self.sketch_of(fragment) if self.anchored and self.exchange.compares else ()
         sent = Sent(contribution, tail, 0.0 if listening else weight, even, shown)
         pending = PendingExchange(
             self._weights, self._parts[fragment], context, sent, rules, self.steps, self.position, lag, absent=weight == 0
@@ -227,10 +224,8 @@ class OuterRounds(OuterState):
             moved = self._weights.whole(self._parts[fragment], differences(fast, slow))
             codec.expect(f"{self.run}:{self.round}:{fragment}", moved)
         self._start(pending)
-        if not at_once:
-            pending.sent = replace(sent, tail=[tensor.clone() for tensor in tail])
-            if isinstance(self.rule, KeepsFast):
-                pending.fast = [tensor.clone() for tensor in fast]
+        if not at_once and isinstance(self.rule, KeepsFast):
+            pending.fast = [tensor.clone() for tensor in fast]
         self._in_flight.add(pending)
         self._sent_at[fragment] = (self.steps, self.tokens)
         self.round += 1
@@ -249,7 +244,7 @@ class OuterRounds(OuterState):
                 key = RoundKey(self.run, round, context.key.fragment)
                 begun[round].context = self._context(key, weight=context.weight, total=context.total)
                 self._start(begun[round])
-            elif isinstance(self.exchange, AnnouncesAbsence):
+            else:
                 self.exchange.absent(RoundKey(self.run, round, over[round]))
         self._resumed = False
 
@@ -258,22 +253,13 @@ class OuterRounds(OuterState):
         key, sent = pending.context.key, pending.sent
         if pending.absent:
             pending.handle = NoPartner()
-            if isinstance(self.exchange, AnnouncesAbsence):
-                self.exchange.absent(key)
+            self.exchange.absent(key)
             return
-        codec, tail = self._codecs[key.fragment], list(sent.tail)
-        codec = BufferTailCodec(codec, len(tail)) if tail else codec
-        if isinstance(self.exchange, Borrows):
-            whole = sent.contribution if isinstance(sent.contribution, OnDemand) else OnDemand(sent.contribution)
-            pending.handle = self.exchange.borrow(key, whole.joined(tail), sent.weight, codec, sent.even)
-            return
-        payload = [*(tensor.float() for tensor in sent.contribution), *tail]
-        if isinstance(self.exchange, ComparesStates) and self.anchored:
-            pending.handle = self.exchange.start(key, payload, sent.weight, codec, state=sent.state)
-        elif sent.even:
-            pending.handle = self.exchange.start(key, payload, sent.weight, codec, sent.even)
-        else:
-            pending.handle = self.exchange.start(key, payload, sent.weight, codec)
+        codec = self._codecs[key.fragment]
+        codec = BufferTailCodec(codec, len(sent.tail)) if sent.tail else codec
+        whole = sent.contribution if isinstance(sent.contribution, OnDemand) else OnDemand(sent.contribution)
+        tensors = whole.rounded(torch.float32).joined(sent.tail)
+        pending.handle = self.exchange.start(Contribution(key, tensors, sent.weight, codec, sent.even, sent.state))
 
     def _due(self, fragment: int, due: PendingExchange | None) -> None:
         exchanges = self._in_flight.of(fragment)
@@ -281,18 +267,13 @@ class OuterRounds(OuterState):
             self._apply(due)
         elif exchanges and exchanges[-1].position == self.position:  # first round of a delayed schedule: there is no mean yet
             slow, fast, state = self._of(fragment)
-            self._detach()
             with torch.no_grad():
                 context = self._context(exchanges[-1].context.key, members=0)
                 apply_mean(exchanges[-1].rules, slow, fast, [], state, context)
             self._weights.restart(self._parts[fragment])
 
-    def _detach(self) -> None:
-        """Copy those tensors of this step's contributions that share memory with staging or slow weights, before these change."""
-        for pending in (pending for pending in self._in_flight if pending.step == self.steps):
-            pending.sent = replace(pending.sent, contribution=self._detached(pending.sent.contribution))
-
     def _detached(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors, those that share memory with staging or slow weights as copies, for these will change."""
         ours = {tensor.untyped_storage().data_ptr() for tensor in (*self._weights.fast, *self.slow)}
         return [t.clone() if t.untyped_storage().data_ptr() in ours else t for t in tensors]
 
@@ -302,9 +283,8 @@ class OuterRounds(OuterState):
         pending.wait(self._codecs[fragment])
         lag, mean, part = self.steps - pending.step, pending.mean, self._parts[fragment]
         if lag > 0:
-            self._detach()
             self._weights.read(part)
-        if mean is not None and mean.states and isinstance(self.exchange, ComparesStates):
+        if mean is not None and mean.states:
             equalise(self, self.exchange, pending.context.key, mean)
         slow, fast, state = self._of(fragment)
         count, weight = len(pending.sent.contribution), pending.context.weight

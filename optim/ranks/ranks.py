@@ -19,24 +19,21 @@ given away: so two fragments at most beyond its own part. All ranks take the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Codec, Shape
+from shoal.optim.codecs.base import BufferTailCodec, Shape
 from shoal.optim.exchange.base import (
-    AnnouncesAbsence,
-    Closable,
-    ComparesStates,
+    Contribution,
     Exchange,
     Handle,
-    KnowsOptimizer,
-    Lasting,
     Mean,
     RoundKey,
 )
@@ -46,8 +43,8 @@ from shoal.optim.rules.base import SendsValues
 from shoal.optim.schedule import RoundLength, Schedule, Steps
 
 
-class RankExchange:
-    """``Exchange`` of one rank, for the outer optimizer of that rank; all ranks start and await the same rounds in the same order.
+class RankExchange(Exchange):
+    """Exchange of one rank, for the outer optimizer of that rank; all ranks start and await the same rounds in the same order.
 
     Args:
         group: the ranks.
@@ -56,46 +53,29 @@ class RankExchange:
 
     def __init__(self, group: RankGroup, real: Exchange) -> None:
         self._group, self._real = group, real
+        self.peer, self.compares = group.agreed((real.peer, real.compares))
         self._opt: OuterState | None = None
 
     def attach(self, optimizer: OuterState) -> None:
         """Take note of this rank's optimizer, whose parameters are distributed to the ranks."""
         self._opt = optimizer
-        if isinstance(self._real, KnowsOptimizer):
-            self._real.attach(optimizer)
+        self._real.attach(optimizer)
 
-    def start(
-        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, *even: int, **options: Any
-    ) -> Handle:
+    def start(self, contribution: Contribution) -> Handle:
         """Begin an exchange. ValueError, on all ranks, if the real exchange raises it, or RuntimeError if it raises another."""
-        tail = codec.count if isinstance(codec, BufferTailCodec) else 0
-        return self._begin(key, tensors, tail, lambda whole: self._real.start(key, whole, weight, codec, *even, **options))
+        assert self._opt is not None
+        tail = contribution.codec.count if isinstance(contribution.codec, BufferTailCodec) else 0
+        tensors = list(contribution.tensors)
+        parcel = _Parcel(self._group, self._opt, contribution.key, tensors, tail)
+        whole = replace(contribution, tensors=parcel.gather(tensors))
+        return RankHandle(self._group, parcel, self._group.tried(lambda: self._real.start(whole)))
 
     def absent(self, key: RoundKey) -> None:
-        if self._group.first and isinstance(self._real, AnnouncesAbsence):
+        if self._group.first:
             self._real.absent(key)
 
-    def _begin(self, key: RoundKey, tensors: Sequence[Tensor], tail: int, begin: Callable[[list[Tensor]], Handle]) -> Handle:
-        assert self._opt is not None
-        parcel = _Parcel(self._group, self._opt, key, tensors, tail)
-        whole = parcel.gather(tensors)
-        return RankHandle(self._group, parcel, self._group.tried(lambda: begin(whole)))
 
-
-class ComparingRankExchange(RankExchange):
-    """``RankExchange`` around one of ``ComparesStates``."""
-
-    def __init__(self, group: RankGroup, real: Exchange) -> None:
-        super().__init__(group, real)
-        self.peer: str = group.agreed(real.peer if isinstance(real, ComparesStates) else "")
-        """The id of this peer."""
-
-    def among(self, key: RoundKey, members: Iterable[str], tensors: Sequence[Tensor], weight: float) -> Handle:
-        real: Any = self._real
-        return self._begin(key, tensors, 0, lambda whole: real.among(key, members, whole, weight))
-
-
-class RankHandle:
+class RankHandle(Handle):
     """Handle of an exchange of all ranks. ``result`` is for all of them; ``done`` asks nobody, so that it differs between them."""
 
     def __init__(self, group: RankGroup, parcel: _Parcel, real: Handle | None) -> None:
@@ -109,7 +89,7 @@ class RankHandle:
 
     def leave_out(self) -> bool:
         """Leave the fragment out of its next round if bytes of the real exchange move; False but on rank 0."""
-        return isinstance(self._real, Lasting) and self._real.leave_out()
+        return self._real is not None and self._real.leave_out()
 
     def result(self, deadline: float | None = None) -> Mean | None:
         """Wait for rank 0's outcome and return this rank's part of it. RuntimeError, on all ranks, if the real exchange raises."""
@@ -132,7 +112,7 @@ class RankHandle:
 
     def close(self) -> None:
         """Give the real exchange up, on rank 0."""
-        if isinstance(self._real, Closable):
+        if self._real is not None:
             self._real.close()
 
 
@@ -192,8 +172,7 @@ class Ranks(RankGroup):
 
     def exchange(self, real: Exchange) -> RankExchange:
         """Return the exchange of this rank around rank 0's ``real`` one."""
-        compares = self.agreed(isinstance(real, ComparesStates))
-        return ComparingRankExchange(self, real) if compares else RankExchange(self, real)
+        return RankExchange(self, real)
 
     def length(self, real: RoundLength) -> RoundLength:
         """Return a length of rounds that rank 0 decides for all."""

@@ -31,10 +31,10 @@ from shoal.optim.codecs.base import all_finite
 from shoal.optim.codecs.mod4 import Reading
 from shoal.optim.device import give_freed_back
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
-from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.optim.exchange.base import Exchange, Handle, Mean, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience
-from shoal.swarm.exchange.contribution import Contribution
+from shoal.swarm.exchange.contribution import EncodedContribution
 from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.wire.envelope import FAILURES, MAX_BLAMED, Failure, Sketch
 
@@ -172,7 +172,7 @@ class CommitState(Generic[R]):
 class ExchangeAttempt(Generic[R]):
     """A contribution, its commit state, and the screen and the statistics of the node that sends it."""
 
-    contribution: Contribution
+    contribution: EncodedContribution
     commit: CommitState[R] = field(default_factory=CommitState)
     screen: UpdateScreen = TRUSTING
     stats: ExchangeStats = field(default_factory=ExchangeStats)
@@ -217,7 +217,7 @@ class RoundCounter(Protocol):
         ...
 
 
-class ExchangeBase:
+class ExchangeBase(Exchange):
     """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
 
     def __init__(
@@ -278,7 +278,7 @@ class ExchangeBase:
         self.until = time.monotonic() + seconds
 
 
-class ExchangeHandle(Generic[R]):
+class ExchangeHandle(Handle, Generic[R]):
     """One round in flight: ``work`` runs on the host's loop and leaves its outcome in the attempt's commit state."""
 
     def __init__(
@@ -298,7 +298,7 @@ class ExchangeHandle(Generic[R]):
         return self._future.done()
 
     def leave_out(self) -> bool:
-        """Leave the next round out if the transfer with a partner is under way (`shoal.optim.exchange.base.Lasting`)."""
+        """Leave the next round out if the transfer with a partner is under way."""
         leave_out = self._attempt.commit.leave_out
         return leave_out is not None and not self._future.done() and leave_out()
 

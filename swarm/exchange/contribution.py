@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, Codec, FloatCodec, Shape, buffer
 from shoal.optim.codecs.mod4 import PairMessage, for_pairs
-from shoal.optim.exchange.base import OnDemand, RoundKey, slabs
+from shoal.optim.exchange.base import Contribution, OnDemand, RoundKey, slabs
 from shoal.swarm.wire.envelope import CHUNK, MAX_WEIGHT, Sketch, chunks, digest
 from shoal.swarm.wire.messages import MAX_REFUSED, Offer
 
@@ -144,8 +144,8 @@ BARRED = "this node has banned its caller for a while, for what it said in verif
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """A contribution: ``payload`` is what ``codec`` makes of tensors of ``shapes``."""
+class EncodedContribution:
+    """A contribution as it is sent: ``payload`` is what ``codec`` makes of tensors of ``shapes``."""
 
     key: RoundKey
     payload: Payload
@@ -164,7 +164,7 @@ class Contribution:
     def sha256(self) -> bytes:
         return self.payload.sha256
 
-    def prepared(self) -> Contribution:
+    def prepared(self) -> EncodedContribution:
         """Write and digest what is to be sent, and return this. Slow."""
         assert self.sha256
         return self
@@ -186,14 +186,13 @@ class Contribution:
         return reason
 
 
-def encode_contribution(
-    swarm: str, key: RoundKey, tensors: Sequence[Tensor], weight: float, codec: Codec, even: int = 0
-) -> Contribution:
-    """Encode ``tensors``; those that are `OnDemand` are borrowed where the codec allows it.
+def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContribution:
+    """Encode a contribution, of which tensors that are `OnDemand` are borrowed where the codec allows it.
 
     Raises:
-        ValueError: ``key`` is of another run than ``swarm``, or the codec refuses the tensors.
+        ValueError: it is of another run than ``swarm``, or the codec refuses the tensors.
     """
+    key, tensors, codec = contribution.key, contribution.tensors, contribution.codec
     if key.run != swarm:
         raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
     shapes = tuple(tensors.shapes if isinstance(tensors, OnDemand) else (tuple(tensor.shape) for tensor in tensors))
@@ -207,7 +206,8 @@ def encode_contribution(
         payload = PairPayload(message)
     else:
         payload = EncodedPayload(codec.encode([tensor.float() for tensor in tensors]), codec, shapes)
-    return Contribution(key, payload, shapes, codec, min(float(weight), MAX_WEIGHT), even)
+    weight = min(float(contribution.weight), MAX_WEIGHT)
+    return EncodedContribution(key, payload, shapes, codec, weight, contribution.even)
 
 
 def model_digest(tensors: Sequence[Tensor]) -> str:

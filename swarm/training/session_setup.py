@@ -17,8 +17,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer, RoundKey
-from shoal.optim.exchange.base import NoPartner, OnDemand
+from shoal.optim import FLOAT32, METHODS, Codec, Handle, OuterOptimizer
+from shoal.optim.exchange.base import Contribution, Exchange, NoPartner
 from shoal.optim.outer.fragments import Fragment, even, positions, possible
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import model_digest
@@ -228,12 +228,8 @@ def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: Trainin
             reminder += REMIND_S
 
 
-class SessionExchange:
-    """An ``optim.Exchange`` in front of ``inner`` that calls ``attached`` with the optimizer that it is given to.
-
-    ``ordered``: as of ``optim.exchange.base.OrdersParameters``. ``fragments``: the parameters of each of the swarm's fragments, as
-    which an optimizer with that number of them takes its own. ``codec``: the swarm's, of an optimizer that names none.
-    """
+class SessionExchange(Exchange):
+    """Exchange in front of ``inner`` that calls ``attached`` with the optimizer that it is given to."""
 
     def __init__(
         self,
@@ -243,7 +239,8 @@ class SessionExchange:
         fragments: Sequence[Sequence[Tensor]] = (),
         codec: Codec = FLOAT32,
     ) -> None:
-        self.inner, self._attached, self._ordered, self.fragments, self.codec = inner, attached, ordered, fragments, codec
+        self.inner, self._attached, self._ordered = inner, attached, ordered
+        self.fragments, self.codec = fragments, codec
         self._closed = False
 
     def attach(self, optimizer: OuterOptimizer) -> None:
@@ -254,21 +251,12 @@ class SessionExchange:
         """Return the optimizer's parameters in the session's order. SessionError if it has others, or is not the first."""
         return self._ordered(parameters)
 
-    def start(self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
+    def start(self, contribution: Contribution) -> Handle:
         """Begin a round; without a partner once the session is over, or the network gone."""
         if self._closed:
             return NoPartner()
         try:
-            return self.inner.start(key, tensors, weight, codec, even)
-        except NetworkError:
-            return NoPartner()
-
-    def borrow(self, key: RoundKey, tensors: OnDemand, weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0) -> Handle:
-        """Begin a round without a copy of the tensors, as ``start`` does with one."""
-        if self._closed:
-            return NoPartner()
-        try:
-            return self.inner.borrow(key, tensors, weight, codec, even)
+            return self.inner.start(contribution)
         except NetworkError:
             return NoPartner()
 

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from bench._attacks import ATTACKS, Scene
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import NoLoCo, RoundKey, codec_named
 from shoal.optim.exchange.averaging import TRUSTING
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import DecisionLog
@@ -128,9 +130,10 @@ class Worker:
         """Contribute what ``attack`` makes of it; whoever does so sees no other peer's."""
         honest = exchange_module.encode_contribution
 
-        def lying(swarm, key, tensors, *rest):
-            scene = Scene(list(tensors), [list(tensors)], [torch.zeros_like(t) for t in tensors], list(tensors))
-            return honest(swarm, key, attack(scene), *rest)
+        def lying(swarm, contribution):
+            own = list(contribution.tensors)
+            scene = Scene(own, [own], [torch.zeros_like(t) for t in own], own)
+            return honest(swarm, replace(contribution, tensors=attack(scene)))
 
         exchange_module.encode_contribution = lying
 
@@ -145,7 +148,7 @@ class Worker:
         self.say("met")
 
     def do_mean(self, number, floats, round):
-        mean = self.exchange.start(RoundKey(SWARM, round), [values(number, floats)]).result()
+        mean = self.exchange.start(Contribution(RoundKey(SWARM, round), [values(number, floats)])).result()
         got = {} if mean is None else {"members": mean.members, "sha256": sha256(mean.tensors[0])}
         self.say("mean", round=round, **got)
 
@@ -157,7 +160,7 @@ class Worker:
         own = list(values(number, floats).tensor_split(7))
         memory()
         before, _ = memory()
-        mean = self.exchange.start(RoundKey(SWARM, round), own).result()
+        mean = self.exchange.start(Contribution(RoundKey(SWARM, round), own)).result()
         peak = memory()[1]
         theirs = values(1 - number, floats).tensor_split(7)
         right = mean is not None and all(torch.equal(m, (a + b) / 2) for m, a, b in zip(mean.tensors, own, theirs, strict=True))

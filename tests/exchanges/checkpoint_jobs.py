@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shoal.optim import Alone, Distributed, Mean, codec_named, method_named
+from shoal.optim.exchange.base import Handle
 
 EVERY = 4
 METHODS = {
@@ -28,9 +29,10 @@ METHODS = {
 class Echo(Alone):
     """Exchange whose mean is the own contribution as the codec sends it."""
 
-    def start(self, key, tensors, weight=1.0, codec=None, even=0):
-        mean = Mean(codec.decode(codec.encode(tensors), [tuple(tensor.shape) for tensor in tensors]), 1.0, ("a",))
-        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+    def start(self, mine):
+        shapes = [tuple(tensor.shape) for tensor in mine.tensors]
+        mean = Mean(mine.codec.decode(mine.codec.encode(mine.tensors), shapes), 1.0, ("a",))
+        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
 
 
 def make(layout, method, seed, dtype=torch.float32):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shoal import optim
 from shoal.optim import DiLoCo, Distributed, NoLoCo, RoundKey, codec_named
+from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.gloo_groups import GlooGroups
 
 
@@ -65,7 +66,7 @@ def read_by_own_weights(shards=1, fails_in=None):
         moved = 0.01 * torch.randn(300, generator=torch.Generator().manual_seed(10 * rank + round))
         own = base + moved + torch.where(torch.arange(300) < 64, 5.0 * (rank < shards), 0.0)
         codec.expect(f"run:{round}:0", [moved])
-        handle = exchange.start(RoundKey("run", round), [own], 1.0, codec)
+        handle = exchange.start(Contribution(RoundKey("run", round), [own], 1.0, codec))
         while not handle.done():
             time.sleep(0.001)
         before = codec.state_dict()  # as a checkpoint would have it now: the outcome has not been asked for
@@ -99,10 +100,10 @@ def stalling(method, rounds=8):
     opt = getattr(optim, method)(inner, exchange, every=2, on_round=note, **options)
     start = exchange.start
 
-    def late(key, *arguments, **more):
-        if key.round == 2 and rank == world - 1:
+    def late(contribution):
+        if contribution.key.round == 2 and rank == world - 1:
             marks.wait([f"through/{other}" for other in range(world - 1)], timedelta(seconds=60))
-        return start(key, *arguments, **more)
+        return start(contribution)
 
     exchange.start = late
     while len(members) < rounds:
@@ -127,10 +128,12 @@ def one_round(values, codecs=None, weights=None, wait=30.0, exchange_timeout=20.
         SPOILERS[spoil](rank, exchange)
     try:
         codec = codec_named(codecs[rank] if codecs else "float32")
-        handle = exchange.start(RoundKey("run", 0), [torch.tensor(values[rank])], weights[rank] if weights else 1.0, codec)
+        handle = exchange.start(
+            Contribution(RoundKey("run", 0), [torch.tensor(values[rank])], weights[rank] if weights else 1.0, codec)
+        )
         mean = handle.result()
         found = None if mean is None else [mean.tensors[0].tolist(), list(mean.members)]
-        more = exchange.start(RoundKey("run", 1), [torch.ones(1)]).result()
+        more = exchange.start(Contribution(RoundKey("run", 1), [torch.ones(1)])).result()
     except ValueError as error:
         return {"error": str(error)}
     finally:
@@ -209,7 +212,7 @@ def same_key_again():
     exchange, rank, found = Distributed(), dist.get_rank(), []
     for round in [0, 1, 0, 1, *range(2, 200), 0]:
         value = torch.tensor([float(rank + len(found))])
-        mean = exchange.start(RoundKey("run", round), [value]).result()
+        mean = exchange.start(Contribution(RoundKey("run", round), [value])).result()
         found.append(mean.tensors[0].item())
     left = sum(exchange._consensus.store.check([f"{ticket.name}/0/0"]) for _, ticket in exchange._old)
     exchange.close()
@@ -218,10 +221,10 @@ def same_key_again():
 
 def threads_at_the_end():
     exchange = Distributed()
-    exchange.start(RoundKey("run", 0), [torch.ones(1)])
+    exchange.start(Contribution(RoundKey("run", 0), [torch.ones(1)]))
     exchange.close()
     names = [thread.name for thread in threading.enumerate()]
-    return [names.count("shoal-distributed"), exchange.start(RoundKey("run", 1), [torch.ones(1)]).result()]
+    return [names.count("shoal-distributed"), exchange.start(Contribution(RoundKey("run", 1), [torch.ones(1)])).result()]
 
 
 def wrong_shards():

@@ -5,27 +5,27 @@ import torch.distributed as dist
 
 from shoal import optim
 from shoal.optim import Distributed, codec_named
+from shoal.optim.exchange.base import Exchange, Handle
 
 STEPS, EVERY, FRAGMENTS = 30, 8, 4
 
 
-class Driven:
+class Driven(Exchange):
     """Exchange whose outcome is seen after a number of polls that depends on peer and round, and is there by then."""
 
     def __init__(self, real):
-        self.real, self.peer = real, real.peer
-        for name in {"among", "absent"} & {*dir(real)}:
-            setattr(self, name, getattr(real, name))
+        self.real, self.peer, self.compares, self.absent = real, real.peer, real.compares, real.absent
 
-    def start(self, key, *arguments, **options):
-        polls = [1, 5, 2, 3, 9, 1, 4][(key.round + 3 * int(self.peer)) % 7]
-        return Seen(self.real.start(key, *arguments, **options), polls)
+    def start(self, contribution):
+        polls = [1, 5, 2, 3, 9, 1, 4][(contribution.key.round + 3 * int(self.peer)) % 7]
+        handle = self.real.start(contribution)
+        return handle if contribution.members else Seen(handle, polls)
 
     def close(self):
         self.real.close()
 
 
-class Seen:
+class Seen(Handle):
     def __init__(self, real, polls):
         self.real, self.polls = real, polls
 

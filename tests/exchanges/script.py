@@ -10,6 +10,7 @@
 import torch
 
 from shoal.optim import RoundKey, codec_named
+from shoal.optim.exchange.base import Contribution
 
 
 def play(exchange, run, steps, mark, after, die):
@@ -21,7 +22,7 @@ def play(exchange, run, steps, mark, after, die):
             values = torch.tensor(options["values"], dtype=torch.float32)
             key = RoundKey(run, options.get("round", 0), options.get("fragment", 0))
             codec = codec_named(options.get("codec", "float32"))
-            handles[name] = exchange.start(key, [values, values[:1].clone()], options.get("weight", 1.0), codec)
+            handles[name] = exchange.start(Contribution(key, [values, values[:1].clone()], options.get("weight", 1.0), codec))
             if options.get("spoil"):
                 values.fill_(99.0)
         elif what == "result":

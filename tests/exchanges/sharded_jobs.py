@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.optim import DiLoCo, Distributed, NoLoCo, RoundKey
+from shoal.optim.exchange.base import Contribution
 from shoal.optim.exchange.gloo_groups import GlooGroups
 
 EVERY, STEPS, BATCH = 3, 15, 8
@@ -102,7 +103,7 @@ def pairs(shards, rounds):
     exchange, found = Distributed(size=2, seed=3, shards=shards), []
     rank = dist.get_rank()
     for round in range(rounds):
-        mean = exchange.start(RoundKey("run", round), [torch.tensor([float(rank)])]).result()
+        mean = exchange.start(Contribution(RoundKey("run", round), [torch.tensor([float(rank)])])).result()
         found.append(None if mean is None else [list(mean.members), mean.tensors[0].item()])
     exchange.close()
     return found

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.node.verify.audit import Finding
 from shoal.node.verify.peers import rules_of
 from shoal.optim.codecs.base import FLOAT32
-from shoal.optim.exchange.base import RoundKey
+from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.access import MAX_USES, admission, entry_of, expiry, issue
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import WINDOW, ExchangeStats
@@ -137,7 +137,7 @@ def test_an_offer_and_a_ready_message_hold_whatever_is_contributed(fragment, rou
     drift = DriftDetector(ME.peer_id, "0" * 64, 16)
     drift.finished(round, fragment, tuple(numbers))
     tensors = [torch.zeros(3), torch.zeros(0), torch.zeros(())]
-    mine = encode_contribution(SWARM, RoundKey(SWARM, round, fragment), tensors, weight, FLOAT32)
+    mine = encode_contribution(SWARM, Contribution(RoundKey(SWARM, round, fragment), tensors, weight, FLOAT32))
     context = SimpleNamespace(swarm=SWARM, model="0" * 64, identity=ME)
     assert unseal(make_offer(context, mine, bytes(16)), Offer)[1].round == round
     mine = type(mine)(**{**vars(mine), "sketch": drift.newest})

@@ -26,7 +26,7 @@ from shoal.optim.exchange.base import Mean, weighted_mean
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from tests.sim.faults import FaultInjector
 from tests.sim.isolation import ErrorCollector
-from tests.sim.peers import Contribution, SimPeer, SimSwarm
+from tests.sim.peers import SimContribution, SimPeer, SimSwarm
 
 REMEMBERED = {
     "_outcomes": 1024,
@@ -76,7 +76,7 @@ class Checks:
         self._misled: set[int] = set()
         """Processes that are ahead because they knew of the hostile member alone."""
         self._decided: dict[int, Any] = {}
-        self._means: dict[tuple[int, int], tuple[bytes, Contribution]] = {}
+        self._means: dict[tuple[int, int], tuple[bytes, SimContribution]] = {}
         """By contribution: the bits of the mean that it is in, and whose outcome that was."""
         self._moved: dict[tuple[int, int], torch.Tensor] = {}
         """By contribution, in mod4: what its peer moved by, over its partner's share."""
@@ -132,7 +132,7 @@ class Checks:
 
     # -- outcomes --------------------------------------------------------------------------------------------------------
 
-    def outcome(self, peer: SimPeer, mine: Contribution) -> None:
+    def outcome(self, peer: SimPeer, mine: SimContribution) -> None:
         """Check a finished round of ``peer``."""
         assert mine.ended is not None
         took = mine.ended - mine.needed - (peer.slept - mine.slept)
@@ -152,7 +152,7 @@ class Checks:
         whole = self._swarm.setting.kind == "group" and not options.get("quorum") and "max_group" not in options
         return EQUAL if whole else max(before * (4 if self._swarm.setting.mod4 else 0.5), EQUAL)
 
-    def _mean(self, peer: SimPeer, mine: Contribution, mean: Mean) -> None:
+    def _mean(self, peer: SimPeer, mine: SimContribution, mean: Mean) -> None:
         parts = [self._named(number, float(value), mean) for number, value in enumerate(mean.tensors[1]) if value != 0]
         if mine not in parts or {part.peer for part in parts} != set(mean.members):
             self._fail(f"the mean of {peer.name} is not of its members")
@@ -172,7 +172,7 @@ class Checks:
             if part.ended is not None and part.mean is None:
                 self._apart(part, mine)
 
-    def _opposite(self, peer: SimPeer, mine: Contribution, other: Contribution, mean: Mean) -> None:
+    def _opposite(self, peer: SimPeer, mine: SimContribution, other: SimContribution, mean: Mean) -> None:
         """Check that a peer moves its share of the way to its partner, but for two roundings, or not at all; and its partner as far
         the other way.
         """
@@ -190,7 +190,7 @@ class Checks:
     def _number(self, peer: str) -> int:
         return next(p.number for p in self._swarm.peers if p.id == peer)
 
-    def _named(self, number: int, value: float, mean: Mean) -> Contribution:
+    def _named(self, number: int, value: float, mean: Mean) -> SimContribution:
         """Return the contribution that a value of the mean names."""
         weight = self._swarm.peers[number].weight
         serial = value * mean.weight / weight
@@ -200,7 +200,7 @@ class Checks:
         assert found is not None
         return found
 
-    def _apart(self, alone: Contribution, taker: Contribution) -> None:
+    def _apart(self, alone: SimContribution, taker: SimContribution) -> None:
         """Check a contribution without a mean that another peer counted: two generals, or a bug."""
         ends = max(self._swarm.network.loop.time(), taker.ended or 0.0)
         touched = {alone.peer, taker.peer} | alone.leaders | taker.leaders

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
-from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.optim.exchange.base import Contribution, Mean, RoundKey
 from shoal.optim.outer.rounds import LASTS
 from shoal.swarm.exchange.attempt import ExchangeHandle
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
@@ -71,7 +71,7 @@ class Setting:
 
 
 @dataclass
-class Contribution:
+class SimContribution:
     """A peer's contribution to one of its rounds."""
 
     peer: str
@@ -123,7 +123,7 @@ class SimPeer:
                 codec.rejected()
         self.host: SimHost = self.swarm.network.host(self.name, self.identity)
         self.seen: dict[str, Member] = {}
-        self.in_flight: dict[int, tuple[Contribution, ExchangeHandle[Any]]] = {}
+        self.in_flight: dict[int, tuple[SimContribution, ExchangeHandle[Any]]] = {}
         """By fragment."""
         self.rounds: dict[int, asyncio.Task[None]] = {}
         self.due: dict[int, asyncio.Event] = {}
@@ -223,15 +223,15 @@ class SimPeer:
         self.serial += 1
         named = torch.zeros(swarm.setting.peers)
         named[self.number] = self.serial
-        mine = Contribution(self.id, self.serial, self.weight, [self.weights[part].clone(), named], loop.time(), self.slept)
+        mine = SimContribution(self.id, self.serial, self.weight, [self.weights[part].clone(), named], loop.time(), self.slept)
         swarm.contributions[self.number, self.serial] = mine
         key = RoundKey(SWARM, self.round, fragment)
         codec = self.codecs[fragment] if self.codecs else None
         if codec is None:
-            handle = self.exchange.start(key, mine.tensors, self.weight)
+            handle = self.exchange.start(Contribution(key, mine.tensors, self.weight))
         else:
             codec.expect(f"{SWARM}:{key.round}:{fragment}", [self.weights[part] - self.slow[part]])
-            handle = self.exchange.start(key, mine.tensors, self.weight, BufferTailCodec(codec, 1))
+            handle = self.exchange.start(Contribution(key, mine.tensors, self.weight, BufferTailCodec(codec, 1)))
         self.in_flight[fragment] = mine, handle
         self.round, self.turn = self.round + 1, (self.turn + 1) % swarm.setting.fragments
         swarm.network.note(self.name, f"round {key.round} begins")
@@ -266,7 +266,7 @@ class SimSwarm:
     def __init__(self, network: SimNetwork, setting: Setting, seed: int) -> None:
         self.network, self.setting, self.seed = network, setting, seed
         self.noise = torch.Generator().manual_seed(seed)
-        self.contributions: dict[tuple[int, int], Contribution] = {}
+        self.contributions: dict[tuple[int, int], SimContribution] = {}
         """By the peer's number and the contribution's serial number."""
         self.over = False
         """True once a peer that ends a round should leave."""
@@ -281,7 +281,7 @@ class SimSwarm:
         """Let virtual time pass."""
         await asyncio.sleep(seconds)
 
-    def outcome(self, peer: SimPeer, mine: Contribution) -> None:
+    def outcome(self, peer: SimPeer, mine: SimContribution) -> None:
         """Note a finished round; for observers to replace."""
 
     def spread(self) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
-from shoal.optim.exchange.base import order
+from shoal.optim.exchange.base import Contribution, order
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -142,7 +142,7 @@ class GroupPeer:
         return {peer: record.model_copy(update={"issued": self.issued.get(peer, 1.0)}) for peer, record in records.items()}
 
     def start(self, round=0, value=0.0, codec=FLOAT32, shape=(4,), fragment=0, weight=1.0):
-        return self.exchange.start(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], weight, codec)
+        return self.exchange.start(Contribution(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], weight, codec))
 
     def waiting(self, round=0, fragment=0):
         """Return the number of members that wait at this peer for the group of a round."""

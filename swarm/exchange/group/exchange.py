@@ -27,12 +27,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
-from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
-from shoal.optim.exchange.base import RoundKey
+from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import ExchangeAttempt, ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext, TrainingTime
@@ -428,18 +425,10 @@ class GroupExchange(ExchangeBase):
         """Return what the other members of the newest group have shown, by peer id; none where a round has several groups."""
         return self._groups.sketches
 
-    def start(
-        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
-    ) -> ExchangeHandle[Outcome]:
-        """Begin a round. Tensors that are `OnDemand` are not copied where the codec sends plain floats.
-
-        Raises ValueError if ``key`` is of another run than this swarm, or if the codec refuses the tensors.
-        """
-        check_no_pair(codec)
-        mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even).prepared()
-        mine = replace(mine, sketch=self.sketch())
+    def start(self, contribution: Contribution) -> ExchangeHandle[Outcome]:
+        """Begin a round. ValueError if it is of another run than this swarm, or if the codec refuses the tensors."""
+        check_no_pair(contribution.codec)
+        mine = replace(encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch())
         self.moved = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
         return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean())
-
-    borrow = start

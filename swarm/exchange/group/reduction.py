@@ -40,7 +40,7 @@ from shoal.optim.exchange.averaging import UpdateScreen, mean_of
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import ExchangeAttempt
-from shoal.swarm.exchange.contribution import Contribution
+from shoal.swarm.exchange.contribution import EncodedContribution
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.roster import Roster, stop
 from shoal.swarm.p2p.limits import StreamPlaces
@@ -161,7 +161,7 @@ class Gathered:
     """The whole, verified contributions of a group: peer id -> weight and payload. For any thread."""
 
     me: str
-    mine: Contribution
+    mine: EncodedContribution
     screen: UpdateScreen
     parts: dict[str, tuple[float, Tensor | None]]
     """None: this node's own. Empty once the mean is there."""
@@ -302,7 +302,7 @@ class Reduced:
     members: tuple[str, ...]
     weight: float
     flat: Tensor
-    mine: Contribution
+    mine: EncodedContribution
     counted: int
     limit: float
 
@@ -407,7 +407,7 @@ class _Call:
 class _Runner(AllReduceRunner):  # type: ignore[misc]
     """hivemind's runner, of one flat tensor, with averages in place of differences (its private hooks: the release is pinned)."""
 
-    def __init__(self, streams: PeerStreams, group: Roster, me: str, mine: Contribution) -> None:
+    def __init__(self, streams: PeerStreams, group: Roster, me: str, mine: EncodedContribution) -> None:
         assert isinstance(mine.codec, FloatCodec)
         self.failed = asyncio.Event()
         self._streams, self._group, self._dtype = streams, group, mine.codec.dtype

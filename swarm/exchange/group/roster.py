@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.optim.exchange.base import counted_weights
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.contribution import Contribution
+from shoal.swarm.exchange.contribution import EncodedContribution
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import M, Message, fresh_nonce, pack, pack_shapes, unpack, unseal
 from shoal.swarm.wire.messages import MAX_PATIENCE, GroupAlive, GroupFormed, GroupReady
@@ -65,7 +65,7 @@ class Roster:
         return tuple(peer for place, peer in enumerate(self.members) if places >> place & 1)
 
 
-def ready_message(mine: Contribution, swarm: str, model: str, patience: float) -> GroupReady:
+def ready_message(mine: EncodedContribution, swarm: str, model: str, patience: float) -> GroupReady:
     """Return the description of this node's contribution; ``patience`` in seconds."""
     return GroupReady(
         swarm=swarm,

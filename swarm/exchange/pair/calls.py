@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import OVERLAPPED_S, PeerContext
-from shoal.swarm.exchange.contribution import BARRED, Contribution
+from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
 from shoal.swarm.exchange.pair.meeting import MAX_HELD, PairingAttempt, PairState, Phase
 from shoal.swarm.exchange.pair.transfer import Incoming, PartnerContribution, Withdrawn
 from shoal.swarm.p2p.limits import StreamPlaces
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
 
 
-def make_offer(context: PeerContext, contribution: Contribution, nonce: bytes) -> bytes:
+def make_offer(context: PeerContext, contribution: EncodedContribution, nonce: bytes) -> bytes:
     """Return the sealed offer of a contribution."""
     key, codec = contribution.key, contribution.codec
     return seal(

@@ -47,19 +47,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import islice
 
-from torch import Tensor
-
-from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.codecs.mod4 import Reading, for_pairs
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen, mean_of, pair_mean
-from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.optim.exchange.base import Contribution, Mean
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import ExchangeAttempt, ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext, TrainingTime
-from shoal.swarm.exchange.contribution import Contribution, encode_contribution
+from shoal.swarm.exchange.contribution import EncodedContribution, encode_contribution
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PROBE_S, PROBED, CallAnswerer, Caller, HeldCalls
 from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState, Phase
 from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
@@ -279,19 +276,15 @@ class PairExchange(ExchangeBase):
         self._matchmaker = PairMatchmaker(context, timeouts, transfers, departed, patience, fragments, overlap)
         super().__init__(context.host, self._matchmaker.rounds, self._matchmaker.evidence, timeouts, patience)
 
-    def start(
-        self, key: RoundKey, tensors: Sequence[Tensor], weight: float = 1.0, codec: Codec = FLOAT32, even: int = 0
-    ) -> ExchangeHandle[PartnerContribution]:
-        """Start looking for a partner. Raises ValueError if ``key`` is of another run than this swarm."""
-        mine = encode_contribution(self._context.swarm, key, tensors, weight, codec, even)
+    def start(self, contribution: Contribution) -> ExchangeHandle[PartnerContribution]:
+        """Start looking for a partner. ValueError if the contribution is of another run than this swarm."""
+        mine = encode_contribution(self._context.swarm, contribution)
         self.moved = mine.payload.nbytes
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
-        number = self._matchmaker.rounds.hand_in(key.round)
+        number = self._matchmaker.rounds.hand_in(mine.key.round)
         return ExchangeHandle(self, attempt, self._matchmaker.meet(attempt, number), lambda received: self._mean(mine, received))
 
-    borrow = start
-
-    def _mean(self, mine: Contribution, theirs: PartnerContribution) -> Mean:
+    def _mean(self, mine: EncodedContribution, theirs: PartnerContribution) -> Mean:
         """Compute the mean, from the same bytes on both sides; with a codec for pairs each side's is its own."""
         me, fragment, pairs = self._context.me, mine.key.fragment, for_pairs(mine.codec)
         if isinstance(theirs.values, Reading):

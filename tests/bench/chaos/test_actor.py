@@ -13,7 +13,7 @@ from bench.chaos import actor, processes
 from bench.chaos.actor_options import LIES
 from bench.chaos.run import first_accepted, read_events
 from shoal.node.training.trainer import Trainer
-from shoal.optim.exchange.base import Mean, RoundKey
+from shoal.optim.exchange.base import Contribution, Mean, RoundKey
 
 
 def heard_by_others(how):
@@ -22,8 +22,8 @@ def heard_by_others(how):
     class Exchange:
         sent: ClassVar = []
 
-        def start(self, key, tensors, weight, codec):
-            self.sent.append([tensor.tolist() for tensor in tensors])
+        def start(self, contribution):
+            self.sent.append([tensor.tolist() for tensor in contribution.tensors])
             return Answer()
 
     class Answer:
@@ -35,7 +35,7 @@ def heard_by_others(how):
 
     actor.lie(actor.LIES[how], [Exchange])
     for number in range(2):
-        handle = Exchange().start(RoundKey("run", number), [torch.tensor([1.0, 2.0 + number])])
+        handle = Exchange().start(Contribution(RoundKey("run", number), [torch.tensor([1.0, 2.0 + number])]))
         assert handle.done()
         assert handle.result() is None
     return Exchange.sent

@@ -26,6 +26,7 @@ from shoal.optim import (
     methods_with,
 )
 from shoal.optim.codecs.base import BufferTailCodec
+from shoal.optim.exchange.base import Exchange, Handle
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest import KNOBS, OuterSettings, TrainSettings
 from shoal.swarm.training.factories import make_outer
@@ -171,13 +172,13 @@ def test_every_method_trains_two_rounds_between_two_peers(name, finish):
         assert one.round_loss() is not None
 
 
-class Echo:
+class Echo(Exchange):
     """A group of one that gets back what the codec made of its own."""
 
-    def start(self, key, tensors, weight=1.0, codec=None, even=0):
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        mean = Mean(codec.decode(codec.encode(tensors), shapes), weight, ("me",))
-        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+    def start(self, mine):
+        shapes = [tuple(tensor.shape) for tensor in mine.tensors]
+        mean = Mean(mine.codec.decode(mine.codec.encode(mine.tensors), shapes), mine.weight, ("me",))
+        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
 
 
 @pytest.mark.parametrize("saved_at", [6, 7])

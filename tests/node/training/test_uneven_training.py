@@ -175,10 +175,10 @@ def test_the_reported_speed_counts_neither_waiting_nor_what_is_done_between_step
     class Slow(Alone):
         waited = 0.0
 
-        def start(self, key, tensors, weight=1.0, codec=None):
+        def start(self, contribution):
             now[0] += 3.0
             self.waited += 3.0
-            return super().start(key, tensors, weight)
+            return super().start(contribution)
 
     def between():
         now[0] += 7.0

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from shoal.optim import INT8, GASLoC, LocalSGD, NoLoCo, RoundKey, Simulation, codec_named
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.robust import DistanceScreen
 
 PEERS = list("abcdefgh")
@@ -103,7 +104,7 @@ def test_weights_of_contributions_count_and_a_listener_takes_the_others():
         values = torch.full((128,), 1.0 if exchange.peer == "a" else 2.0)
         codec = codec_named("mod4")
         codec.expect("run:0:0", [torch.ones(128)])
-        mean = exchange.start(RoundKey("run", 0), [values], 0.0 if exchange.peer == "a" else 3.0, codec).result()
+        mean = exchange.start(Contribution(RoundKey("run", 0), [values], 0.0 if exchange.peer == "a" else 3.0, codec)).result()
         return mean.tensors[0], mean.weight, mean.counted
 
     found = Simulation(["a", "b"]).run(peer)
@@ -123,7 +124,7 @@ def test_a_clipped_mean_takes_the_same_share_of_the_way():
         for round in range(8):
             away = direction * (0.1 if round < 7 else 0.15) * (exchange.peer == "b")
             codec.expect(f"run:{round}:0", [direction * 0.1])
-            mean = exchange.start(RoundKey("run", round), [away], 1.0, codec).result()
+            mean = exchange.start(Contribution(RoundKey("run", round), [away], 1.0, codec)).result()
             codec.accepted()
             moved.append(float((mean.tensors[0] - away).norm() / direction.norm()))
         return moved
@@ -136,7 +137,7 @@ def test_a_clipped_mean_takes_the_same_share_of_the_way():
 
 def test_groups_and_partners_with_another_codec_are_refused_in_a_sentence():
     def peer(exchange, codec):
-        return exchange.start(RoundKey("run", 0), [torch.ones(3)], 1.0, codec).result()
+        return exchange.start(Contribution(RoundKey("run", 0), [torch.ones(3)], 1.0, codec)).result()
 
     with pytest.raises(ValueError, match="mod4 is for pairs that read each other by their own weights, not for groups"):
         Simulation(PEERS[:3], size=3).run(lambda exchange: peer(exchange, codec_named("mod4")))

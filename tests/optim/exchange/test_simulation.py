@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.optim import BFLOAT16, Faults, Mean, NoLoCo, RoundKey, Simulation
+from shoal.optim.exchange.base import Contribution
 
 PEERS = ["a", "b", "c", "d", "e"]
 WAIT = 3.0
@@ -26,7 +27,7 @@ class Log:
             for round in range(rounds):
                 exchange.sleep(pause(exchange.peer, round))
                 before = simulation.now
-                mean = exchange.start(RoundKey("run", round), [one_hot(exchange.peer)], weight=1.0).result()
+                mean = exchange.start(Contribution(RoundKey("run", round), [one_hot(exchange.peer)], weight=1.0)).result()
                 self.outcomes[exchange.peer, round] = mean
                 self.waits.append(simulation.now - before)
             return simulation.now
@@ -134,7 +135,7 @@ def test_nobody_waits_on_for_a_peer_that_came_to_its_end():
         if exchange.peer == "b":
             exchange.sleep(1.0)
             return None
-        assert exchange.start(RoundKey("run", 0), [one_hot("a")]).result() is None
+        assert exchange.start(Contribution(RoundKey("run", 0), [one_hot("a")])).result() is None
         return exchange.simulation.now
 
     assert Simulation(["a", "b"], wait=WAIT).run(peer) == {"a": 1.0, "b": None}
@@ -144,7 +145,7 @@ def test_a_shorter_deadline_counts_and_the_exchange_is_over_then():
     def peer(exchange):
         if exchange.peer == "b":
             exchange.sleep(2.0)
-        handle = exchange.start(RoundKey("run", 0), [one_hot(exchange.peer)])
+        handle = exchange.start(Contribution(RoundKey("run", 0), [one_hot(exchange.peer)]))
         waiting = not handle.done()
         first = handle.result(0.5)
         return waiting, first, handle.done(), handle.result(), exchange.simulation.now
@@ -155,7 +156,7 @@ def test_a_shorter_deadline_counts_and_the_exchange_is_over_then():
 def test_the_contribution_is_copied_at_the_start():
     def peer(exchange):
         tensor = one_hot(exchange.peer).clone()
-        handle = exchange.start(RoundKey("run", 0), [tensor])
+        handle = exchange.start(Contribution(RoundKey("run", 0), [tensor]))
         tensor.fill_(9.0)
         exchange.sleep(1.0)
         return handle.result().tensors[0]
@@ -169,7 +170,7 @@ def test_the_contribution_is_copied_at_the_start():
 def test_weights_and_codecs_count():
     def peer(exchange):
         value = torch.tensor([1 + 2.0**-12 if exchange.peer == "a" else 5.0])
-        return exchange.start(RoundKey("run", 0), [value], 3.0 if exchange.peer == "a" else 1.0, BFLOAT16).result()
+        return exchange.start(Contribution(RoundKey("run", 0), [value], 3.0 if exchange.peer == "a" else 1.0, BFLOAT16)).result()
 
     for mean in Simulation(["a", "b"]).run(peer).values():
         assert (mean.tensors[0].item(), mean.weight) == (2.0, 4.0)  # the 2^-12 does not fit into bfloat16
@@ -177,7 +178,7 @@ def test_weights_and_codecs_count():
 
 def test_peers_of_different_runs_never_meet():
     def peer(exchange):
-        return exchange.start(RoundKey(exchange.peer, 0), [one_hot(exchange.peer)]).result()
+        return exchange.start(Contribution(RoundKey(exchange.peer, 0), [one_hot(exchange.peer)])).result()
 
     assert Simulation(["a", "b"], wait=WAIT).run(peer) == {"a": None, "b": None}
 
@@ -190,7 +191,7 @@ def test_an_exception_of_a_peer_surfaces_and_the_others_come_to_their_end():
             if exchange.peer == "b" and round == 1:
                 raise ZeroDivisionError("my own bug")
             exchange.sleep(1.0)
-            exchange.start(RoundKey("run", round), [one_hot(exchange.peer)]).result()
+            exchange.start(Contribution(RoundKey("run", round), [one_hot(exchange.peer)])).result()
         ended.append((exchange.peer, exchange.simulation.now))
 
     with pytest.raises(ZeroDivisionError, match="my own bug"):
@@ -235,7 +236,7 @@ def test_tensors_of_finished_rounds_are_released() -> None:
 
     def peer(exchange):
         for round in range(5):
-            exchange.start(RoundKey("r", round), [torch.zeros(4)]).result()
+            exchange.start(Contribution(RoundKey("r", round), [torch.zeros(4)])).result()
 
     simulation.run(peer)
     assert all(not tensors for _, _, tensors in simulation._posted.values())

@@ -1,19 +1,18 @@
 """A peer that missed a round adopts another's slow weights by fragments and then equals the others."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from shoal.optim import CO2, Alone, DiLoCo, NoLoCo, Simulation, StreamingDiLoCo
+from shoal.optim.exchange.base import Exchange, Handle
 from shoal.optim.exchange.simulation import Faults
 
 PEERS = ["a", "b", "c"]
 MISSED = (2, 3)
 
 
-class Blind:
+class Blind(Exchange):
     """Exchange that does not compare what the peers hold, as a swarm's does not."""
 
     def __init__(self, exchange):
@@ -114,7 +113,7 @@ def test_what_is_dropped_is_given_up_in_the_exchange_too():
     """Else its partner would count a contribution that is sent again here. Of a fragment that stays, nothing is."""
     given_up = []
 
-    class Waiting:
+    class Waiting(Handle):
         def __init__(self, key):
             self.key = key
 
@@ -127,7 +126,8 @@ def test_what_is_dropped_is_given_up_in_the_exchange_too():
         def close(self):
             given_up.append(self.key.round)
 
-    exchange = SimpleNamespace(start=lambda key, tensors, weight=1.0, codec=None: Waiting(key))
+    exchange = Alone()
+    exchange.start = lambda contribution: Waiting(contribution.key)
     net = model()
     opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.05), exchange, every=4, fragments=2, lag=3, model=net)
     while opt.round < 2:

@@ -3,22 +3,22 @@
 import pytest
 import torch
 
-from shoal.optim import RoundKey, method_named
-from shoal.optim.exchange.base import Mean
+from shoal.optim import method_named
+from shoal.optim.exchange.base import Exchange, Handle, Mean
 
 
-class Halves:
+class Halves(Exchange):
     """Exchange with a peer whose tensors are all 0; records starts and waits."""
 
     def __init__(self):
         self.events = []
 
-    def start(self, key: RoundKey, tensors, weight=1.0, codec=None):
-        self.events.append(("start", key.round))
-        return _Half(self, key, [tensor.clone() for tensor in tensors])
+    def start(self, contribution):
+        self.events.append(("start", contribution.key.round))
+        return _Half(self, contribution.key, [tensor.clone() for tensor in contribution.tensors])
 
 
-class _Half:
+class _Half(Handle):
     def __init__(self, exchange, key, tensors):
         self.exchange, self.key, self.tensors = exchange, key, tensors
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shoal.optim import METHODS, Alone, DiLoCo, Mean, NoLoCo, SparseLoCo, codec_named, method_named
+from shoal.optim.exchange.base import Handle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
 
@@ -85,9 +86,10 @@ def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(name,
 class Echo(Alone):
     """Exchange whose mean is the own contribution as the codec sends it, so that the codec keeps a residual."""
 
-    def start(self, key, tensors, weight=1.0, codec=None, even=0):
-        mean = Mean(codec.decode(codec.encode(tensors), [tuple(tensor.shape) for tensor in tensors]), 1.0, ("a",))
-        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+    def start(self, mine):
+        shapes = [tuple(tensor.shape) for tensor in mine.tensors]
+        mean = Mean(mine.codec.decode(mine.codec.encode(mine.tensors), shapes), 1.0, ("a",))
+        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
 
 
 @pytest.mark.parametrize("codec", ["topk2+ef:0.95", "auto:3+ef"])
@@ -109,7 +111,7 @@ def test_a_codec_s_residual_is_in_it_from_the_start(codec, steps, tmp_path):
 @pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
 def test_the_step_by_which_torch_makes_a_new_state_is_no_step(inner):
     class None_(Alone):
-        def start(self, *arguments, **more):
+        def start(self, contribution):
             raise AssertionError("an exchange was started")
 
     net, opt = make(inner=inner)

@@ -66,9 +66,9 @@ def test_it_is_not_sent_and_not_restored_by_averaged():
     class Noted(Alone):
         sent = ()
 
-        def start(self, key, tensors, *arguments, **more):
-            self.sent = [tuple(tensor.shape) for tensor in tensors]
-            return super().start(key, tensors, *arguments, **more)
+        def start(self, contribution):
+            self.sent = [tuple(tensor.shape) for tensor in contribution.tensors]
+            return super().start(contribution)
 
     net, exchange = make(), Noted()
     opt = NoLoCo(

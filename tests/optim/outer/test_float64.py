@@ -61,9 +61,9 @@ def test_partners_are_sent_float32(method):
     def peer(exchange):
         start = exchange.start
 
-        def noting(key, tensors, *rest, **state):
-            sent.update(tensor.dtype for tensor in tensors)
-            return start(key, tensors, *rest, **state)
+        def noting(contribution):
+            sent.update(tensor.dtype for tensor in contribution.tensors)
+            return start(contribution)
 
         exchange.start = noting
         net = model()

@@ -15,9 +15,9 @@ class Recording(Alone):
     def __init__(self):
         self.sent = []
 
-    def start(self, key, tensors, weight=1.0, codec=None):
-        self.sent.append([tensor.clone() for tensor in tensors])
-        return super().start(key, tensors, weight, codec)
+    def start(self, contribution):
+        self.sent.append([tensor.clone() for tensor in contribution.tensors])
+        return super().start(contribution)
 
 
 class Adapted(nn.Module):

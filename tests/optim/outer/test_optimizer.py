@@ -8,20 +8,21 @@ import torch
 from torch import nn
 
 from shoal.optim import CO2, Alone, Apply, DiLoCo, Every, LocalSGD, Mean, NoLoCo, NoLoCoRule, OuterOptimizer, Send, Simulation
+from shoal.optim.exchange.base import Exchange, Handle
 
 
-class Partner:
+class Partner(Exchange):
     """Exchange with one partner that always sends ``theirs``."""
 
     def __init__(self, theirs):
         self.theirs, self.sent, self.keys = theirs, [], []
 
-    def start(self, key, tensors, weight=1.0, codec=None, even=0):
-        own = [tensor.clone() for tensor in tensors]
+    def start(self, contribution):
+        own = [tensor.clone() for tensor in contribution.tensors]
         self.sent.append(own)
-        self.keys.append(key)
+        self.keys.append(contribution.key)
         mean = None if self.theirs is None else Mean([(a + b) / 2 for a, b in zip(own, self.theirs, strict=True)], 2.0, ("a", "b"))
-        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
 
 
 def model(dtype=torch.float32, seed=0):
@@ -422,9 +423,9 @@ def test_after_finish_a_contribution_is_measured_from_where_the_weights_are():
     class Drifting(Partner):
         """Partner whose weights are other ones in the plain mean."""
 
-        def start(self, key, tensors, weight=1.0, codec=None):
-            self.theirs = [tensor + 2.0 for tensor in tensors] if key.fragment == 1 else None
-            return super().start(key, tensors, weight, codec)
+        def start(self, contribution):
+            self.theirs = [tensor + 2.0 for tensor in contribution.tensors] if contribution.key.fragment == 1 else None
+            return super().start(contribution)
 
     net = model()
     opt = CO2(torch.optim.SGD(net.parameters(), lr=0.1), partner := Drifting(None), every=2)

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.optim import LocalSGD
-from shoal.optim.exchange.base import Mean
+from shoal.optim.exchange.base import Exchange, Handle, Mean
 from shoal.optim.outer.rounds import LASTS
 
 EVERY, FRAGMENTS, STEPS, RATE, OTHER = 6, 3, 40, 0.5, 3.0
 
 
-class Drawn:
+class Drawn(Exchange):
     """Exchange with a peer whose weights are all ``OTHER``; by round, how many polls it takes, whether it comes to nothing, and
     whether it moves bytes until then.
     """
@@ -21,15 +21,16 @@ class Drawn:
     def __init__(self, plan):
         self.plan, self.under_way, self.most = plan, {}, 0
 
-    def start(self, key, tensors, weight=1.0, codec=None, even=0):
+    def start(self, contribution):
+        key = contribution.key
         polls, fails, moves = self.plan[key.round % len(self.plan)]
-        handle = DrawnHandle(self, key, [(tensor + OTHER) / 2 for tensor in tensors], polls, fails, moves)
+        handle = DrawnHandle(self, key, [(tensor + OTHER) / 2 for tensor in contribution.tensors], polls, fails, moves)
         self.under_way.setdefault(key.fragment, set()).add(handle)
         self.most = max(self.most, len(self.under_way[key.fragment]))
         return handle
 
 
-class DrawnHandle:
+class DrawnHandle(Handle):
     def __init__(self, exchange, key, tensors, left, fails, moving):
         self.exchange, self.key, self.tensors, self.left, self.fails, self.moving = exchange, key, tensors, left, fails, moving
 
@@ -128,9 +129,9 @@ def test_whatever_arrives_is_applied_once_with_the_values_of_the_formulas_also_a
     resumed = Drawn(plan)
     start = resumed.start
 
-    def going_on(key, *arguments, **options):
-        handle = start(key, *arguments, **options)
-        handle.left = left.pop(key.round, handle.left)  # what it still needs
+    def going_on(contribution):
+        handle = start(contribution)
+        handle.left = left.pop(contribution.key.round, handle.left)  # what it still needs
         return handle
 
     resumed.start = going_on

@@ -22,7 +22,7 @@ from shoal.optim import (
     Streaming,
     codec_named,
 )
-from shoal.optim.exchange.base import NoPartner
+from shoal.optim.exchange.base import Exchange, Handle, NoPartner
 from shoal.optim.exchange.simulation import Faults
 
 CODECS = ["topk2+ef", "e3m0+ef", "sign+ef", "int8+ef", "auto:2+ef"]
@@ -35,20 +35,20 @@ CASES = {
 }
 
 
-class ScriptedExchange:
+class ScriptedExchange(Exchange):
     """Exchange of one peer with given outcomes: "yes", "no" (encoded and sent in vain) or "nobody" (not even encoded)."""
 
     def __init__(self, outcomes):
         self.outcomes = iter(outcomes)
 
-    def start(self, key, tensors, weight=1.0, codec=None):
+    def start(self, mine):
         outcome = next(self.outcomes, "nobody")
         if outcome == "nobody":
             return NoPartner()
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        sent = codec.decode(codec.encode(tensors), shapes)
+        shapes = [tuple(tensor.shape) for tensor in mine.tensors]
+        sent = mine.codec.decode(mine.codec.encode(mine.tensors), shapes)
         mean = Mean(sent, 1.0, ("me",)) if outcome == "yes" else None
-        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
 
 
 class Drifting:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.optim import Alone, DiLoCo, Mean, NoLoCo, SparseLoCo, Tokens, codec_named
+from shoal.optim.exchange.base import Handle
 
 EVERY, STEPS = 3, 9
 
@@ -95,10 +96,10 @@ def test_other_shapes_change_nothing_and_the_difference_is_named():
 class Echo(Alone):
     """Exchange whose mean is the own contribution as the codec sends it, so that the codec keeps a residual."""
 
-    def start(self, key, tensors, weight=1.0, codec=None):
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        mean = Mean(codec.decode(codec.encode(tensors), shapes), 1.0, ("a",))
-        return type("Ready", (), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
+    def start(self, mine):
+        shapes = [tuple(tensor.shape) for tensor in mine.tensors]
+        mean = Mean(mine.codec.decode(mine.codec.encode(mine.tensors), shapes), 1.0, ("a",))
+        return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
 
 
 def sparse(steps, codec="topk2+ef:0.95", inputs=300, make=SparseLoCo, **options):

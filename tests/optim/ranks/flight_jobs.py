@@ -4,21 +4,22 @@ import torch.distributed as dist
 from rank_jobs import batches, full, groups, laid_out, make, make_model, numbers, step_of
 
 from shoal.optim import Alone, Mean
+from shoal.optim.exchange.base import Exchange, Handle
 from shoal.optim.ranks.orders import load_whole, whole_slow, whole_state
 from shoal.optim.ranks.ranks import Ranks
 
 
-class Polled:
+class Polled(Exchange):
     """Exchange with a peer whose tensors are all 0; an exchange is over after a number of polls that depends on its round."""
 
     def __init__(self):
         self.polls = 0
 
-    def start(self, key, tensors, weight=1.0, codec=None, even=0):
-        return Poll(self, [tensor / 2 for tensor in tensors], [1, 4, 2, 9][key.round % 4])
+    def start(self, contribution):
+        return Poll(self, [tensor / 2 for tensor in contribution.tensors], [1, 4, 2, 9][contribution.key.round % 4])
 
 
-class Poll:
+class Poll(Handle):
     def __init__(self, exchange, tensors, left):
         self.exchange, self.tensors, self.left = exchange, tensors, left
 

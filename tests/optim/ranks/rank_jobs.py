@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.optim import Alone, Distributed, Seconds, codec_named, method_named, muon
+from shoal.optim.exchange.base import Exchange, Handle
 from shoal.optim.ranks.group import RankLost, cut_like
 from shoal.optim.ranks.orders import adopt, load_whole, whole_shared, whole_slow, whole_slow_of, whole_state
 from shoal.optim.ranks.ranks import Ranks
@@ -167,18 +168,18 @@ def matrix(kind, methods, dtype="float32"):
     return found
 
 
-class Losing:
+class Losing(Exchange):
     """Exchange whose round 1 comes to nothing, though its bytes were sent."""
 
     def __init__(self, real):
         self.real, self.peer = real, real.peer
 
-    def start(self, key, tensors, weight=1.0, codec=None, even=0):
-        handle = self.real.start(key, tensors, weight, codec, even)
-        return Lost(handle) if key.round == 1 else handle
+    def start(self, contribution):
+        handle = self.real.start(contribution)
+        return Lost(handle) if contribution.key.round == 1 else handle
 
 
-class Lost:
+class Lost(Handle):
     def __init__(self, handle):
         self.handle = handle
 

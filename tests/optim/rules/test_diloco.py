@@ -151,9 +151,9 @@ def test_weights_count_what_was_done_since_the_fragment_was_sent(weight, tokens)
     sent = []
 
     class Spy(Alone):
-        def start(self, key, tensors, weight=1.0, codec=None):
-            sent.append(weight)
-            return super().start(key, tensors, weight)
+        def start(self, contribution):
+            sent.append(contribution.weight)
+            return super().start(contribution)
 
     opt = DiLoCo(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), Spy(), every=3, weight=weight)
     for _ in range(6):

@@ -198,11 +198,11 @@ def test_small_tensors_are_reached_too():
     reached = torch.zeros(3)
 
     class Spy(Alone):
-        def start(self, key, tensors, weight=1.0, codec=None):
-            assert [t.numel() for t in tensors] == [10]
-            for index, at in enumerate(opt.rule._places(weights, RoundContext(key))):
+        def start(self, contribution):
+            assert [t.numel() for t in contribution.tensors] == [10]
+            for index, at in enumerate(opt.rule._places(weights, RoundContext(contribution.key))):
                 reached[index] += len(at)
-            return super().start(key, tensors)
+            return super().start(contribution)
 
     opt = SPARTA(torch.optim.SGD(weights, lr=0.1), Spy(), part=0.01)
     for _ in range(500):

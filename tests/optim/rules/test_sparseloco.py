@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.optim import RoundKey, Simulation, SparseLoCo, codec_named
 from shoal.optim.exchange.averaging import sender_mean
+from shoal.optim.exchange.base import Contribution
 
 EVERY, ROUNDS, LR, BETA = 4, 12, 0.9, 0.95
 PARTS = (slice(0, 3), slice(3, 5))
@@ -79,7 +80,7 @@ def test_weights_count_among_the_senders_and_who_has_none_is_not_asked():
         weight = float(exchange.peer != "listener")
         value = torch.full((3,), {"a": 2.0, "b": 4.0, "listener": 100.0}[exchange.peer])
         tail = torch.full((1,), value[0].item())
-        mean = exchange.start(RoundKey("run", 0), [value, tail], weight, codec_named("topk2-senders")).result()
+        mean = exchange.start(Contribution(RoundKey("run", 0), [value, tail], weight, codec_named("topk2-senders"))).result()
         return [tensor.tolist() for tensor in mean.tensors], mean.weight, mean.members, mean.counted
 
     for found in Simulation(["a", "b", "listener"], size=3).run(peer).values():
@@ -92,7 +93,9 @@ def test_averaged_buffers_are_a_plain_mean_beside_it():
     def peer(exchange):
         value = {"a": 2.0, "b": 8.0}[exchange.peer]
         tensors = [torch.tensor([value, 0.0]), torch.tensor([value, 0.0])]
-        mean = exchange.start(RoundKey("run", 0), tensors, 1.0, BufferTailCodec(codec_named("topk2-senders"), 1)).result()
+        mean = exchange.start(
+            Contribution(RoundKey("run", 0), tensors, 1.0, BufferTailCodec(codec_named("topk2-senders"), 1))
+        ).result()
         return [tensor.tolist() for tensor in mean.tensors]
 
     assert list(Simulation(["a", "b"]).run(peer).values()) == [[[2.0, 0.0], [5.0, 0.0]]] * 2

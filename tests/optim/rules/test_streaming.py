@@ -275,9 +275,9 @@ def test_the_bytes_of_the_fragments_add_up_to_the_model(lab):
     sent = Counter()
 
     class Counting(Alone):
-        def start(self, key, tensors, weight=1.0, codec=None):
-            sent[key.fragment] += codec.nbytes([tuple(t.shape) for t in tensors])
-            return super().start(key, tensors)
+        def start(self, mine):
+            sent[mine.key.fragment] += mine.codec.nbytes([tuple(t.shape) for t in mine.tensors])
+            return super().start(mine)
 
     model = Net()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim import Alone, Faults, NoLoCo, Seconds, Simulation, StreamingDiLoCo, Tokens
-from shoal.optim.exchange.base import Mean
+from shoal.optim.exchange.base import Exchange, Handle, Mean
 from shoal.optim.schedule import WINDOW, AutoLag
 
 
@@ -61,18 +61,19 @@ def test_a_state_that_is_none_changes_nothing():
     assert lag.state() == [9]
 
 
-class Late:
+class Late(Exchange):
     """Exchange whose outcome is there after so many polls between steps; it knows when it was waited for in vain."""
 
     def __init__(self, after, partner=True):
         self.after, self.partner, self.waits, self.sent = after, partner, 0, []
 
-    def start(self, key, tensors, weight=1.0, codec=None, even=0):
-        self.sent.append(key)
-        return LateHandle(self, [tensor.clone() for tensor in tensors], self.after(key) if callable(self.after) else self.after)
+    def start(self, contribution):
+        self.sent.append(contribution.key)
+        after = self.after(contribution.key) if callable(self.after) else self.after
+        return LateHandle(self, [tensor.clone() for tensor in contribution.tensors], after)
 
 
-class LateHandle:
+class LateHandle(Handle):
     def __init__(self, exchange, tensors, left):
         self.exchange, self.tensors, self.left = exchange, tensors, left
 
@@ -177,9 +178,8 @@ def test_peers_at_unequal_distance_meet_each_in_its_own_time_and_begin_their_exc
     def peer(exchange):
         weights = [torch.nn.Parameter(torch.full((2,), float(len(exchange.peer)))) for _ in range(4)]
         infos, order, began = [], [], exchange.simulation.now
-        for what in ("start", "among"):
-            real = getattr(exchange, what)
-            setattr(exchange, what, lambda key, *a, what=what, real=real, **o: [order.append((what, key)), real(key, *a, **o)][1])
+        real = exchange.start
+        exchange.start = lambda mine: [order.append((mine.key, bool(mine.members))), real(mine)][1]
         opt = METHODS[method](torch.optim.SGD(weights, lr=0.0), exchange, every=16, lag="auto", fragments=4, on_round=infos.append)
         if exchange.peer == "bo":
             opt._auto.observe(12)

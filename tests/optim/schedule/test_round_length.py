@@ -203,9 +203,9 @@ def test_seconds_resumed_in_mid_round_neither_skip_nor_repeat_anything():
     sent = []
 
     class Recorder(Alone):
-        def start(self, key, tensors, weight=1.0, codec=None):
-            sent.append((key.round, key.fragment))
-            return super().start(key, tensors, weight)
+        def start(self, contribution):
+            sent.append((contribution.key.round, contribution.key.fragment))
+            return super().start(contribution)
 
     def peer(clock):
         weights, opt = make(Streaming(6, 3, 1), Seconds(6.0, clock), 3)
@@ -269,9 +269,9 @@ def test_an_optimizer_that_counts_weighs_only_if_asked_to():
     weights = []
 
     class Spy(Alone):
-        def start(self, key, tensors, weight=1.0, codec=None, even=0):
-            weights.append((weight, len(tensors)))
-            return super().start(key, tensors, weight)
+        def start(self, contribution):
+            weights.append((contribution.weight, len(contribution.tensors)))
+            return super().start(contribution)
 
     for options in ({}, {"weight": by_tokens}):
         parameter = torch.nn.Parameter(torch.ones(1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.optim import RoundKey
-from shoal.optim.exchange.base import partner_of
+from shoal.optim.exchange.base import Contribution, partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.meeting import Phase
@@ -29,7 +29,7 @@ class Pairing:
         return {peer: self.network.member(peer) for peer in self.network.hosts if peer not in self.banned}
 
     def start(self, round=0, value=0.0):
-        return self.exchange.start(RoundKey(SWARM, round), [torch.full((4,), value)], 1.0)
+        return self.exchange.start(Contribution(RoundKey(SWARM, round), [torch.full((4,), value)], 1.0))
 
 
 def values(handles):

@@ -5,7 +5,7 @@ import torch
 
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.registry import codec_named
-from shoal.optim.exchange.base import OnDemand, RoundKey, differences
+from shoal.optim.exchange.base import Contribution, OnDemand, RoundKey, differences
 from shoal.swarm.exchange.contribution import BorrowedPayload, EncodedPayload, encode_contribution, float32_digest
 from shoal.swarm.wire.envelope import CHUNK, chunks, digest
 
@@ -49,9 +49,9 @@ def test_a_value_too_large_for_the_codec_is_refused():
 
 @pytest.mark.parametrize(("name", "kind"), [("float32", BorrowedPayload), ("int8", EncodedPayload)])
 def test_only_plain_floats_are_borrowed(name, kind):
-    mine = encode_contribution("swarm", RoundKey("swarm", 0), OnDemand(made(0)), 1.0, codec_named(name))
+    mine = encode_contribution("swarm", Contribution(RoundKey("swarm", 0), OnDemand(made(0)), 1.0, codec_named(name)))
     assert isinstance(mine.payload, kind)
-    assert mine.sha256 == encode_contribution("swarm", RoundKey("swarm", 0), made(0), 1.0, codec_named(name)).sha256
+    assert mine.sha256 == encode_contribution("swarm", Contribution(RoundKey("swarm", 0), made(0), 1.0, codec_named(name))).sha256
 
 
 def test_the_digest_of_weights_is_that_of_their_float32_values():

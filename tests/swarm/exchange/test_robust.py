@@ -8,6 +8,7 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey, weighted_mean
 from shoal.optim.codecs.registry import codec_named
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 
@@ -47,12 +48,12 @@ def two(network):
         ]
 
         def run(caller, callee, round=0):
-            first = exchanges[0].start(RoundKey(SWARM, round), [torch.full((4,), caller)])
+            first = exchanges[0].start(Contribution(RoundKey(SWARM, round), [torch.full((4,), caller)]))
             end = time.monotonic() + 120
             while not exchanges[1]._matchmaker.held.calls:
                 assert time.monotonic() < end
                 threading.Event().wait(0.005)
-            second = exchanges[1].start(RoundKey(SWARM, round), [torch.full((4,), callee)])
+            second = exchanges[1].start(Contribution(RoundKey(SWARM, round), [torch.full((4,), callee)]))
             return [None if mean is None else mean.tensors[0][0].item() for mean in (first.result(), second.result())]
 
         return run

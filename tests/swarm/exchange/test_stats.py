@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import RECENT, WINDOW, ExchangeAttempt, ExchangeStats, kind_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
@@ -73,7 +74,7 @@ def test_being_turned_down_is_over_with_the_first_exchange():
 
 @pytest.mark.parametrize(("value", "kind"), [(float("nan"), "damaged"), (99.0, "suspicious")])
 def test_what_is_not_finite_is_damaged_and_what_is_far_is_suspicious(value, kind):
-    mine = encode_contribution(SWARM, key(0), [torch.ones(4)], 1.0, FLOAT32)
+    mine = encode_contribution(SWARM, Contribution(key(0), [torch.ones(4)], 1.0, FLOAT32))
     problem, _ = ExchangeAttempt(mine, screen=DistanceScreen()).problem("peer", FLOAT32.encode([torch.full((4,), value)]))
     assert problem.kind == kind
 
@@ -86,7 +87,7 @@ class Peer:
         self.exchange = PairExchange(context, ExchangeTimeouts(20.0, 5.0, 20.0), **options)
 
     def start(self, round, shape=(4,), value=1.0):
-        return self.exchange.start(key(round), [torch.full(shape, value)], 1.0, FLOAT32)
+        return self.exchange.start(Contribution(key(round), [torch.full(shape, value)], 1.0, FLOAT32))
 
     def failures(self):
         return dict(self.exchange.stats.report()["failures"])

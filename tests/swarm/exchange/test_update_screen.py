@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from bench._attacks import ATTACKS, Board, Honest, Hostile
 from shoal.node.config.settings import ConfigError, load
 from shoal.optim import DiLoCo, LocalSGD, NoLoCo, RoundKey, Simulation, weighted_mean
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.robust import COLD, FIRST, LAST, LEAST, RECENT, WIDER, DistanceScreen
 from shoal.swarm.training.factories import make_screen
 
@@ -243,7 +244,7 @@ def test_undefended_the_same_peers_ruin_it(method):
 def test_all_members_of_a_group_take_the_same_bits():
     def peer(exchange):
         own = [tensor.clone() for tensor in made[exchange.peer]]
-        return exchange.start(RoundKey(RUN, 0), own).result().tensors
+        return exchange.start(Contribution(RoundKey(RUN, 0), own)).result().tensors
 
     made = {f"p{number}": tensors(number, 100.0 if number == 4 else 1.0) for number in range(5)}
     watches = {name: DistanceScreen(robust="centered-clip", suspect=0) for name in made}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shoal.optim import RoundKey
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 
@@ -38,5 +39,7 @@ def test_with_a_partner_both_get_the_mean_of_those_who_count(school, network, ca
     ]
     tensors = [[torch.full((4,), value)] for value in values]
     key = RoundKey(SWARM, 0)
-    handles = [exchange.start(key, one, weight) for exchange, one, weight in zip(exchanges, tensors, weights, strict=True)]
+    handles = [
+        exchange.start(Contribution(key, one, weight)) for exchange, one, weight in zip(exchanges, tensors, weights, strict=True)
+    ]
     assert school.values(handles) == [mean, mean]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import FIRST_RATE, ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -84,7 +85,9 @@ def exchanged(network, kind, exchange=10.0, chunk=5.0):
 
     async def both():
         values = [torch.full((750_000,), value) for value in (1.0, 3.0)]
-        begun = [one.start(RoundKey(SWARM, 0), [value], 1.0, FLOAT32) for one, value in zip(exchanges, values, strict=True)]
+        begun = [
+            one.start(Contribution(RoundKey(SWARM, 0), [value], 1.0, FLOAT32)) for one, value in zip(exchanges, values, strict=True)
+        ]
         return await asyncio.gather(*(handle.settled() for handle in begun))
 
     began = network.loop.time()

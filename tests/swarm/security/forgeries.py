@@ -6,6 +6,7 @@ import msgpack
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.access import Invitation
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.roster import ready_message
@@ -75,7 +76,7 @@ def invitation(**changes):
 
 
 def mine(round=ROUND):
-    return encode_contribution(SWARM, RoundKey(SWARM, round), [torch.zeros(4)], 1.0, FLOAT32)
+    return encode_contribution(SWARM, Contribution(RoundKey(SWARM, round), [torch.zeros(4)], 1.0, FLOAT32))
 
 
 def offer(**changes):

@@ -15,6 +15,7 @@ from hivemind.dht.validation import DHTRecord
 
 from shoal.node.watch.source import RecordFilter
 from shoal.optim import FLOAT32
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.access import AccessPolicy, Admission
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.attempt import ExchangeAttempt
@@ -185,7 +186,7 @@ class Pairs(Court):
         handle = None
         if sealed == seal(offer(), HONEST) and sender is HONEST:  # it is held until this node comes to its round
             until(lambda: self.exchange._matchmaker.held.calls)
-            handle = self.exchange.start(mine().key, mine().tensors(), 1.0, FLOAT32)
+            handle = self.exchange.start(Contribution(mine().key, mine().tensors(), 1.0, FLOAT32))
         answer = unpack(self.host.call(stream.receive(Answer.LIMIT, 5), 6), Answer)
         self.network.loop.call_soon_threadsafe(stream.abort)
         if answer.verdict == "accept":

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
@@ -51,7 +52,7 @@ class Members:
 
     def exchange(self):
         key = RoundKey(SWARM, next(self.rounds))
-        handles = [exchange.start(key, [torch.ones(1 << 18)], 1.0, FLOAT32) for exchange in self.exchanges]
+        handles = [exchange.start(Contribution(key, [torch.ones(1 << 18)], 1.0, FLOAT32)) for exchange in self.exchanges]
         means = [handle.result() for handle in handles]
         assert [len(mean.members) for mean in means] == [2, 2]
 

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from shoal.optim import method_named
+from shoal.optim import Alone, method_named
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.membership import OWN_LOOP
@@ -58,7 +58,7 @@ class Swarm:
 
     def join(self, model=MODEL, method="noloco", **options):
         weight = torch.nn.Parameter(torch.zeros(3))
-        opt = method_named(method).make(torch.optim.SGD([weight], lr=0.1), types.SimpleNamespace(start=None), every=2)
+        opt = method_named(method).make(torch.optim.SGD([weight], lr=0.1), Alone(), every=2)
         return catch_up(self, model, opt, lambda: self.now, **options)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.optim import CO2, DiLoCo, NoLoCo, RoundInfo, RoundKey
+from shoal.optim.exchange.base import Alone
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.attempt import ExchangeStats
 from shoal.swarm.exchange.robust import LEAST, DistanceScreen
@@ -20,26 +21,13 @@ EVERY, MODEL = 4, "0" * 64
 METHODS = {"diloco": DiLoCo, "co2": CO2, "noloco": partial(NoLoCo, lag=0)}
 
 
-class Nobody:
-    """An exchange in which every round ends alone."""
-
-    def start(self, key, tensors, weight, codec):
-        return self
-
-    def done(self):
-        return True
-
-    def result(self, deadline=None):
-        return None
-
-
 class Swarm:
     """One node of a swarm whose other members hold `state`, and hand it out at once."""
 
     def __init__(self, monkeypatch, method="diloco", others=("other",)):
         self.model = torch.nn.Linear(4, 1, bias=False)
         torch.nn.init.zeros_(self.model.weight)
-        self.opt = METHODS[method](torch.optim.SGD(self.model.parameters(), lr=0.1), Nobody(), every=EVERY)
+        self.opt = METHODS[method](torch.optim.SGD(self.model.parameters(), lr=0.1), Alone(), every=EVERY)
         self.opt.on_round = self.on_round
         self.asked, self.host = [], SimpleNamespace(met={})
         self.members = {peer: SimpleNamespace(peer=peer, model=MODEL, state="training", round=9, addresses=()) for peer in others}
@@ -184,7 +172,7 @@ def test_who_has_missed_a_round_is_no_part_of_its_own(monkeypatch):
 @pytest.mark.parametrize("method", ["diloco", "co2"])
 def test_fast_weights_that_move_keep_what_was_learnt_since_the_last_round(method, dtype):
     model = torch.nn.Linear(8, 8, bias=False).to(dtype)
-    opt = METHODS[method](torch.optim.SGD(model.parameters(), lr=0.1), Nobody(), every=EVERY)
+    opt = METHODS[method](torch.optim.SGD(model.parameters(), lr=0.1), Alone(), every=EVERY)
     for _ in range(EVERY + 2):
         model.weight.grad = torch.randn_like(model.weight)
         opt.step()

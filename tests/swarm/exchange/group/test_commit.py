@@ -12,6 +12,7 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.averaging import TRUSTING
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import leader as group_lead
@@ -106,7 +107,7 @@ def test_the_way_follows_from_the_codec_and_every_member_gets_the_same_bits(scho
     torch.manual_seed(0)
     tensors = [torch.randn(LARGE) for _ in peers]
     handles = [
-        peer.exchange.start(RoundKey(SWARM, 0), [tensor], 1.0 + number, codec)
+        peer.exchange.start(Contribution(RoundKey(SWARM, 0), [tensor], 1.0 + number, codec))
         for number, (peer, tensor) in enumerate(zip(peers, tensors, strict=True))
     ]
     mean = check_same(handles)
@@ -341,7 +342,7 @@ def test_a_ready_message_that_another_peer_signed_is_refused(school, network):
 
     async def lie():
         stream = await liar.host.open(victim.id, LEADER_PROTOCOL, timeout=30)
-        mine = encode_contribution(SWARM, RoundKey(SWARM, 0), [torch.zeros(4)], 1.0, FLOAT32)
+        mine = encode_contribution(SWARM, Contribution(RoundKey(SWARM, 0), [torch.zeros(4)], 1.0, FLOAT32))
         await stream.send(seal(ready_message(mine, SWARM, "0" * 64, 5.0), Identity.ephemeral()), 30)
         return unpack(await stream.receive(GroupReceipt.LIMIT, 30), GroupReceipt)
 
@@ -401,6 +402,8 @@ def test_a_rounds_payloads_are_gone_with_its_mean(school):
         assert None not in [handle.result() for handle in start(peers, FLOAT32)]
         for peer in peers:
             peer.host.call(asyncio.sleep(0.1), 5)  # the rest of the round, in the simulated loop's time
-        assert [type(held).__name__ for held in gc.get_objects() if type(held).__name__ in ("Gathered", "Contribution")] == []
+        assert [
+            type(held).__name__ for held in gc.get_objects() if type(held).__name__ in ("Gathered", "EncodedContribution")
+        ] == []
     finally:
         gc.enable()

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.optim import BFLOAT16, RoundKey
 from shoal.optim.codecs.registry import codec_named
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.exchange import GroupExchange
@@ -127,7 +128,7 @@ def test_what_belongs_to_its_round_does_not_move(school):
 
 def test_one_peer_alone_cannot_send_another_far_away(school):
     leader, second, third = school.ranked(school.peers(3, wait=0.5))
-    leader.exchange.start(RoundKey("a" * 52, 10**6), []).result(0.01)
+    leader.exchange.start(Contribution(RoundKey("a" * 52, 10**6), [])).result(0.01)
     assert second.start(0, 1.0).result(3.0) is None
     assert second.exchange.next_round <= 3
     assert third.looked == 0
@@ -409,7 +410,7 @@ def test_a_shorter_deadline_and_hurry_are_kept(school):
 def test_mistakes_of_the_caller(school, network):
     (peer,) = school.peers(1)
     with pytest.raises(ValueError, match="belongs to swarm"):
-        peer.exchange.start(RoundKey("another", 0), [])
+        peer.exchange.start(Contribution(RoundKey("another", 0), []))
     for wrong in ({"max_group": 1}, {"max_group": 64}, {"fragments": 0}, {"quorum": -1}, {"grace": float("nan")}):
         with pytest.raises(ValueError, match="must be"):
             GroupExchange(PeerContext(peer.host, peer.host.identity, "a" * 52, "0" * 64, 0, peer.members), **wrong)

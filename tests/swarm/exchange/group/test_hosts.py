@@ -7,7 +7,7 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.codecs.registry import codec_named
-from shoal.optim.exchange.base import weighted_mean
+from shoal.optim.exchange.base import Contribution, weighted_mean
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.identity import Identity
@@ -55,7 +55,7 @@ def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_eve
     twins = [codec_named(name) for _ in group]
     for round in range(2):
         handles = [
-            exchange.start(RoundKey(SWARM, round), tensors(number, round), 1.0 + number, codecs[number])
+            exchange.start(Contribution(RoundKey(SWARM, round), tensors(number, round), 1.0 + number, codecs[number]))
             for number, exchange in enumerate(group)
         ]
         means = [handle.result() for handle in handles]
@@ -73,7 +73,10 @@ def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_eve
 @pytest.mark.parametrize("group", [3], indirect=True)
 def test_several_fragments_are_in_flight_at_once(group):
     handles = [
-        [exchange.start(RoundKey(SWARM, fragment, fragment), tensors(number, fragment), 1.0, FLOAT32) for fragment in range(3)]
+        [
+            exchange.start(Contribution(RoundKey(SWARM, fragment, fragment), tensors(number, fragment), 1.0, FLOAT32))
+            for fragment in range(3)
+        ]
         for number, exchange in enumerate(group)
     ]
     for fragment in range(3):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, Delayed, Every, RoundKey, Streaming
-from shoal.optim.exchange.base import partner_of
+from shoal.optim.exchange.base import Contribution, partner_of
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import SHARE, ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
@@ -41,7 +41,7 @@ class Overlapping(Peer):
 
     def send(self, round, value=0.0, fragment=None, shape=(4,)):
         fragment = round % self.fragments if fragment is None else fragment
-        return self.exchange.start(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], 1.0, FLOAT32)
+        return self.exchange.start(Contribution(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], 1.0, FLOAT32))
 
     @property
     def held(self):
@@ -182,7 +182,7 @@ def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twi
 
     async def call_and_go():
         context = PeerContext(partner, partner.identity, SWARM, MODEL, SEED, dict)
-        mine = encode_contribution(SWARM, RoundKey(SWARM, round, round % 4), [torch.zeros(4)], 1.0, FLOAT32, 0)
+        mine = encode_contribution(SWARM, Contribution(RoundKey(SWARM, round, round % 4), [torch.zeros(4)], 1.0, FLOAT32, 0))
         stream = await partner.open(a.id, EXCHANGE_PROTOCOL, timeout=LONG)
         await stream.send(make_offer(context, mine, bytes(16)), LONG)
         answer = unpack(await stream.receive(Answer.LIMIT, LONG), Answer)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey
-from shoal.optim.exchange.base import partner_of, rank
+from shoal.optim.exchange.base import Contribution, partner_of, rank
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair import calls
@@ -49,7 +49,7 @@ class Peer:
         return {peer: self.network.member(peer, self.rounds.get(peer, 0), self.model) for peer in ids}
 
     def start(self, round=0, value=0.0, codec=FLOAT32, shape=(4,), run=SWARM):
-        return self.exchange.start(RoundKey(run, round), [torch.full(shape, value)], 1.0, codec)
+        return self.exchange.start(Contribution(RoundKey(run, round), [torch.full(shape, value)], 1.0, codec))
 
 
 def value(mean):

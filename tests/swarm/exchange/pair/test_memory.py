@@ -15,7 +15,7 @@ from tests.swarm.exchange.pair.test_fragments import Overlapping
 from tests.swarm.exchange.pair.test_matchmaking import LONG, MODEL, SEED, SWARM, until, value
 
 FRAGMENTS, VALUES = 4, 300_000  # a fragment's payload is larger than what is too small to be used again
-OF_AN_EXCHANGE = ("PartnerContribution", "Contribution", "ExchangeAttempt", "PairingAttempt", "Gathered")
+OF_AN_EXCHANGE = ("PartnerContribution", "EncodedContribution", "ExchangeAttempt", "PairingAttempt", "Gathered")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, RoundKey
-from shoal.optim.exchange.base import groups, partner_of
+from shoal.optim.exchange.base import Contribution, groups, partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as pair_exchange
@@ -82,7 +82,7 @@ def trained(exchanges, rounds, values, first=0):
     met = []
     for number in range(first, first + rounds):
         handles = [
-            exchange.start(RoundKey(SWARM, number), [torch.full((4,), value)], 1.0, FLOAT32)
+            exchange.start(Contribution(RoundKey(SWARM, number), [torch.full((4,), value)], 1.0, FLOAT32))
             for exchange, value in zip(exchanges, values, strict=True)
         ]
         met.append([() if (mean := handle.result()) is None else mean.members for handle in handles])

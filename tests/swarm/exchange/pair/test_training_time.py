@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import (
     FIRST_RATE,
@@ -53,7 +54,7 @@ def timed(periods=None, wait=10.0, fragments=1, trial=0.0):
 def run(transfer, holds=(), *, awaited=True, budget=WAIT, tries=False):
     """Let one transfer run; return its outcome, the selector's ends, the failures that were counted, and what it held."""
     context = PeerContext(None, Identity.ephemeral(), SWARM, "0" * 64, 0, dict)
-    attempt = ExchangeAttempt(encode_contribution(SWARM, RoundKey(SWARM, 0), [torch.zeros(2)], 1.0, FLOAT32))
+    attempt = ExchangeAttempt(encode_contribution(SWARM, Contribution(RoundKey(SWARM, 0), [torch.zeros(2)], 1.0, FLOAT32)))
     selector, timeouts, time = Selector(), ExchangeTimeouts(WAIT, WAIT, WAIT), timed()
     time.budget = lambda nbytes, fragment, before: budget
     time.holds.update(zip(OTHERS, holds, strict=False))

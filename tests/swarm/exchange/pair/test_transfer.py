@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey, Simulation, codec_named
+from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
 from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
@@ -41,13 +42,13 @@ class Pair:
         ]
 
     def begin(self, caller=1.0, callee=3.0, codec=FLOAT32, round=0, look=lambda: None):
-        first = self.exchanges[0].start(RoundKey(SWARM, round), tensors(caller), 1.0, codec)
+        first = self.exchanges[0].start(Contribution(RoundKey(SWARM, round), tensors(caller), 1.0, codec))
         end = time.monotonic() + 120
         while not self.exchanges[1]._matchmaker.held.calls:
             assert time.monotonic() < end
             threading.Event().wait(0.005)
         self.seen = look()
-        return first, self.exchanges[1].start(RoundKey(SWARM, round), tensors(callee), 1.0, codec)
+        return first, self.exchanges[1].start(Contribution(RoundKey(SWARM, round), tensors(callee), 1.0, codec))
 
     def run(self, *args, **options):
         """What the caller and the callee got."""
@@ -262,7 +263,7 @@ def test_whoever_comes_first_decides_a_round():
 
 
 def test_a_loop_that_hangs_holds_no_training_thread(pair, network):
-    first = pair.exchanges[0].start(RoundKey(SWARM, 0), tensors(1.0), 1.0, FLOAT32)
+    first = pair.exchanges[0].start(Contribution(RoundKey(SWARM, 0), tensors(1.0), 1.0, FLOAT32))
     hangs, over = threading.Event(), threading.Event()
     network.loop.call_soon_threadsafe(lambda: (hangs.set(), over.wait(60)))
     assert hangs.wait(60)
@@ -336,7 +337,7 @@ def promised(request, network):
 def contribute(values, weight=1.0, codec=FLOAT32, change=False, round=0):
     def peer(exchange, run):
         own = [torch.tensor(values)]
-        handle = exchange.start(RoundKey(run, round), own, weight, codec)
+        handle = exchange.start(Contribution(RoundKey(run, round), own, weight, codec))
         if change:
             own[0].fill_(99.0)
         mean = handle.result()
@@ -379,7 +380,7 @@ def test_one_who_never_comes_leaves_no_mean(promised):
 def test_peers_of_different_runs_never_meet(promised):
     def other(exchange, run):
         with contextlib.suppress(ValueError):  # a swarm's exchange knows its run
-            return exchange.start(RoundKey("another", 0), [torch.tensor([1.0])]).result()
+            return exchange.start(Contribution(RoundKey("another", 0), [torch.tensor([1.0])])).result()
 
     assert promised.together(other, contribute([1.0]), wait=1.0) == [None, None]
 
@@ -395,7 +396,7 @@ def near(pair, number, rounds=1, far=None):
             moved = 0.01 * torch.randn(shape, generator=generator)
             codec.expect(f"run:{round}:0", [moved])
             sent.append(base + moved + (far if far is not None and place else 0.0))
-            handles.append(exchange.start(RoundKey(SWARM, round), [sent[-1]], 1.0, codec))
+            handles.append(exchange.start(Contribution(RoundKey(SWARM, round), [sent[-1]], 1.0, codec)))
             while not place and not pair.exchanges[1]._matchmaker.held.calls:
                 threading.Event().wait(0.005)
         got = [handle.result() for handle in handles]
@@ -477,8 +478,8 @@ def test_with_another_codec_no_block_can_be_refused(pair, monkeypatch):
 
 
 def test_partners_with_other_codecs_refuse_each_other_and_apply_nothing(pair):
-    first = pair.exchanges[0].start(RoundKey(SWARM, 0), tensors(1.0), 1.0, codec_named("mod4"))
-    second = pair.exchanges[1].start(RoundKey(SWARM, 0), tensors(3.0), 1.0, FLOAT32)
+    first = pair.exchanges[0].start(Contribution(RoundKey(SWARM, 0), tensors(1.0), 1.0, codec_named("mod4")))
+    second = pair.exchanges[1].start(Contribution(RoundKey(SWARM, 0), tensors(3.0), 1.0, FLOAT32))
     pair.exchanges[0].hurry(2.0)
     pair.exchanges[1].hurry(2.0)
     assert (first.result(), second.result()) == (None, None)
@@ -516,12 +517,12 @@ def test_a_partner_that_comes_later_has_the_payload_by_then(pair):
     nbytes = 4 * 300_003
     assert pair.run() == [(2.0, -2.0)] * 2
     came = pair.hosts[1].traffic.received
-    first = pair.exchanges[0].start(RoundKey(SWARM, 1), tensors(5.0), 1.0, FLOAT32)
+    first = pair.exchanges[0].start(Contribution(RoundKey(SWARM, 1), tensors(5.0), 1.0, FLOAT32))
     end = time.monotonic() + LONG
     while pair.hosts[1].traffic.received < came + nbytes:
         assert time.monotonic() < end
         threading.Event().wait(0.005)
-    second = pair.exchanges[1].start(RoundKey(SWARM, 1), tensors(7.0), 1.0, FLOAT32)
+    second = pair.exchanges[1].start(Contribution(RoundKey(SWARM, 1), tensors(7.0), 1.0, FLOAT32))
     assert [means(handle.result()) for handle in (first, second)] == [(6.0, -6.0)] * 2
     assert pair.hosts[1].traffic.received < came + nbytes + 4096  # once
 
@@ -540,9 +541,9 @@ def test_where_the_round_trip_is_known_either_sends_ahead_as_soon_as_an_answer_w
 
     for round in range(2):  # the first opens a stream, on which the second goes
         came = late.received
-        first = pair.exchanges[early].start(RoundKey(SWARM, round), tensors(5.0), 1.0, FLOAT32)
+        first = pair.exchanges[early].start(Contribution(RoundKey(SWARM, round), tensors(5.0), 1.0, FLOAT32))
         wait(lambda: late.received >= came + nbytes if round else held.calls)  # noqa: B023
-        second = pair.exchanges[1 - early].start(RoundKey(SWARM, round), tensors(7.0), 1.0, FLOAT32)
+        second = pair.exchanges[1 - early].start(Contribution(RoundKey(SWARM, round), tensors(7.0), 1.0, FLOAT32))
         assert [means(handle.result()) for handle in (first, second)] == [(6.0, -6.0)] * 2
 
 
@@ -609,7 +610,7 @@ def test_who_was_turned_down_sends_no_payload_ahead_the_next_time(pair):
 
     pair.exchanges[1]._matchmaker.answerer._judge = busy
     pair.exchanges[0].hurry(LONG)
-    handle = pair.exchanges[0].start(RoundKey(SWARM, 1), tensors(1.0), 1.0, FLOAT32)
+    handle = pair.exchanges[0].start(Contribution(RoundKey(SWARM, 1), tensors(1.0), 1.0, FLOAT32))
     assert handle.result() is None
     assert not caller._welcome
     pair.exchanges[1]._matchmaker.answerer._judge = answer
