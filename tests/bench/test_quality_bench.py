@@ -1,7 +1,6 @@
 """The benchmark of quality: its rows, its DDP against torch's, how it chooses, and that it goes on where it was."""
 
 import dataclasses
-import importlib
 import json
 import os
 import subprocess
@@ -11,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import _quality_table as table
+from bench import _quality_train as train
+from bench import quality
+from bench._quality_plan import Cell
 from shoal.optim.methods import METHODS as REGISTRY
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # not installed, unlike the packages
-quality = importlib.import_module("bench.quality")
-train = importlib.import_module("bench._quality_train")
 PARAMETERS, CONTEXT = 135_808, 64
 
 
@@ -164,9 +164,9 @@ def test_overlapped_gossip_takes_the_setting_and_the_long_rate_of_blocking():
             value = abs(spec.lr - (1e-2 if spec.steps == 3000 else 2e-2)) + 100 * abs(dict(spec.outer)["lr"] - 1.0)
             return self.results.setdefault(spec, {**dataclasses.asdict(spec), "outer": dict(spec.outer), "validation": value})
 
-    cell, runner = importlib.import_module("bench._quality_plan").Cell, Runner()
-    blocking = cell("noloco-muon", "float32", 4, 50, 3000)
-    quality.Quality(runner, 500, 32, None).run(cell("noloco-overlap-muon", "int8", 8, 10, 3000, 50), (0, 1), blocking)
+    runner = Runner()
+    blocking = Cell("noloco-muon", "float32", 4, 50, 3000)
+    quality.Quality(runner, 500, 32, None).run(Cell("noloco-overlap-muon", "int8", 8, 10, 3000, 50), (0, 1), blocking)
     chosen = tuple(quality.METHODS["noloco-muon"].settings[2].items())
     overlapped = [spec for spec in runner.results if spec.method == "noloco-overlap-muon"]
     assert overlapped == [train.Spec("noloco-overlap-muon", "int8", 8, 10, 3000, 32, 1e-2, chosen, seed) for seed in (0, 1)]
@@ -176,7 +176,6 @@ def test_overlapped_gossip_takes_the_setting_and_the_long_rate_of_blocking():
 
 
 def test_overlapped_is_compared_seed_by_seed_with_blocking_and_with_its_own_data_parallel():
-    table = importlib.import_module("bench._quality_table")
     run = {
         "codec": "float32",
         "peers": 4,

@@ -1,19 +1,10 @@
 """The bench of outer schedules: its formulas, that its rounds are those of the paper, and that a schedule changes nothing else."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 
+from bench import schedules as bench
+from bench._table import methods, text, train
 from shoal.optim.schedule import Apply, Send, Streaming
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # not installed, unlike the packages
-bench = importlib.import_module("bench.schedules")
-methods = importlib.import_module("bench._table.methods")
-text = importlib.import_module("bench._table.text")
-train = importlib.import_module("bench._table.train")
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,15 @@
 """The table of all methods: its text, its arithmetic, how it chooses, and that it goes on where it was."""
 
-import importlib
 import json
 import math
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
+from bench import table as bench
+from bench._table import links, methods, results, text, torchft, train
 from tests.bench.table_runs import a_run, ddp, row_of
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # not installed, unlike the packages
-bench = importlib.import_module("bench.table")
-links = importlib.import_module("bench._table.links")
-methods = importlib.import_module("bench._table.methods")
-results = importlib.import_module("bench._table.results")
-text = importlib.import_module("bench._table.text")
-train = importlib.import_module("bench._table.train")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +320,6 @@ def test_diloco_run_by_torchft_is_ours(small, cache, inner):
 
 
 def test_torchft_fragments_hold_each_parameter_once():
-    torchft = importlib.import_module("bench._table.torchft")
     model = torchft.nn.Sequential()
     model.extend([torchft.nn.Linear(2, 2), torchft.nn.ModuleList(torchft.nn.Linear(2, 2) for _ in range(5))])
     parts = torchft.dealt(model, 4)

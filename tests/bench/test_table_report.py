@@ -1,22 +1,14 @@
 """What the report of bench/table.py makes of runs: verdicts on the aims, tables, and the picture."""
 
-import importlib
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
+from bench import table as bench
+from bench._table import aims, figure, methods, results
 from tests.bench.table_runs import a_run, ddp
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # not installed, unlike the packages
-bench = importlib.import_module("bench.table")
-aims = importlib.import_module("bench._table.aims")
-figure = importlib.import_module("bench._table.figure")
-methods = importlib.import_module("bench._table.methods")
-results = importlib.import_module("bench._table.results")
 
 
 def test_report_writes_tables_numbers_and_a_picture_of_the_long_runs(tmp_path, monkeypatch):

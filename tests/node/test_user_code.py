@@ -226,13 +226,6 @@ def test_an_error_of_shoals_own_after_the_users_step_is_still_called_a_bug(task)
         made.run()
 
 
-def test_memory_that_runs_out_in_the_built_in_task_is_no_bug(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(NodeRun, "run", lambda run: torch.empty(2**60))
-    code, err = said(["up"], capsys, monkeypatch)
-    assert (code, err.count("\n")) == (ExitCode.BAD_INPUT, 1)
-    assert "not enough memory" in err
-
-
 OF_DEVICES = [
     ("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later", "CUDA_LAUNCH_BLOCKING=1"),
     ("CUDA driver error: invalid argument", "CUDA_LAUNCH_BLOCKING=1"),
@@ -263,30 +256,31 @@ def test_what_a_device_reports_is_nobodys_bug_wherever_it_comes_up(task, text, v
     assert bool(trace) == users
 
 
+def raising(error):
+    def run(node):
+        raise error
+
+    return run
+
+
 @pytest.mark.skipif(not hasattr(torch, "AcceleratorError"), reason="torch has this error since 2.8")
 def test_torchs_own_error_of_devices_is_one_whatever_it_says(capsys, monkeypatch):
-    def run(node):
-        raise torch.AcceleratorError("something new")
-
-    monkeypatch.setattr(NodeRun, "run", run)
+    monkeypatch.setattr(NodeRun, "run", raising(torch.AcceleratorError("something new")))
     code, err = said(["up"], capsys, monkeypatch)
     assert (code, err.count("\n")) == (ExitCode.DEVICE_FAILED, 1)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "CUDA out of memory. Tried to allocate 2.00 GiB",
-        "CUDA error: out of memory",
-        "MPS backend out of memory (MPS allocated: 1 GB)",
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
-    ],
-)  # fmt: skip
-def test_a_devices_memory_that_runs_out_is_no_failure_of_the_device(text, capsys, monkeypatch):
-    def run(node):
-        raise RuntimeError(text)
+OF_MEMORY = [
+    "CUDA out of memory. Tried to allocate 2.00 GiB",
+    "CUDA error: out of memory",
+    "MPS backend out of memory (MPS allocated: 1 GB)",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+]
 
+
+@pytest.mark.parametrize("run", [lambda node: torch.empty(2**60), *(raising(RuntimeError(text)) for text in OF_MEMORY)])
+def test_memory_that_runs_out_is_no_bug_and_no_failure_of_a_device(run, capsys, monkeypatch):
     monkeypatch.setattr(NodeRun, "run", run)
     code, err = said(["up"], capsys, monkeypatch)
     assert (code, err.count("\n")) == (ExitCode.BAD_INPUT, 1)

@@ -11,23 +11,14 @@ import torch
 import shoal
 from shoal.optim import DiLoCo, Simulation
 from shoal.swarm.state.snapshot import State
+from tests.swarm.training.test_session import HERE, model, sgd
 
-HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY = 4
 METHODS = {
     "diloco": {},
     "streaming": {"fragments": 2, "lag": 1},
     "co2": {},
 }
-
-
-def model(seed):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-
-
-def sgd(module):
-    return torch.optim.SGD(module.parameters(), lr=0.05)
 
 
 def train(opt, module, data, steps):
