@@ -9,11 +9,8 @@ The codec for averaged buffers: BatchNorm's statistics follow the parameters in 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -27,30 +24,22 @@ Shape = tuple[int, ...]
 S = TypeVar("S")
 
 NOT_FINITE = "holds NaN or infinity: lower the learning rate or clip gradients"
-SMALL = 1 << 20  # bytes; below this size fresh memory is cheap
-_kept: deque[mmap.mmap] = deque(maxlen=1)  # what a pair needs in plain floats; a second piece would lie beside the gradients
+SMALL = 1 << 20  # bytes; below this size what malloc keeps does not matter
 
 
 def buffer(nbytes: int) -> Tensor:
     """Return an uninitialised uint8 tensor on the CPU of ``nbytes`` elements, in memory that nothing else uses.
 
-    When the last tensor in it is gone, the memory is kept for the next call, one piece at most: the kernel (and the host of a
-    virtual machine) takes longer to hand out fresh pages than it takes to hash their later content. The rest goes back to the
-    system, as what malloc has would not in threads that come and go.
+    It goes back to the system with the last tensor in it. What malloc hands out is kept for the thread that asked for it, and a
+    payload is received in one thread, verified in another, and applied in a third.
     """
     if nbytes < SMALL:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    memory = _recycled(nbytes) or _fresh(nbytes)
-    lease = memoryview(memory)  # the tensor's storage refers to it
-    weakref.finalize(lease, _kept.append, memory).atexit = False
-    return torch.frombuffer(lease, dtype=torch.uint8, count=nbytes)
-
-
-def _fresh(nbytes: int) -> mmap.mmap:
     try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"no memory for {nbytes} bytes") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -62,16 +51,6 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
         fits = piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) if size else None
         made.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if fits is None else fits)
     return made
-
-
-def _recycled(nbytes: int) -> mmap.mmap | None:
-    """Return kept memory of a fitting size, or None; kept memory that does not fit is freed."""
-    with contextlib.suppress(IndexError):  # nothing is kept
-        while True:
-            memory = _kept.popleft()
-            if nbytes <= len(memory) <= nbytes + nbytes // 4:
-                return memory
-    return None
 
 
 class Codec(Protocol):

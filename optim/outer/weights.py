@@ -140,9 +140,8 @@ def projection(tensors: Iterable[Tensor]) -> tuple[float, ...]:
     The sums are linear, so the norm of the difference of two peers' sums estimates that of the difference of their weights.
     """
     found: list[Tensor] = []
-    rooms: dict[
-        torch.device, Tensor
-    ] = {}  # one for all blocks: results between fresh ones would keep malloc from joining them again
+    # One for all blocks: small results between fresh pieces would keep malloc from joining them, and it would take more each time.
+    rooms: dict[torch.device, Tensor] = {}
     for tensor in tensors:
         for block in torch.split(tensor.detach().reshape(-1), BLOCK):
             values, signs = block.float(), _signs(block.device)
