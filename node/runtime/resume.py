@@ -272,6 +272,7 @@ def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
 
 def _restored(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
     if saved.swarm == swarm:
+        trainer.inner_step.loaded_from = saved.path
         if trainer.resume(saved.trainer):
             return []
         schedule = trainer.schedule

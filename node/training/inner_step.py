@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -130,6 +131,8 @@ def _computes(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 UNCOMPILED = "install a C++ compiler where it asks for one, or leave --compile out"
+UNUSABLE = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
+"""Errors of torch's optimizers with a state of other names, shapes or types."""
 SKIPS = 50  # steps in a row without finite gradients: by then the scale of the loss is below 1e-10, and is not the reason
 
 
@@ -170,6 +173,8 @@ class InnerStep:
         self.rank, self.ranks, self.unsynchronised = rank, ranks, unsynchronised
         self.scaler = make_scaler(self.own.precision, device)
         self._skipped, self._outer_in_memory = 0, outer_in_memory
+        self.loaded_from: Path | None = None
+        """Checkpoint of the inner optimizer's state, until a step was taken with it: torch loads states that no step can use."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -212,12 +217,14 @@ class InnerStep:
         With float16 a step of which a gradient is not finite is left out, as GradScaler does, and the scale lowered. The outer part
         of an `OuterOptimizer` is done all the same: peers count the same steps. ``through``: as for `calling`.
 
-        Raises TrainingError: the gradients of many steps in a row were not finite, or memory runs out.
+        Raises TrainingError: the gradients of many steps in a row were not finite, memory runs out, or no step can be taken with
+        the state of a checkpoint.
         """
         with self._explained(None), calling(self.task, "the optimizer of inner_optimizer()", through):
             if self.scaler is None:
                 self._clip()
                 optimizer.step()
+                self.loaded_from = None
                 return True
             watched = _Watched(optimizer)
             as_optimizer = cast(torch.optim.Optimizer, watched)
@@ -228,6 +235,7 @@ class InnerStep:
             if not watched.stepped and isinstance(optimizer, OuterOptimizer):
                 for _ in optimizer.after_inner():
                     pass  # the next iteration waits for the exchange
+        self.loaded_from = None if watched.stepped else self.loaded_from
         self._skipped = 0 if watched.stepped else self._skipped + 1
         if self._skipped >= SKIPS:
             raise TrainingError(
@@ -250,6 +258,11 @@ class InnerStep:
             if self.own.compile and type(cause).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise TrainingError(f"Cannot compile the model ({summary(cause)}): {UNCOMPILED}.") from error
             if not out_of_memory(cause):
+                if batch is None and self.loaded_from is not None and isinstance(error, UNUSABLE):
+                    raise TrainingError(
+                        f"The checkpoint in {str(self.loaded_from)!r} holds a state that the inner optimizer cannot use "
+                        f"({summary(error)}): take an older one, or start without --resume in another folder."
+                    ) from error
                 raise
             remedy = self._remedy(batch)
             if isinstance(error, UserCodeError):

@@ -99,6 +99,29 @@ def test_the_weights_come_over_to_every_method_and_all_else_begins(tmp_path, ide
     assert same(*ends)
 
 
+@pytest.mark.parametrize("damage", [lambda one: one.update(exp_avg=torch.zeros(3)), lambda one: one.pop("exp_avg_sq")])
+def test_a_state_that_no_inner_step_can_use_is_one_sentence_with_its_file(tmp_path, identity, damage):
+    """Fault: torch loads it, and the node ended at its first step as by a fault of its own."""
+    old = trained()
+    inner = old.opt.inner.state
+    damage(inner[next(iter(inner))])
+    swarm = save(tmp_path, old, identity)
+    saved, new = find(load(None, {"node.folder": str(tmp_path), "node.resume": True}).node), trainer()
+    assert restore(new, saved, swarm) == []
+    with pytest.raises(TrainingError) as refused:
+        new.step()
+    assert "\n" not in str(refused.value)
+    assert f"{str(saved.path)!r} holds a state that the inner optimizer cannot use (" in str(refused.value)
+    whole = trained()
+    swarm = save(tmp_path / "whole", whole, identity)
+    saved, new = find(load(None, {"node.folder": str(tmp_path / "whole"), "node.resume": True}).node), trainer()
+    restore(new, saved, swarm)
+    new.step()
+    new.opt.inner.step = lambda *a, **k: [][1]  # what fails later is no fault of the file
+    with pytest.raises(IndexError):
+        new.step()
+
+
 def test_another_model_is_refused_and_nothing_is_changed():
     new = trainer(task=Small(width=7))
     before = [tensor.clone() for tensor in new.opt.slow]
