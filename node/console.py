@@ -105,7 +105,6 @@ def finite(value: Any) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """Encode ``value`` as one line of JSON."""
     return json.dumps(finite(value), allow_nan=False)
 
 

@@ -22,11 +22,11 @@ _HOLDER_BYTES = 256
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Write the file ``path`` anew, whole or not at all: nobody ever reads a part of it. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -34,7 +34,6 @@ def steps(folder: Path) -> list[int]:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint of ``step``."""
     return folder / f"step-{step:08d}"
 
 

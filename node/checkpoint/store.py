@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -43,14 +43,6 @@ _NAMES = {
 }  # fmt: skip
 
 
-class TensorSink(Protocol):
-    """A file opened for writing, or an object that also counts or hashes the bytes."""
-
-    def write(self, data: Any, /) -> Any:
-        """Write all of ``data``."""
-        ...
-
-
 def kind(tensor: Tensor) -> Kind:
     """Return the kind of a tensor. Raises TypeError if safetensors has no name for its type."""
     if tensor.dtype not in _NAMES:
@@ -58,7 +50,7 @@ def kind(tensor: Tensor) -> Kind:
     return _NAMES[tensor.dtype], tuple(tensor.shape)
 
 
-def write_tensors(sink: TensorSink, kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]) -> int:
+def write_tensors(sink: IO[bytes] | _Hashed, kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]) -> int:
     """Write a whole safetensors file in blocks of 4 MiB; return its bytes.
 
     ``tensor_of`` is called for each name once, just before its tensor is written (any device, any strides).

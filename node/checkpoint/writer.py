@@ -190,7 +190,6 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """True while a checkpoint is being written."""
         return self._writer is not None and self._writer.is_alive()
 
     @property

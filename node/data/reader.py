@@ -73,11 +73,9 @@ class Bytes:
     digest = ""
 
     def encode(self, document: bytes) -> Iterator[Tensor]:
-        """Yield one part, uint8."""
         yield torch.frombuffer(bytearray(document + b"\n"), dtype=torch.uint8)  # bytearray: torch wants to be able to write
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the bytes as UTF-8."""
         return bytes(tokens).decode("utf-8", "replace")
 
 
@@ -190,7 +188,6 @@ def _read(file: Path, name: str, tokenizers: Any) -> Any:
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Convert a loss to bits a byte, which can be compared across tokenizers."""
     return nats_per_token / math.log(2) / bytes_per_token
 
 

@@ -174,7 +174,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The process id: that of the nodes' parent."""
         return self._process.pid
 
     def start(self, command: Sequence[str], log: IO[str], name: str) -> ForkedProcess:

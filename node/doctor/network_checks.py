@@ -113,7 +113,6 @@ def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple
 
 
 def many(number: int, what: str) -> str:
-    """Format a count: ``1 peer``, ``2 peers``."""
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
@@ -216,7 +215,6 @@ class Visit:
         return self.manifest
 
     def members(self) -> dict[str, Member]:
-        """Return the members of the swarm, by peer id."""
         return {} if self.directory is None else self.directory.members()
 
     def now(self) -> float:

@@ -41,7 +41,6 @@ class SwarmCallback(TakingPart, Callback):  # type: ignore[misc]
         return {} if self.opt is None else self.opt.whole_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from this outer state when training begins."""
         self._saved = state_dict
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -235,7 +235,6 @@ class Run:
         self._saver.turn(self.step)
 
     def evaluated(self, loss: float) -> None:
-        """Record a held-out loss, nats."""
         self._begun()[2].write("evaluation", step=self.step, loss=loss)
 
     def _begun(self) -> tuple[Session, OuterOptimizer, Metrics]:

@@ -204,7 +204,6 @@ class Metrics:
         self._write(event, time.time(), {name: finite(value) for name, value in fields.items()})
 
     def silent(self) -> float:
-        """Return the seconds since the last line."""
         return self._clock() - self._written
 
     def _write(self, event: str, now: float, plain: Mapping[str, Value]) -> None:

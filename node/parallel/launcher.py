@@ -25,6 +25,7 @@ from shoal.node.config.settings import MAX_RANKS, ConfigError, Settings
 from shoal.node.console import ExitCode
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
+from shoal.swarm.file_lock import replace_file
 
 if TYPE_CHECKING:
     import torch
@@ -179,10 +180,7 @@ def leave_end(job: Job, end: End) -> bool:
     if job.folder is None:
         return False
     try:
-        path = job.folder / f"rank-{job.rank}.json"
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(asdict(end)))
-        os.replace(new, path)
+        replace_file(job.folder / f"rank-{job.rank}.json", json.dumps(asdict(end)))
     except OSError:
         return False
     return True
@@ -214,9 +212,7 @@ def begin_leading(job: Job) -> None:
     """Let the launcher know where its signals go. KeyboardInterrupt if one came before."""
     if job.folder is None:
         return
-    new = job.folder / f"{PID}.new"
-    new.write_text(str(os.getpid()))
-    os.replace(new, job.folder / PID)
+    replace_file(job.folder / PID, str(os.getpid()))
     if (job.folder / STOP).exists():
         raise KeyboardInterrupt
 

@@ -70,15 +70,12 @@ class RanksLayout(Layout):
         return total / self.ranks
 
     def outer_options(self) -> dict[str, Any]:
-        """Return the ranks, to which the outer optimizer's state is distributed."""
         return {"ranks": self.group}
 
     def whole_outer(self, opt: OuterOptimizer) -> dict[str, Any]:
-        """Return the state in the form of one process, on rank 0; {} on the others."""
         return whole_state(opt)
 
     def load_outer(self, opt: OuterOptimizer, state: dict[str, Any]) -> None:
-        """Load what rank 0 gives."""
         load_whole(opt, state if self.rank == 0 else None)
 
     def agreed(self, value: Any) -> Any:
@@ -99,7 +96,6 @@ class WholeModels(RanksLayout):
         return self._wrapped
 
     def unsynchronised(self) -> AbstractContextManager[Any]:
-        """Return DDP's context without all-reduce."""
         return self._wrapped.no_sync()
 
     def evaluated(self, work: Callable[[], float]) -> float:
@@ -151,7 +147,6 @@ class ShardedModel(RanksLayout):
             self._sharded.set_requires_gradient_sync(True)
 
     def whole_model(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the whole state in main memory, on rank 0; {} on the others."""
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         return cast(dict[str, Tensor], state)
 
@@ -275,22 +270,18 @@ class RankTrainer(Trainer):
         return super().evaluate()
 
     def finish(self) -> None:
-        """Finish the exchanges in flight, and take the mean at the end if the swarm wants one."""
         self._order("finish")
         super().finish()
 
     def state(self) -> dict[str, Any]:
-        """Return the state of one process, on rank 0."""
         self._order("state")
         return super().state()
 
     def resume(self, state: dict[str, Any]) -> bool:
-        """Continue from the state of any layout, which rank 0 gives."""
         self._order("resume")
         return super().resume(state)
 
     def schedule_at(self, step: int) -> None:
-        """Let the learning-rate schedule go on to ``step``."""
         self._order("schedule_at", step=step)
         super().schedule_at(step)
 

@@ -13,8 +13,7 @@ from shoal.node.rl.task import RLRound, RLTask
 from shoal.node.task import Task
 from shoal.node.training.resources import shares
 from shoal.swarm.membership.membership import Membership
-from shoal.swarm.topics.rollout import PoolLimits, Rollout, RolloutPool
-from shoal.swarm.wire.envelope import pack
+from shoal.swarm.topics.rollout import PoolLimits, RolloutPool
 
 ANY_ROUND = 2**53  # nodes count rounds of their own: the age of a record follows from its arrival, in this node's rounds
 TTL_S = 120.0  # no record is of use that was issued longer ago
@@ -36,24 +35,6 @@ def make_task(settings: Settings) -> RLTask:
     return RLTask(env, lambda: load_policy(rl.policy, env, seed), rl, seed=seed)
 
 
-class Metered:
-    """Rollout pool that counts the bytes of the records, each once: GossipSub sends some to several neighbours, and frames them."""
-
-    def __init__(self, pool: RolloutPool) -> None:
-        self.advance, self.make, self._pool = pool.advance, pool.make, pool
-        self.sent = self.received = 0
-
-    def publish(self, rollout: Rollout) -> None:
-        """Publish ``rollout`` soon."""
-        self.sent += len(pack(rollout))
-        self._pool.publish(rollout)
-
-    def drain(self) -> list[Rollout]:
-        came = self._pool.drain()
-        self.received += sum(len(pack(rollout)) for rollout in came)
-        return came
-
-
 class RolloutSharing:
     """Sharing of the rollouts of ``task``. Each round is passed to ``write(event, **fields)``, some to ``notify``."""
 
@@ -63,8 +44,7 @@ class RolloutSharing:
         env: Env = task.env
         limits = PoolLimits(max_age=ANY_ROUND, ttl=TTL_S, nbytes=shares(ram)[0])
         self._pool = RolloutPool(membership.gossip, env.knows, limits=limits, barred=membership.directory.is_barred)
-        self._metered = Metered(self._pool)
-        task.connect(self._metered, membership.host.peer_id, self._on_round)
+        task.connect(self._pool, membership.host.peer_id, self._on_round)
 
     def _on_round(self, round: RLRound) -> None:
         self._write(
@@ -98,8 +78,8 @@ class RolloutSharing:
             "received": counts["received"],
             "accepted": counts["accepted"],
             "used": learnt.used,
-            "bytes_sent": self._metered.sent,
-            "bytes_received": self._metered.received,
+            "bytes_sent": self._pool.bytes_sent,
+            "bytes_received": self._pool.bytes_received,
             # Refused by the network, dropped by the pool, or not learnt from.
             "rejected": {
                 **counts["rejected"], "expired": counts["expired"], "displaced": counts["displaced"], **learnt.rejected,

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ from shoal.optim.rl import (
 )
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import LRUSet
-from shoal.swarm.topics.rollout import Rollout, pack_logps, pack_tokens
+from shoal.swarm.topics.rollout import Rollout, RolloutPool, pack_logps, pack_tokens
 
 # Groups of completions of a question, and updates of the policy made from them.
 
@@ -269,23 +268,6 @@ DRAWS = 1000  # attempts at a question that is not held out
 TOGETHER = 256  # prompts answered at once in an evaluation
 
 
-class Sharing(Protocol):
-    """Part of `shoal.swarm.topics.rollout.RolloutPool` that a round needs."""
-
-    def advance(self, round: int) -> None: ...
-
-    @property
-    def make(self) -> Callable[..., Rollout]:
-        """Function that makes a record from its fields."""
-        ...
-
-    def publish(self, rollout: Rollout) -> None:
-        """Share ``rollout`` soon."""
-        ...
-
-    def drain(self) -> list[Rollout]: ...
-
-
 @dataclass(frozen=True)
 class Claimed:
     """Group of completions that this node has claimed; a ``planted`` one is wrong on purpose, and not to be learnt from."""
@@ -294,12 +276,8 @@ class Claimed:
     planted: bool
 
 
-class Claiming(Protocol):
-    """Part of `shoal.node.verify.completions.Claimer` that a round needs."""
-
-    def write(self, policy: Policy, seed: int, index: int, question: Question) -> Claimed | None:
-        """Answer the question and claim the group; return None if no claim is due. Only this costs the training thread time."""
-        ...
+Claiming = Callable[[Policy, int, int, Question], Claimed | None]
+"""Answers question ``index`` of ``seed`` and claims the group; None if no claim is due. Only this costs training any time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +301,7 @@ class RLTask(Task):
 
     def __init__(self, env: Env, make_policy: Callable[[], Policy], settings: RLSettings, *, seed: int) -> None:
         self.env, self.settings, self._make_policy, self._seed = env, settings, make_policy, seed
-        self._sharing: Sharing | None = None
+        self._sharing: RolloutPool | None = None
         self._claiming: Claiming | None = None
         self._me = ""
         self._on_round: Callable[[RLRound], None] = lambda round: None
@@ -332,7 +310,7 @@ class RLTask(Task):
         self.foreign: RemoteRollouts
         self._pending: tuple[int, float | None, int, tuple[tuple[str, float], ...]] | None = None
 
-    def connect(self, sharing: Sharing | None, me: str, on_round: Callable[[RLRound], None] = lambda round: None) -> None:
+    def connect(self, sharing: RolloutPool | None, me: str, on_round: Callable[[RLRound], None] = lambda round: None) -> None:
         """Share rollouts through ``sharing``. ``me``: this node's peer id, from which its questions follow."""
         self._sharing, self._me, self._on_round = sharing, me, on_round
 
@@ -353,7 +331,6 @@ class RLTask(Task):
     draws_with_model = True
 
     def batches(self, shard: Shard) -> Iterator[Update | None]:
-        """Yield one round after another."""
         return self.batches_from(shard, 0)
 
     def batches_from(self, shard: Shard, step: int) -> Iterator[Update | None]:
@@ -385,7 +362,6 @@ class RLTask(Task):
         return 1.0 - self.greedy_reward()
 
     def tokens(self, batch: Update | None) -> int:
-        """Count the tokens of all completions learnt from."""
         return 1 if batch is None else max(batch.length, 1)
 
     def inner_optimizer(self, params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -486,7 +462,7 @@ class RLTask(Task):
             return claimed
         seed = self._number("questions", 0)
         for index, question in asked:
-            found = self._claiming.write(self.policy, seed, index, question)
+            found = self._claiming(self.policy, seed, index, question)
             if found is None:
                 break
             claimed.append(found)
@@ -517,5 +493,4 @@ class RLTask(Task):
 
     @property
     def worth(self) -> float | None:
-        """Mean of the rounds' ``worth``."""
         return self._worths / self._measured if self._measured else None

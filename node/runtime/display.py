@@ -92,7 +92,6 @@ class LineDisplay:
         self.message(describe(info))
 
     def activity(self, text: str) -> None:
-        """Print ``text``."""
         self.message(text)
 
     def message(self, text: str) -> None:
@@ -142,11 +141,9 @@ class LiveDisplay:
             self._progress.update(self._task, completed=step, loss=_number(loss, ".3f"), speed=speed)
 
     def round(self, info: RoundRecord) -> None:
-        """Show the round below the bar."""
         self._progress.newest = describe(info)
 
     def activity(self, text: str) -> None:
-        """Show ``text`` below the bar, in the place of the newest round."""
         self._progress.newest = printable(text)
 
     def message(self, text: str) -> None:

@@ -62,7 +62,6 @@ def grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """Describe the counts in words, the largest first."""
     return ", ".join(f"{count} x {reason}" for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 

@@ -28,7 +28,7 @@ from shoal.node.training.trainer import Trainer
 from shoal.optim import OuterOptimizer
 from shoal.swarm.errors import MessageError
 from shoal.swarm.exchange.contribution import float32_digest
-from shoal.swarm.file_lock import replace_text
+from shoal.swarm.file_lock import replace_file
 from shoal.swarm.manifest import Manifest, OuterSettings, open_manifest
 from shoal.swarm.state.snapshot import State
 
@@ -98,7 +98,6 @@ class Result:
     """The report of ``shoal.node.verify.service.Verification``, where nodes verify each other."""
 
     def note_lag(self, *, lag: int, lag_auto: bool, late: int) -> None:
-        """Set the account of this node's lag (``LagReport.details``)."""
         self.lag, self.lag_auto, self.late = lag, lag_auto, late
 
     def note_rates(self, throughput: Throughput) -> None:
@@ -152,7 +151,7 @@ def save(result: Result, folder: Path, say: Callable[[str], None]) -> None:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write ``value`` as JSON; the file is replaced as a whole or not at all."""
-    replace_text(path, dumps(value))
+    replace_file(path, dumps(value))
 
 
 # The slow weights of a run: their digest for the metrics, and a file of them after each round for ``shoal demo``.
@@ -191,7 +190,6 @@ class SavedRun:
 
     @property
     def shard(self) -> Shard:
-        """The part of the data that it was trained on."""
         return Shard(*self.trainer["shard"])
 
 

@@ -194,7 +194,6 @@ class _Numbered(NumberedBatches):
         self.next_number = inner.next_number
 
     def batch(self, number: int) -> Any:
-        """Return the user's batch ``number``."""
         with calling(self._of, self._function):
             return self._inner.batch(number)
 
@@ -205,12 +204,10 @@ class _OwnPlace(_Iterator, Batches):
     _inner: Batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the user's position."""
         with calling(self._of, "batches().state_dict()"):
             return self._inner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position of the user's."""
         with calling(self._of, "batches().load_state_dict()"):
             self._inner.load_state_dict(state)
 

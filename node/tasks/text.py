@@ -324,7 +324,6 @@ class TextTask(Task):
         return tokens.unfold(0, self.context + 1, 1)
 
     def model(self) -> GPT:
-        """Return the fresh GPT, with the tokenizer's vocabulary. Raises DataError."""
         return GPT(self.layers, self.width, self.heads, self.context, self.tokenizer.vocabulary)
 
     def least_parameters(self) -> int:

@@ -302,7 +302,6 @@ class Trainer:
             self._batches.close()
 
     def _waited(self) -> float:
-        """Return the seconds spent waiting for others so far, as the network's exchanges count them."""
         return float(getattr(self.opt.exchange, "waited", 0.0))
 
     def evaluate(self) -> float | None:

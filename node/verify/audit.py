@@ -11,11 +11,9 @@ import hashlib
 import json
 import logging
 import secrets
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -23,14 +21,13 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from shoal.node.rl.environment import Policy
-from shoal.swarm.errors import MessageError, NetworkError, ShoalError
+from shoal.swarm.errors import ShoalError
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.attestation import Attestations, EvidenceStore, Handler, LogServer, fetch_log, sign_record, verify_record
 from shoal.verification.calibration import Honest, Pair
 from shoal.verification.consensus.participant import Slot
-from shoal.verification.consensus.protocol import Checked
-from shoal.verification.consensus.records import Claim, Vote
+from shoal.verification.consensus.records import Claim
 from shoal.verification.fingerprints.fingerprint import Evidence
 
 # Errors of this node while it proves or checks; a prover's faults are findings, never errors.
@@ -135,12 +132,10 @@ def base(module: nn.Module) -> str:
 
 
 def digest(data: bytes) -> bytes:
-    """Return the SHA-256, 32 bytes, by which a claim names the policy."""
     return hashlib.sha256(data).digest()
 
 
 def most_bytes(module: nn.Module) -> int:
-    """Return the size of the largest snapshot of this module."""
     return _HEAD + sum(4 * value.numel() + _ENTRY + 6 * len(name) for name, value in trained(module).items())
 
 
@@ -177,68 +172,8 @@ def load_snapshot(module: nn.Module, data: bytes) -> None:
 PULL_S = 5.0  # seconds for a log of records
 
 
-MOST_ASKED = 3  # peers besides the author who are asked for what it does not hand out
-
-
-class Bodies(Protocol):
-    """Part of `shoal.swarm.topics.attestation.EvidenceStore` that checking needs."""
-
-    def put(self, body: bytes) -> bytes:
-        """Serve ``body`` to other peers; return its SHA-256."""
-        ...
-
-    def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
-        """Fetch the body with that hash. Raises NetworkError or MessageError."""
-        ...
-
-
-class AuditNetwork(Bodies, Protocol):
-    """Part of a swarm that `shoal.node.verify.service.Verification` needs. For any thread."""
-
-    me: str
-    """This node's peer id."""
-    swarm: str
-
-    def sign(self, record: bytes) -> bytes: ...
-
-    def verify(self, peer: str, record: bytes, signature: bytes) -> bool:
-        """Return whether ``peer`` signed the encoded record. Never raises."""
-        ...
-
-    def open(self, take: Handler, log: Callable[[int], bytes], is_banned: Callable[[str], bool]) -> None:
-        """Start to give ``take`` the records of others as (author, record, signature), to serve ``log(since)``, and to leave out
-        banned peers. All three are called from other threads; ``take`` refuses by MessageError, and must not wait.
-        """
-        ...
-
-    def publish(self, record: bytes, signature: bytes) -> None:
-        """Send a record of this node to everybody soon, without waiting."""
-        ...
-
-    def fetch_log(self, peer: str, since: int) -> bytes:
-        """Fetch the log of ``peer`` from round ``since`` on, within seconds. Raises NetworkError or MessageError."""
-        ...
-
-    def others(self) -> Sequence[str]:
-        """Return the members but this node, in secret random order."""
-        ...
-
-    def name(self, peer: str) -> str:
-        """Return the display name of ``peer``."""
-        ...
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        """Numbers of records sent, received and refused."""
-        ...
-
-    def close(self) -> None:
-        """Stop taking and serving records."""
-        ...
-
-
 class SwarmNetwork:
-    """`AuditNetwork` of a member. ``gossip`` carries the records."""
+    """What `shoal.node.verify.service.Verification` needs of a member's swarm, for any thread. ``gossip`` carries the records."""
 
     def __init__(self, membership: Membership, gossip: Gossip) -> None:
         self.me, self.swarm = membership.identity.peer_id, membership.swarm
@@ -254,34 +189,38 @@ class SwarmNetwork:
         return verify_record(peer, record, signature)
 
     def open(self, take: Handler, log: Callable[[int], bytes], is_banned: Callable[[str], bool]) -> None:
-        """Implement `AuditNetwork.open`; call it once."""
+        """Start, once, to give ``take`` the records of others as (author, record, signature), to serve ``log(since)``, and to leave
+        out banned peers. All three are called from other threads; ``take`` refuses by MessageError, and must not wait.
+        """
         self._records = Attestations(self._gossip, take)
         self._logs = LogServer(self._membership.host, self.swarm, log)
         self._membership.directory.barred = is_banned
 
     def publish(self, record: bytes, signature: bytes) -> None:
-        """Implement `AuditNetwork.publish`, after `open`."""
+        """Send a record of this node to everybody soon, without waiting; after `open`."""
         assert self._records is not None
         self._records.publish(record, signature)
 
     def put(self, body: bytes) -> bytes:
+        """Serve ``body`` to other peers; return its SHA-256."""
         return self._bodies.put(body)
 
     def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
+        """Fetch the body with that hash. Raises NetworkError or MessageError."""
         return self._bodies.get(peer, sha256, most, timeout)
 
     def fetch_log(self, peer: str, since: int) -> bytes:
-        """Implement `AuditNetwork.fetch_log`: at most 8 MiB, in 5 s."""
+        """Fetch the log of ``peer`` from round ``since`` on: at most 8 MiB, in 5 s. Raises NetworkError or MessageError."""
         return fetch_log(self._membership.host, peer, self._membership.directory.addresses(peer), self.swarm, since, PULL_S)
 
     def others(self) -> list[str]:
-        """Implement `AuditNetwork.others`, without banned peers."""
+        """Return the members but this node and banned peers, in secret random order."""
         peers = [peer for peer in self._membership.directory.members() if peer != self.me]
         secrets.SystemRandom().shuffle(peers)
         return peers
 
     def name(self, peer: str) -> str:
-        """Implement `AuditNetwork.name`: the id of a peer that is gone."""
+        """Return the display name of ``peer``; its id if it is gone."""
         member = self._membership.directory.everyone().get(peer)
         return member.name if member is not None else peer
 
@@ -332,115 +271,3 @@ class Made:
     claim: Claim
     material: bytes
     snapshot: bytes
-
-
-class Checking(Protocol):
-    """Checker of claims, one at a time, whose material and snapshot have been fetched already."""
-
-    @property
-    def most_material_bytes(self) -> int:
-        """Size of the largest material that it can use."""
-        ...
-
-    @property
-    def most_snapshot_bytes(self) -> int:
-        """Size of the largest snapshot that it can use."""
-        ...
-
-    def knows(self, model: bytes) -> bool:
-        """Return whether it still has the snapshot of that digest, so that it need not be fetched."""
-        ...
-
-    def check(self, claim: Claim, material: bytes, snapshot: bytes | None) -> Finding:
-        """Check ``claim``; ``snapshot`` is None only if it ``knows(claim.model)``. Raises NotCheckable if this node cannot tell."""
-        ...
-
-
-@dataclass(frozen=True)
-class Audit:
-    """Result of a check on this node, for people."""
-
-    claim: Claim
-    accepted: bool
-    reason: str
-    material: bytes | None
-    snapshot: bytes | None
-
-
-class Auditor:
-    """Checks claims. ``others``: peers that may have fetched the same already; ``on_audit`` is given each audit. ``fetch_s``:
-    seconds to fetch a body from its author, and as many from others instead; three times that for a whole claim. ``weigh``: what
-    the author's earlier claims make of a finding.
-    """
-
-    def __init__(
-        self,
-        checker: Checking,
-        bodies: Bodies,
-        budget: Budget,
-        others: Callable[[], Sequence[str]],
-        on_audit: Callable[[Audit], None],
-        fetch_s: float,
-        timer: Callable[[], float] = time.monotonic,
-        weigh: Callable[[Claim, Finding], Finding] = lambda claim, finding: finding,
-    ) -> None:
-        self._checker, self._bodies, self._budget, self._others, self._on_audit = checker, bodies, budget, others, on_audit
-        self._fetch_s, self._timer, self._until = fetch_s, timer, 0.0
-        self._weigh = weigh
-        self.counts: Counter[str] = Counter()
-
-    def check(self, claim: Claim) -> Checked | None:
-        """Vote on ``claim``; None if the budget is spent, or this node cannot judge it (the reason is logged)."""
-        if not self._budget.is_open:
-            self.counts["skipped"] += 1
-            return None
-        began = time.thread_time()
-        try:
-            found, material, snapshot = self._examine(claim)
-        except NotCheckable as error:
-            log.warning("a claim was not checked: %s", error)
-            self.counts["uncheckable"] += 1
-            return None
-        finally:
-            self._budget.spend(time.thread_time() - began)
-        found = self._weigh(claim, found)
-        vote: Vote = "valid" if found.accepted else "invalid"
-        self.counts["checked"] += 1
-        self.counts[vote] += 1
-        self._on_audit(Audit(claim, found.accepted, found.reason, material, snapshot))
-        return Checked(vote, found.evidence)
-
-    def _examine(self, claim: Claim) -> tuple[Finding, bytes | None, bytes | None]:
-        self._until = self._timer() + 3 * self._fetch_s
-        material = self._fetch(claim, claim.fingerprint, self._checker.most_material_bytes)
-        if material is None:
-            return _withheld("what it was made of"), None, None
-        snapshot = None
-        if not self._checker.knows(claim.model):
-            snapshot = self._fetch(claim, claim.model, self._checker.most_snapshot_bytes)
-            if snapshot is None:
-                return _withheld("the weights that made it"), material, None
-        return self._checker.check(claim, material, snapshot), material, snapshot
-
-    def _fetch(self, claim: Claim, sha256: bytes, most: int) -> bytes | None:
-        """Fetch a body from the author or, if it answers only some peers, from another peer that has it."""
-        body = self._ask(claim.peer, sha256, most, self._fetch_s)
-        until = min(self._timer() + self._fetch_s, self._until)
-        for peer in [peer for peer in self._others() if peer != claim.peer][:MOST_ASKED]:
-            if body is not None or (left := until - self._timer()) <= 0:
-                break
-            body = self._ask(peer, sha256, most, left)
-        if body is not None:
-            self._bodies.put(body)
-        return body
-
-    def _ask(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes | None:
-        try:
-            return self._bodies.get(peer, sha256, most, timeout)
-        except (NetworkError, MessageError) as error:
-            log.debug("no evidence from %s: %s", peer, error)
-            return None
-
-
-def _withheld(what: str) -> Finding:
-    return Finding(False, f"The author of the claim does not serve {what}.")

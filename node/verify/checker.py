@@ -154,12 +154,10 @@ def examine(
 
 
 def width_of(policy: Policy) -> int:
-    """Return the width of the last hidden state."""
     return int(getattr(output_head(policy.module), "weight").shape[1])  # noqa: B009
 
 
 def dtype_of(policy: Policy) -> str:
-    """Return the dtype of the policy's module, such as "float32"."""
     return _name(next(policy.module.parameters()).dtype)
 
 
@@ -310,12 +308,10 @@ class Checker:
         return self._policies[dtype]
 
     def knows(self, model: bytes) -> bool:
-        """Return whether the snapshot of that digest is still here, so that it need not be fetched."""
         return model in self._snapshots
 
     @property
     def most_snapshot_bytes(self) -> int:
-        """Size of the largest snapshot that this checker can use."""
         return most_bytes(self.policy.module)
 
     def check(self, claim: Claim, material: bytes, snapshot: bytes | None) -> Finding:

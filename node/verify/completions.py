@@ -23,7 +23,7 @@ from shoal.node.config.settings import Settings
 from shoal.node.rl.environment import Env, Option, Policy, Question
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.task import Claimed, RLTask
-from shoal.node.verify.audit import AuditNetwork, Finding, Made, NotCalibrated, NotCheckable, VerifyError, digest, snapshot
+from shoal.node.verify.audit import Finding, Made, NotCalibrated, NotCheckable, SwarmNetwork, VerifyError, digest, snapshot
 from shoal.node.verify.checker import (
     ACTIVATIONS,
     SAMPLING,
@@ -255,7 +255,7 @@ class CompletionClaims:
     """
 
     def __init__(
-        self, settings: Settings, terms: Terms, task: RLTask, network: AuditNetwork, clock: Callable[[], float] = time.time
+        self, settings: Settings, terms: Terms, task: RLTask, network: SwarmNetwork, clock: Callable[[], float] = time.time
     ) -> None:
         self._network, self._folder = network, settings.node.run_folder / CLAIMS
         self._agreed = Agreed(terms.temperature, terms.max_tokens, terms.group)
@@ -269,11 +269,10 @@ class CompletionClaims:
             self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round,
             allowed=self._dtypes,
         )  # fmt: skip
-        task.claim(self.claimer)
+        task.claim(self.claimer.write)
 
     @property
     def seconds(self) -> float:
-        """Time of the training thread spent on making claims."""
         return self.claimer.seconds
 
     def prepare(self, notify: Callable[[str], None]) -> Checker:

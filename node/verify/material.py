@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
 import struct
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from pydantic import Field, model_validator
 from shoal.node.rl.environment import Env
 from shoal.node.verify.audit import MOST_BYTES, VerifyError
 from shoal.swarm.errors import MessageError
+from shoal.swarm.file_lock import replace_file
 from shoal.swarm.identity import verify
 from shoal.swarm.topics.rollout import EnvConfig, EnvName, Finish, Finishes, Numbers, QuestionSeed, pack_tokens
 from shoal.swarm.wire.envelope import KIB, Count, Label, Message, pack, unpack
@@ -131,7 +130,6 @@ def material_of(
 
 
 def output_hash(rows: Sequence[Sequence[int]]) -> bytes:
-    """Hash the tokens of each completion, int32, for `Claim.output`."""
     return _hash("output", b"".join(struct.pack(">I", len(row)) + pack_tokens(row) for row in rows))
 
 
@@ -195,8 +193,8 @@ def save_claim(folder: Path, signed: Signed, material: bytes, agreed: Agreed, sn
         folder.mkdir(parents=True, exist_ok=True)
         weights = _weights(folder, claim)
         if snapshot is not None and not weights.exists():
-            _write(weights, snapshot)
-        _write(path, packed)
+            replace_file(weights, snapshot)
+        replace_file(path, packed)
         _prune(folder, keep, path)
     except OSError as error:
         raise VerifyError(f"Cannot write {str(path)!r} ({error.strerror}): free some space or check its permissions.") from error
@@ -264,17 +262,6 @@ def _read(path: Path, most: int) -> bytes:
             return file.read(most)
     except OSError as error:
         raise VerifyError(f"Cannot read {str(path)!r} ({error.strerror}): check the path and its permissions.") from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:16]}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _prune(folder: Path, keep: int, newest: Path) -> None:

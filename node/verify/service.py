@@ -12,12 +12,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shoal.node.config.settings import Settings
-from shoal.node.verify.audit import MINUTE, Audit, AuditNetwork, Auditor, Budget, Made, VerifyError
+from shoal.node.verify.audit import MINUTE, Budget, Finding, Made, NotCheckable, SwarmNetwork, VerifyError
+from shoal.node.verify.checker import Checker
 from shoal.node.verify.completions import CompletionClaims
 from shoal.node.verify.history import NAME, History
 from shoal.node.verify.peers import reasons, rules_of
@@ -26,7 +28,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.verification.consensus.participant import Participant, decode_log
 from shoal.verification.consensus.participant import encode as encode_log
 from shoal.verification.consensus.protocol import Checked
-from shoal.verification.consensus.records import Claim, Refused, Signed, decode
+from shoal.verification.consensus.records import Claim, Refused, Signed, Vote, decode
 from shoal.verification.consensus.rulings import ScoreRules, Table
 
 # Output of verification: sentences for people, events for the metrics, standings for the report.
@@ -123,6 +125,99 @@ MOST_PULLED = 3  # peers to ask for a log of records at a time
 JOIN_S = 10.0  # seconds to wait for the thread's end
 
 
+MOST_ASKED = 3  # peers besides the author who are asked for what it does not hand out
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Result of a check on this node, for people."""
+
+    claim: Claim
+    accepted: bool
+    reason: str
+    material: bytes | None
+    snapshot: bytes | None
+
+
+class Auditor:
+    """Checks claims. ``others``: peers that may have fetched the same already; ``on_audit`` is given each audit. ``fetch_s``:
+    seconds to fetch a body from its author, and as many from others instead; three times that for a whole claim. ``weigh``: what
+    the author's earlier claims make of a finding.
+    """
+
+    def __init__(
+        self,
+        checker: Checker,
+        bodies: SwarmNetwork,
+        budget: Budget,
+        others: Callable[[], Sequence[str]],
+        on_audit: Callable[[Audit], None],
+        fetch_s: float,
+        timer: Callable[[], float] = time.monotonic,
+        weigh: Callable[[Claim, Finding], Finding] = lambda claim, finding: finding,
+    ) -> None:
+        self._checker, self._bodies, self._budget, self._others, self._on_audit = checker, bodies, budget, others, on_audit
+        self._fetch_s, self._timer, self._until = fetch_s, timer, 0.0
+        self._weigh = weigh
+        self.counts: Counter[str] = Counter()
+
+    def check(self, claim: Claim) -> Checked | None:
+        """Vote on ``claim``; None if the budget is spent, or this node cannot judge it (the reason is logged)."""
+        if not self._budget.is_open:
+            self.counts["skipped"] += 1
+            return None
+        began = time.thread_time()
+        try:
+            found, material, snapshot = self._examine(claim)
+        except NotCheckable as error:
+            log.warning("a claim was not checked: %s", error)
+            self.counts["uncheckable"] += 1
+            return None
+        finally:
+            self._budget.spend(time.thread_time() - began)
+        found = self._weigh(claim, found)
+        vote: Vote = "valid" if found.accepted else "invalid"
+        self.counts["checked"] += 1
+        self.counts[vote] += 1
+        self._on_audit(Audit(claim, found.accepted, found.reason, material, snapshot))
+        return Checked(vote, found.evidence)
+
+    def _examine(self, claim: Claim) -> tuple[Finding, bytes | None, bytes | None]:
+        self._until = self._timer() + 3 * self._fetch_s
+        material = self._fetch(claim, claim.fingerprint, self._checker.most_material_bytes)
+        if material is None:
+            return _withheld("what it was made of"), None, None
+        snapshot = None
+        if not self._checker.knows(claim.model):
+            snapshot = self._fetch(claim, claim.model, self._checker.most_snapshot_bytes)
+            if snapshot is None:
+                return _withheld("the weights that made it"), material, None
+        return self._checker.check(claim, material, snapshot), material, snapshot
+
+    def _fetch(self, claim: Claim, sha256: bytes, most: int) -> bytes | None:
+        """Fetch a body from the author or, if it answers only some peers, from another peer that has it."""
+        body = self._ask(claim.peer, sha256, most, self._fetch_s)
+        until = min(self._timer() + self._fetch_s, self._until)
+        for peer in [peer for peer in self._others() if peer != claim.peer][:MOST_ASKED]:
+            if body is not None or (left := until - self._timer()) <= 0:
+                break
+            body = self._ask(peer, sha256, most, left)
+        if body is not None:
+            self._bodies.put(body)
+        return body
+
+    def _ask(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes | None:
+        try:
+            return self._bodies.get(peer, sha256, most, timeout)
+        except (NetworkError, MessageError) as error:
+            log.debug("no evidence from %s: %s", peer, error)
+            return None
+
+
+def _withheld(what: str) -> Finding:
+    return Finding(False, f"The author of the claim does not serve {what}.")
+
+
 class Verification:
     """Service that makes claims of ``kind`` and checks those of others, from `start` until `close`.
 
@@ -130,7 +225,7 @@ class Verification:
     """
 
     def __init__(
-        self, settings: Settings, kind: CompletionClaims, network: AuditNetwork, *, clock: Callable[[], float] = time.time,
+        self, settings: Settings, kind: CompletionClaims, network: SwarmNetwork, *, clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic, salt: Callable[[], bytes] = lambda: secrets.token_bytes(32),
     ) -> None:  # fmt: skip
         self._kind, self._network, self._clock, self._timer = kind, network, clock, timer
@@ -156,12 +251,10 @@ class Verification:
     # -- for other threads -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread, which calls `prepare`, and then `step` repeatedly."""
         self._thread.start()
 
     @property
     def table(self) -> Table:
-        """Standings of all peers as of the newest settled round."""
         return self._participant.table
 
     def is_banned(self, peer: str) -> bool:

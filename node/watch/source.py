@@ -23,9 +23,9 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from copy import deepcopy
 from io import FileIO
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
-from shoal.node.console import is_lost, uncollected
+from shoal.node.console import is_lost
 from shoal.node.watch.swarm_view import (
     MAX_LINE,
     Connected,
@@ -427,26 +427,12 @@ class WatchError(ShoalError):
     """Failure to watch a swarm."""
 
 
-class EventSource(Protocol):
-    """Source of events for one receiver. ``ended`` is set when there will be no more."""
-
-    ended: threading.Event
-
-    def start(self) -> None:
-        """Start the thread."""
-
-    def stop(self) -> None:
-        """End soon."""
-
-    def check(self) -> None:
-        """Raise the error with which it ended, if it ended with one."""
-
-
-class _Thread:
-    """Source whose work is `_work`; ``stop`` makes ``self._stopped`` true."""
+class EventSource:
+    """Source of events, a thread whose work is `_work`; ``stop`` makes ``self._stopped`` true."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
+        """Set when there will be no more."""
         self._stopped = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -461,6 +447,7 @@ class _Thread:
             self._thread.join(END_S)
 
     def check(self) -> None:
+        """Raise the error with which it ended, if it ended with one."""
         if self._error is not None:
             raise self._error
 
@@ -476,7 +463,7 @@ class _Thread:
         raise NotImplementedError
 
 
-class Replay(_Thread):
+class Replay(EventSource):
     """Replay of the recording in ``path``, ``speed`` times as fast (0: at once)."""
 
     def __init__(self, path: Path, speed: float, send: Send) -> None:
@@ -487,7 +474,7 @@ class Replay(_Thread):
         replay(self._path, self._send, self._stopped.wait, self._speed)
 
 
-class Live(_Thread):
+class Live(EventSource):
     """Live events of the swarm of ``link``. Slow imports happen in its thread."""
 
     def __init__(self, link: Link, send: Send) -> None:
@@ -495,8 +482,6 @@ class Live(_Thread):
         self._link, self._send = link, send
 
     def _work(self) -> None:
-        with uncollected():
-            from shoal.node.watch.source import LightClient
         client = LightClient(self._link, self._send)
 
         async def until_stopped() -> None:

@@ -116,7 +116,6 @@ _any: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="eve
 
 
 def line_of(event: Event) -> str:
-    """Encode ``event`` as one line of JSON, without the line's end."""
     return dumps(event.model_dump(mode="json"))
 
 
@@ -155,7 +154,6 @@ def times(count: int) -> str:
 
 
 def fault_label(kind: str, count: int) -> str:
-    """Return a few words for the cell of a table."""
     return f"{FAULTS[kind][1] if kind in FAULTS else kind} {count:,}"
 
 
@@ -223,7 +221,6 @@ def mean_curve(curves: Iterable[Sequence[tuple[float, float]]]) -> list[tuple[fl
 
 
 def rounded(value: float) -> float:
-    """Return ``value`` with as many digits as a chart can show."""
     return float(f"{value:.{DIGITS}g}")
 
 
@@ -635,7 +632,6 @@ class SwarmView:
         return next((peer.status.name for key, peer in self.peers.items() if key.endswith(tail)), "…" + tail)
 
     def rows(self) -> list[tuple[str, Peer]]:
-        """Return all peers, those that take part first, by name."""
         return sorted(self.peers.items(), key=lambda item: (not item[1].here, item[1].status.name, item[0]))
 
     def here(self) -> list[Peer]:
@@ -711,7 +707,6 @@ class SwarmView:
 
 
 def _smooth(before: float, value: float, seconds: float) -> float:
-    """Return a running mean over about five seconds."""
     share = min(seconds / 5.0, 1.0) if before else 1.0
     return before + (value - before) * share
 

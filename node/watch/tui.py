@@ -107,7 +107,6 @@ COLUMNS = (
 
 
 def number(value: float | None, form: str = ".3f") -> str:
-    """Format ``value``, or - if there is none."""
     return format(value, form) if value is not None and math.isfinite(value) else "-"
 
 
@@ -121,12 +120,10 @@ def nbytes(value: float) -> str:
 
 
 def tokens(per_s: float, mfu: float | None) -> str:
-    """Format tokens a second without waiting, and model FLOPs utilisation where it is known."""
     return "-" if not per_s else f"{per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
 
 
 def plural(count: int, word: str) -> str:
-    """Format ``count`` things."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 

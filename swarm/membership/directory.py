@@ -27,9 +27,8 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import Future
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import NetworkError
@@ -41,29 +40,8 @@ from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import Reach, rate
 from shoal.swarm.wire.messages import Member
 
-T = TypeVar("T")
-
-
-class DHTClient(Protocol):
-    """Part of a `shoal.swarm.p2p.host.Host` that a directory needs."""
-
-    def addresses(self) -> tuple[str, ...]:
-        """Return the addresses of this node."""
-
-    def remember(self, addresses: Iterable[str]) -> None:
-        """Keep addresses of peers for a restart."""
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop."""
-
-    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Run a coroutine on the loop and wait for it."""
-
-    async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
-        """Put a record into the DHT."""
-
-    async def get(self, key: str) -> dict[str, bytes]:
-        """Return the records under a key."""
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.host import Host
 
 
 ROOM = 1024  # members in view: 5 MB for as many of the largest records, which are read every few seconds
@@ -125,7 +103,7 @@ class Directory:
 
     def __init__(
         self,
-        host: DHTClient,
+        host: Host,
         identity: Identity,
         swarm: str,
         *,

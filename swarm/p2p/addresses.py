@@ -25,7 +25,7 @@ from statistics import median_low
 from typing import Any, TypeVar
 
 from shoal.swarm.access import address_problem
-from shoal.swarm.file_lock import replace_text
+from shoal.swarm.file_lock import replace_file
 from shoal.swarm.identity import b58decode, b58encode
 
 N = TypeVar("N", int, float)
@@ -326,7 +326,7 @@ class Peerstore:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self._path, json.dumps({"swarm": self._swarm, **kept}, indent=1))
+            replace_file(self._path, json.dumps({"swarm": self._swarm, **kept}, indent=1))
             self._saved = kept
         except OSError as error:
             log.warning("the addresses of known peers were not saved in %s (%s)", self._path, error.strerror)

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
@@ -42,27 +42,12 @@ ALONE = 10.0  # seconds between two searches for others while no member is conne
 LOOK_AROUND = (0.5, 1.0, 2.0, 5.0)  # seconds before each further look at who is connected; the last repeats
 
 
-class Supervisor(Protocol):
-    """The part of a `DaemonSupervisor` that knows what runs now. Its methods raise NetworkError during a restart."""
-
-    addresses: tuple[str, ...]
-
-    def running(self) -> Daemon:
-        """Return the daemon."""
-
-    def running_dht(self) -> DHTNode:
-        """Return the DHT node."""
-
-    async def unless_down(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Await ``work``, but give it up the moment the daemon dies."""
-
-
 class Bootstrapper:
     """Find the members of ``swarm``. ``known`` keeps their addresses; ``must_join``: it is an error if none can be reached."""
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        supervisor: DaemonSupervisor,
         peer_id: str,
         *,
         bootstrap: Sequence[str],

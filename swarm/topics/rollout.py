@@ -30,7 +30,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import LRUSet
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.p2p.limits import RateLimit
-from shoal.swarm.wire.envelope import KIB, Count, Digest, Label, Message, Moment, Nonce, PeerId, SwarmId
+from shoal.swarm.wire.envelope import KIB, Count, Digest, Label, Message, Moment, Nonce, PeerId, SwarmId, pack
 
 MAX_COMPLETIONS = 64
 MAX_TEXT = 32 * KIB  # bytes of one completion in UTF-8
@@ -294,6 +294,8 @@ class RolloutPool:
         self._expired = 0
         self._displaced = 0
         self._banned = 0
+        self.bytes_sent = self.bytes_received = 0
+        """Of records published and drained, each once: GossipSub sends some to several neighbours, and frames them."""
         self._nonces = LRUSet(REMEMBERED)  # (author, nonce); on the loop only
         self.topic = gossip.join(Rollout, self._take, self._limits.quota)
 
@@ -341,6 +343,7 @@ class RolloutPool:
 
     def publish(self, rollout: Rollout) -> None:
         """Share ``rollout`` with the swarm, soon; never waits. Raises MessageError if it is larger than 4 MiB, or another's."""
+        self.bytes_sent += len(pack(rollout))
         self.topic.publish(rollout)
 
     def drain(self) -> list[Rollout]:
@@ -352,6 +355,7 @@ class RolloutPool:
         drained = [item.rollout for item in held if item.rollout.peer not in barred]
         with self._lock:
             self._banned += len(held) - len(drained)
+        self.bytes_received += sum(len(pack(rollout)) for rollout in drained)
         return drained
 
     @property

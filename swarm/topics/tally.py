@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, model_validator
 
 from shoal.swarm.errors import MessageError, ShoalError
-from shoal.swarm.file_lock import replace_text
+from shoal.swarm.file_lock import replace_file
 from shoal.swarm.wire.envelope import KIB, MAX_COUNT, Count, Message, Moment, PeerId, SwarmId, unseal
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class Tally:
                 kept = [[base64.b64encode(one.sealed).decode(), one.place] for one in self._kept.values()]
                 content = {"peer": self.me, "swarm": self.swarm, "made": self._made, "took": dict(self._took), "kept": kept}
             try:
-                replace_text(self._path, json.dumps(content))
+                replace_file(self._path, json.dumps(content))
             except OSError as error:
                 log.warning("the tally was not saved in %s (%s)", self._path, error.strerror)
 

@@ -37,7 +37,7 @@ def task_of(policy, claims=None, **settings):
     rounds = []
     task.connect(bus, PEERS[0], rounds.append)
     if claims is not None:
-        task.claim(claims)
+        task.claim(claims.write)
     return task, other, rounds
 
 

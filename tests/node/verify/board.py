@@ -29,7 +29,7 @@ class Board:
 
 
 class Net:
-    """`shoal.node.verify.audit.AuditNetwork` on a board. ``hands_out`` False: it has nothing that it is asked for."""
+    """`shoal.node.verify.audit.SwarmNetwork` on a board. ``hands_out`` False: it has nothing that it is asked for."""
 
     def __init__(self, board, me, hands_out=True):
         self.board, self.me, self.swarm, self.hands_out = board, me, SWARM, hands_out

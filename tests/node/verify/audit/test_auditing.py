@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from shoal.node.verify.audit import Auditor, Budget, Finding, NotCheckable
+from shoal.node.verify.audit import Budget, Finding, NotCheckable
 from shoal.node.verify.material import Material
+from shoal.node.verify.service import Auditor
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.verification.consensus.records import Claim
 
