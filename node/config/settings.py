@@ -406,10 +406,6 @@ class NodeSettings(_Table, RankSettings):
     wandb: str | None = Field(
         default=None, description="Project, or team/project, of Weights & Biases that the curves go to. By default none."
     )
-    calibration: PathSetting | None = Field(
-        default=None,
-        description="File of `shoal verify calibrate`; by default the node measures its own honest claims when it starts.",
-    )
     identity: PathSetting | None = Field(
         default=None, description="The key file; by default ~/.config/shoal/identity.key ($XDG_CONFIG_HOME is respected)."
     )

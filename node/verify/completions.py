@@ -216,12 +216,12 @@ def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> 
     if any(pair in found.pairs and found.pairs[pair].features != features for pair, features in wanted.items()):
         raise VerifyError(
             f"The calibration '{path}' was made by a version of shoal that measured other things: make another with "
-            "`shoal verify calibrate`, or leave node.calibration out."
+            "`shoal verify calibrate`, or remove it."
         )
     if any(pair not in found.pairs for pair in wanted):
         raise VerifyError(
             f"The calibration '{path}' says nothing about {policy_name!r} in {' and '.join(provers)}: make another with "
-            "`shoal verify calibrate`, or leave node.calibration out."
+            "`shoal verify calibrate`, or remove it."
         )
     return found
 
@@ -242,6 +242,7 @@ log = logging.getLogger(__name__)
 
 CLAIMS = "claims"  # their folder, within the node's
 SELF_CLAIMS = 128  # honest claims of its own that a node without a calibration measures
+CALIBRATION = "calibration"  # file of `shoal verify calibrate` in a node's folder, where there is one
 KEPT = 256  # claims in the node's folder
 PENDING = 20  # rounds in which a claim can still be checked, disputes included
 
@@ -251,7 +252,7 @@ class CompletionClaims:
 
     All methods are for the thread of verification; each own claim is made once.
 
-    Raises VerifyError if the settings name a calibration that cannot be used.
+    Raises VerifyError if the node's folder holds a calibration that cannot be used.
     """
 
     def __init__(
@@ -262,8 +263,8 @@ class CompletionClaims:
         self._policy_name, self._env = terms.policy, task.env
         self._policy: Policy = copy.deepcopy(task.policy)  # training goes on changing its own
         self._dtypes = cast("tuple[Dtype, ...]", tuple(dict.fromkeys(("float32", terms.dtype))))
-        path = settings.node.calibration
-        self._calibration = None if path is None else read_calibration(path, self._policy_name, self._dtypes)
+        path = settings.node.run_folder / CALIBRATION
+        self._calibration = read_calibration(path, self._policy_name, self._dtypes) if path.exists() else None
         self._round: Callable[[], int] = lambda: int(clock() // settings.verify.round_s)
         self.claimer = Claimer(
             self._env, self._agreed, network.swarm, network.me, policy_name=self._policy_name, round=self._round,

@@ -94,7 +94,7 @@ def test_slow_weights_on_disk_stay_in_their_folder(tmp_path, move):
 
 
 def test_paths_of_settings_are_whole(tmp_path, move):
-    names = ("folder", "offload", "tensorboard", "calibration", "identity", "resume_from")
+    names = ("folder", "offload", "tensorboard", "identity", "resume_from")
     given = NodeSettings.model_validate({name: f"x/{name}" for name in names})
     default = NodeSettings.model_validate({"name": "anna"})
     move()

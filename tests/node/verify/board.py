@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import shutil
 from unittest import mock
 
 import torch
@@ -12,7 +13,7 @@ from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.verify import service
-from shoal.node.verify.completions import CompletionClaims
+from shoal.node.verify.completions import CALIBRATION, CompletionClaims
 from shoal.node.verify.start import make_terms
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.verification.consensus.rulings import Rules
@@ -91,7 +92,10 @@ class Node:
         self.me, self.said, self.events = me, [], []
         self.task = task_of(seed)
         self.task.connect(None, me)
-        settings = settings_of(folder / me, calibration)
+        settings = settings_of(folder / me)
+        if calibration is not None:
+            settings.node.run_folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(calibration, settings.node.run_folder / CALIBRATION)
         self.network, salts = Net(board, me, hands_out), itertools.count()
         clock = lambda: board.now  # noqa: E731
         kind = CompletionClaims(settings, make_terms(settings, self.task), self.task, self.network, clock)
@@ -127,9 +131,8 @@ def task_of(seed=0):
     return RLTask(env, lambda: policy, RLSettings(held_out=5, local=1, external=0, group=8, max_tokens=8), seed=seed)
 
 
-def settings_of(folder, calibration=None, **verify):
-    agreed = {"audit_rate": 1.0, "round_s": ROUND_S, **verify}
-    given = {"folder": str(folder), "calibration": None if calibration is None else str(calibration)}
+def settings_of(folder, **verify):
+    agreed, given = {"audit_rate": 1.0, "round_s": ROUND_S, **verify}, {"folder": str(folder)}
     return Settings.model_validate({"task": {"hooks": "rl"}, "rl": {"group": 8, "max_tokens": 8}, "verify": agreed, "node": given})
 
 
