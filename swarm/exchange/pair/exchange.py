@@ -46,6 +46,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import islice
@@ -282,14 +283,41 @@ class PairExchange(ExchangeBase):
         self.moved = mine.payload.nbytes
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         number = self._matchmaker.rounds.hand_in(mine.key.round)
-        return ExchangeHandle(self, attempt, self._matchmaker.meet(attempt, number), lambda received: self._mean(mine, received))
+        averaged = Averaged(self._screen, self._context.me, mine)
+        return ExchangeHandle(self, attempt, self._meet(attempt, number, averaged), averaged.learnt)
 
-    def _mean(self, mine: EncodedContribution, theirs: PartnerContribution) -> Mean:
-        """Compute the mean, from the same bytes on both sides; with a codec for pairs each side's is its own."""
-        me, fragment, pairs = self._context.me, mine.key.fragment, for_pairs(mine.codec)
+    async def _meet(self, attempt: Attempt, number: int, averaged: Averaged) -> PartnerContribution | None:
+        received = await self._matchmaker.meet(attempt, number)
+        if received is not None:
+            await asyncio.to_thread(averaged.mean, received)  # training goes on
+        return received
+
+
+class Averaged:
+    """The mean of a contribution with the partner's. For any thread, but what a codec learns from it is the training thread's."""
+
+    def __init__(self, screen: UpdateScreen, me: str, mine: EncodedContribution) -> None:
+        self._screen, self._me, self._mine = screen, me, mine
+        self._mean: Mean | None = None
+        self._lock = threading.Lock()
+
+    def mean(self, theirs: PartnerContribution) -> Mean:
+        """Return the mean, computed once, from the same bytes on both sides; with a codec for pairs each side's is its own."""
+        with self._lock:
+            if self._mean is None:
+                self._mean = self._computed(theirs)
+            return self._mean
+
+    def learnt(self, theirs: PartnerContribution) -> Mean:
+        """Let a codec for pairs learn from what came, and return the mean."""
+        if isinstance(theirs.values, Reading) and (pairs := for_pairs(self._mine.codec)) and self._mine.message:
+            pairs[0].learn(self._mine.message, theirs.values)
+        return self.mean(theirs)
+
+    def _computed(self, theirs: PartnerContribution) -> Mean:
+        me, mine, fragment = self._me, self._mine, self._mine.key.fragment
         if isinstance(theirs.values, Reading):
-            assert pairs is not None and mine.message is not None  # noqa: PT018
-            pairs[0].learn(mine.message, theirs.values)
+            assert mine.message is not None
             own, other = (me, mine.weight, mine.message), (theirs.peer, theirs.weight, theirs.values)
             return pair_mean(self._screen, fragment, own, other, theirs.refused, mine.even)
         contributions = [(me, mine.weight, mine.tensors()), (theirs.peer, theirs.weight, theirs.values)]
