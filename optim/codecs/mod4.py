@@ -24,6 +24,8 @@ exact in float32.
   the other cannot read does not widen the own range. One in which the partner expected more counts as 0.7 of that, up to 1.5
   sigma. Where one peer is far from all others the word spreads; else nobody would send it what it can read, and it would stay away
   for good.
+* A contribution of which most blocks are refused shows nothing if that of the partner before was near: that peer is far from all,
+  and would widen their ranges.
 * n rounds without a partner make rms(w - slow) count sqrt(1 + n) times, at most 4: a random walk.
 
 What is heard of others fades by 1.1 times 0.7, and nothing else makes a range wider: beyond 4 times the true distance an exchange
@@ -60,6 +62,8 @@ NEAR = 0.5
 """The narrowest range of a block, in those of its whole tensor, as root mean squares."""
 FAR = 2.0
 """Own sigmas beyond which the partner's block is refused."""
+MOST_REFUSED = 0.5
+"""Of the blocks: beyond it a contribution is far as a whole."""
 LARGEST, NONE = 127, -128
 """The largest e, and what stands for a distance that is not known; the least is -127."""
 SEED = 8
@@ -92,7 +96,7 @@ class Mod4Codec:
         """Exponents of the distance measured last, int8, one a block."""
         self._moved: Tensor | None = None
         """Exponents of rms(w - slow) of the contribution to be sent, or in flight."""
-        self._rho, self._apart = FIRST, 0
+        self._rho, self._apart, self._far = FIRST, 0, False
         self._seed = bytes(SEED)
         self._pending = False
 
@@ -134,7 +138,10 @@ class Mod4Codec:
         return Mod4Codec()
 
     def learn(self, sent: PairMessage, read: Reading) -> None:
-        """Note the distances that the partner's contribution showed."""
+        """Note the distances that the partner's contribution showed; one that is far, after one that was not, shows none."""
+        odd, self._far = read.far and not self._far and self._measured is not None, read.far
+        if odd:
+            return
         sigma = SIGMAS[sent.exponents.int() + 128]
         widest = REFUSED * sigma
         seen = torch.where(read.kept, read.distance, torch.where(sigma <= read.expected, widest, sigma / GROWTH))
@@ -187,7 +194,7 @@ class Mod4Codec:
         """Return the measured distances, what is needed to encode the contribution in flight again, and the codec's name."""
         kept = {"measured": self._measured, "moved": self._moved if self._pending and unsent is None else None}
         texts = {name: None if found is None else _text(found) for name, found in kept.items()}
-        return {"codec": self.name, **texts, "rho": self._rho, "apart": self._apart, "seed": self._seed.hex()}
+        return {"codec": self.name, **texts, "rho": self._rho, "apart": self._apart, "far": self._far, "seed": self._seed.hex()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict.get("codec") != self.name:
@@ -197,6 +204,7 @@ class Mod4Codec:
         if not 0 <= rho < math.inf or apart < 0 or len(seed) != SEED:
             raise ValueError("the saved state of mod4 has a range that no run measures: it was damaged")
         self._measured, self._moved, self._rho, self._apart, self._seed = measured, moved, rho, apart, seed
+        self._far = bool(state_dict.get("far"))
         self._pending = False
 
 
@@ -353,6 +361,10 @@ class Reading:
     @property
     def refused_part(self) -> float:
         return 1 - float(self.kept.float().mean()) if len(self.kept) else 0.0
+
+    @property
+    def far(self) -> bool:
+        return self.refused_part > MOST_REFUSED
 
     @property
     def bits(self) -> bytes:

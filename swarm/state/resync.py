@@ -404,8 +404,9 @@ class Resynchronizer:
             return
         together = len(info.members) >= 2
         if not self._opt.anchored:
-            self._missed[fragment] = 0 if together else self._missed[fragment] + behind
-            if self._missed[fragment] >= FAR and self._stats.turned_down() >= TURNED_DOWN and self._pending is None:
+            refusals = self._stats.turned_down()  # with a codec for pairs one that is far is met all the same
+            self._missed[fragment] = 0 if together and not refusals else self._missed[fragment] + behind
+            if self._missed[fragment] >= FAR and refusals >= TURNED_DOWN and self._pending is None:
                 self._afresh = True
                 self._ask()
             return

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 OUTCOME_PROTOCOL = "/shoal/outcome/1"
 REMEMBERED = 64  # outcomes remembered for callees that ask again, at once; each may name many refused blocks
-MOST_REFUSED = 0.5  # of the blocks: beyond it the partner is as far away as one that is refused as a whole
 VERIFIED = 3e6  # values a second, at least, that a partner decodes and verifies, also with more nodes than processors
 ASK_S = 1.0  # seconds that a callee in doubt spends on asking again
 
@@ -73,7 +72,7 @@ class PartnerContribution:
 
     @property
     def far(self) -> bool:
-        return isinstance(self.values, Reading) and self.values.refused_part > MOST_REFUSED
+        return isinstance(self.values, Reading) and self.values.far
 
 
 class Withdrawn(NetworkError):

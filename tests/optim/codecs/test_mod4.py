@@ -311,6 +311,21 @@ def test_what_one_peer_alone_learns_reaches_the_others_and_drives_no_range(rows)
     assert max(float((2.0 ** (codec._measured.double() / 4)).max()) for codec in codecs) < 1
 
 
+@pytest.mark.parametrize("others", [3, 7])
+def test_who_is_far_and_stays_so_drives_the_others_neither_apart_nor_their_ranges(others):
+    """A newcomer with random weights that could fetch none. What three others learnt from it made them half as far apart again."""
+    base, apart, widths = torch.randn(6400, generator=torch.Generator().manual_seed(1)), [], []
+    for stranger in (0, 1):
+        weights, codecs = [base.clone() for _ in range(others)], [Mod4Codec() for _ in range(others + stranger)]
+        weights += [torch.randn(6400, generator=torch.Generator().manual_seed(99))] * stranger
+        gossip(weights, codecs, 40, lambda round: 0.02)
+        held = torch.stack(weights[:others])
+        apart.append(float((held - held.mean(0)).square().mean().sqrt()))
+        widths.append(max(float((2.0 ** (codec._measured.double() / 4)).median()) for codec in codecs[:others]))
+    assert apart[1] < 1.15 * apart[0]
+    assert widths[1] < 4 * widths[0]
+
+
 @pytest.mark.parametrize("others", [2, 4, 8])
 def test_a_newcomer_with_the_weights_of_one_is_read_by_the_others_at_once(others):
     """It knows nothing of distances: what it has learnt in its first round is what it has to go by."""

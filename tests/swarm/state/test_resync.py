@@ -215,6 +215,19 @@ def test_who_was_far_behind_and_is_turned_down_by_two_begins_afresh(monkeypatch)
     assert torch.equal(swarm.model.weight, swarm.theirs[0])
 
 
+def test_to_have_met_two_that_could_not_read_it_is_to_be_turned_down(monkeypatch):
+    """With the codec for pairs both commit, and leave all blocks out."""
+    swarm = Swarm(monkeypatch, "noloco")
+    swarm.theirs, swarm.met, swarm.behind = [torch.full((1, 4), 7.0)], ("me", "other"), FAR
+    for round, peer in enumerate("ab"):
+        assert swarm.asked == []
+        swarm.stats.failed(RoundKey("run", round), peer, "suspicious")
+        swarm.train(1)
+        swarm.behind = 0
+    assert swarm.asked == [["other"]]
+    assert torch.equal(swarm.model.weight, swarm.theirs[0])
+
+
 def test_a_watch_that_forgets_begins_anew():
     watch = DistanceScreen()
     own = [torch.tensor([1.0, 0.0])]
