@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from shoal.optim import FLOAT32, RoundKey
+from shoal.optim import RoundKey
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution, weighted_mean
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
@@ -32,16 +32,10 @@ def hosts():
 
 
 @pytest.fixture
-def group(hosts, request):
+def group(hosts):
     members = {host.peer_id: member(host) for host, _ in hosts}
-    return [
-        GroupExchange(
-            PeerContext(host, identity, SWARM, MODEL, 0, lambda: members),
-            ExchangeTimeouts(20.0, 5.0),
-            fragments=getattr(request, "param", 1),
-        )
-        for host, identity in hosts
-    ]
+    contexts = [PeerContext(host, identity, SWARM, MODEL, 0, lambda: members) for host, identity in hosts]
+    return [GroupExchange(context, ExchangeTimeouts(20.0, 5.0)) for context in contexts]
 
 
 def tensors(number, round=0):
@@ -68,19 +62,3 @@ def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_eve
             for got, first, wanted in zip(mean.tensors, means[0].tensors, expected.tensors, strict=True):
                 assert torch.equal(got, first)
                 torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("group", [3], indirect=True)
-def test_several_fragments_are_in_flight_at_once(group):
-    handles = [
-        [
-            exchange.start(Contribution(RoundKey(SWARM, fragment, fragment), tensors(number, fragment), 1.0, FLOAT32))
-            for fragment in range(3)
-        ]
-        for number, exchange in enumerate(group)
-    ]
-    for fragment in range(3):
-        expected = sum(tensors(number, fragment)[0] for number in range(4)) / 4
-        for flights in handles:
-            torch.testing.assert_close(flights[fragment].result().tensors[0], expected, rtol=1e-6, atol=1e-6)
-    assert [exchange.next_round for exchange in group] == [3] * 4

@@ -361,14 +361,6 @@ def test_a_round_of_another_run_is_the_callers_mistake(network):
         a.start(run="another")
 
 
-def test_the_mean_is_the_same_however_often_it_is_asked_for(network):
-    a, b = Peer(network), Peer(network)
-    handle, other = a.start(value=1.0), b.start(value=4.0)
-    assert [value(handle.result()), value(handle.result()), value(other.result())] == [2.5, 2.5, 2.5]
-    assert handle.result().weight == 2.0
-    assert handle.result().members == tuple(sorted((a.id, b.id)))
-
-
 OTHER = {"round": 1, "swarm": "b" * 52, "model": "1" * 64, "nonce": bytes(16)}
 
 

@@ -1,7 +1,6 @@
 """What counts and what does not: lost confirms, damaged and poisoned payloads, and the promises of every exchange."""
 
 import asyncio
-import contextlib
 import math
 import threading
 import time
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.optim import BFLOAT16, FLOAT32, RoundKey, Simulation, codec_named
+from shoal.optim import BFLOAT16, FLOAT32, RoundKey, codec_named
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
@@ -285,104 +284,6 @@ def test_a_partner_that_verifies_slowly_has_the_time_that_its_values_need(brisk,
 
     monkeypatch.setattr(ExchangeAttempt, "problem", slowly)
     assert brisk.run() == [(2.0, -2.0)] * 2
-
-
-# -- the promises of optim.Exchange, for the simulation and for the swarm -------------------------------------------------
-
-
-class OnSimulation:
-    run = "run"
-
-    def __init__(self, network):
-        pass
-
-    def together(self, *peers, wait=LONG):
-        """What ``peers`` (functions of an exchange and a run) return when they run at the same time."""
-        names = [str(number) for number in range(len(peers))]
-        results = Simulation(names, wait=wait).run(lambda exchange: peers[int(exchange.peer)](exchange, self.run))
-        return [results[name] for name in names]
-
-
-class OnSwarm:
-    run = SWARM
-
-    def __init__(self, network):
-        self.network = network
-
-    def together(self, *peers, wait=LONG):
-        hosts = [self.network.host() for _ in peers]
-        members = {host.peer_id: self.network.member(host.peer_id) for host in hosts}
-        results = [None] * len(peers)
-
-        def work(number):
-            context = PeerContext(hosts[number], hosts[number].identity, SWARM, MODEL, 0, lambda: members)
-            exchange = PairExchange(context, ExchangeTimeouts(wait))
-            ready.wait()
-            results[number] = peers[number](exchange, self.run)
-
-        ready = threading.Barrier(len(peers))
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(peers))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return results
-
-
-@pytest.fixture(params=[OnSimulation, OnSwarm], ids=["simulation", "swarm"])
-def promised(request, network):
-    return request.param(network)
-
-
-def contribute(values, weight=1.0, codec=FLOAT32, change=False, round=0):
-    def peer(exchange, run):
-        own = [torch.tensor(values)]
-        handle = exchange.start(Contribution(RoundKey(run, round), own, weight, codec))
-        if change:
-            own[0].fill_(99.0)
-        mean = handle.result()
-        assert handle.done()
-        return mean
-
-    return peer
-
-
-def test_the_mean_of_two_is_exact_and_the_same_bits_on_both(promised):
-    x, y = [0.1, 1e-30, 3.0, -7.7], [0.2, 1e30, 5.0, 7.7]
-    one, two = promised.together(contribute(x), contribute(y))
-    assert torch.equal(one.tensors[0], (torch.tensor(x) + torch.tensor(y)) / 2)
-    assert torch.equal(one.tensors[0], two.tensors[0])
-    assert one.tensors[0].data_ptr() != two.tensors[0].data_ptr()
-    assert (one.weight, one.members) == (two.weight, two.members)
-    assert len(one.members) == 2
-    assert list(one.members) == sorted(one.members)
-
-
-def test_weights_count_and_the_codec_rounds_on_both_sides(promised):
-    fine = 1 + 2.0**-12  # too fine for bfloat16
-    one, two = promised.together(contribute([fine], 3.0, BFLOAT16), contribute([5.0], 1.0, BFLOAT16))
-    assert (one.tensors[0].item(), one.weight) == (two.tensors[0].item(), two.weight) == (2.0, 4.0)
-
-
-def test_what_happens_to_the_tensors_after_the_start_does_not_matter(promised):
-    means = promised.together(contribute([1.0], change=True), contribute([3.0], change=True))
-    assert [mean.tensors[0].item() for mean in means] == [2.0, 2.0]
-
-
-def test_alone_there_is_no_mean(promised):
-    assert promised.together(contribute([1.0])) == [None]
-
-
-def test_one_who_never_comes_leaves_no_mean(promised):
-    assert promised.together(contribute([1.0]), lambda exchange, run: "gone", wait=1.0)[0] is None
-
-
-def test_peers_of_different_runs_never_meet(promised):
-    def other(exchange, run):
-        with contextlib.suppress(ValueError):  # a swarm's exchange knows its run
-            return exchange.start(Contribution(RoundKey("another", 0), [torch.tensor([1.0])])).result()
-
-    assert promised.together(other, contribute([1.0]), wait=1.0) == [None, None]
 
 
 def near(pair, number, rounds=1, far=None):
