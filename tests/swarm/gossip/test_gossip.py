@@ -68,27 +68,29 @@ def meet(nodes):
 
 
 @pytest.fixture
-def four():
-    nodes = [Node()]
-    try:
-        nodes += [Node(nodes[0].host.addresses()) for _ in range(3)]
-        meet(nodes)
-        yield nodes
-    finally:
-        for node in nodes:
-            node.close()
+def start():
+    """Make so many nodes that know each other; ``last``: the options of the last one."""
+    made = []
+
+    def start(count, **last):
+        for number in range(count):
+            made.append(Node(made[0].host.addresses() if made else (), **(last if number == count - 1 else {})))
+        meet(made)
+        return list(made)
+
+    yield start
+    for node in made:
+        node.close()
 
 
 @pytest.fixture
-def two():
-    nodes = [Node()]
-    try:
-        nodes.append(Node(nodes[0].host.addresses()))
-        meet(nodes)
-        yield nodes
-    finally:
-        for node in nodes:
-            node.close()
+def four(start):
+    return start(4)
+
+
+@pytest.fixture
+def two(start):
+    return start(2)
 
 
 def in_order(found):
@@ -160,50 +162,32 @@ def test_the_others_go_on_without_the_node_they_all_joined_by(four):
         newcomer.close()
 
 
-def test_a_publisher_has_a_quota():
-    first = Node()
-    second = Node(first.host.addresses(), quota=RateLimit(messages=5, nbytes=1 << 20))
-    try:
-        meet([first, second])
-        for index in range(8):
-            first.topic.publish(first.record(index=index))
-        until(lambda: second.received == 8)
-        until(lambda: len(second.got) == 5)
-        assert second.rejected["quota"] == 3
-    finally:
-        first.close()
-        second.close()
+def test_a_publisher_has_a_quota(start):
+    first, second = start(2, quota=RateLimit(messages=5, nbytes=1 << 20))
+    for index in range(8):
+        first.topic.publish(first.record(index=index))
+    until(lambda: second.received == 8)
+    until(lambda: len(second.got) == 5)
+    assert second.rejected["quota"] == 3
 
 
-def test_repeating_a_message_does_not_use_up_its_publishers_quota():
-    first = Node()
-    second = Node(first.host.addresses(), quota=RateLimit(messages=2))
-    try:
-        meet([first, second])
-        data = make_envelope(SWARM, make_body(first.record(), first.identity))
-        for _ in range(5):
-            first.publish_raw(data)
-        first.topic.publish(first.record())
-        until(lambda: second.received == 6 and len(second.got) == 2)
-        until(lambda: {reason: count for reason, count in second.rejected.items() if count} == {"replayed": 4})
-    finally:
-        first.close()
-        second.close()
+def test_repeating_a_message_does_not_use_up_its_publishers_quota(start):
+    first, second = start(2, quota=RateLimit(messages=2))
+    data = make_envelope(SWARM, make_body(first.record(), first.identity))
+    for _ in range(5):
+        first.publish_raw(data)
+    first.topic.publish(first.record())
+    until(lambda: second.received == 6 and len(second.got) == 2)
+    until(lambda: {reason: count for reason, count in second.rejected.items() if count} == {"replayed": 4})
 
 
-def test_quota_counts_what_a_body_decompresses_to():
-    first = Node()
-    second = Node(first.host.addresses(), quota=RateLimit(messages=100, nbytes=1 << 20))
-    try:
-        meet([first, second])
-        for _ in range(3):
-            first.topic.publish(first.record(completions=("0" * 20_000,) * 20, finish=("stop",) * 20))
-        until(lambda: second.received == 3)
-        until(lambda: len(second.got) == 2)
-        assert second.rejected["quota"] == 1
-    finally:
-        first.close()
-        second.close()
+def test_quota_counts_what_a_body_decompresses_to(start):
+    first, second = start(2, quota=RateLimit(messages=100, nbytes=1 << 20))
+    for _ in range(3):
+        first.topic.publish(first.record(completions=("0" * 20_000,) * 20, finish=("stop",) * 20))
+    until(lambda: second.received == 3)
+    until(lambda: len(second.got) == 2)
+    assert second.rejected["quota"] == 1
 
 
 def test_a_body_that_is_not_the_announced_one_costs_one_record(two):
@@ -276,7 +260,7 @@ def test_an_envelope_of_another_swarm_is_refused(two):
     until(lambda: second.rejected.get("foreign-swarm") == 1)
 
 
-def test_a_handler_that_fails_costs_one_record():
+def test_a_handler_that_fails_costs_one_record(start):
     taken = []
 
     def handler(author, record):
@@ -286,18 +270,12 @@ def test_a_handler_that_fails_costs_one_record():
             raise MessageError("I do not like it.", "ugly")
         taken.append(record.index)
 
-    first = Node()
-    second = Node(first.host.addresses(), handler=handler)
-    try:
-        meet([first, second])
-        for index in range(4):
-            first.topic.publish(first.record(index=index))
-        until(lambda: sorted(taken) == [0, 3])
-        until(lambda: second.topic.counters.events() == {"received": 4, "accepted": 2})
-        assert {k: v for k, v in second.rejected.items() if v} == {"failed": 1, "ugly": 1}
-    finally:
-        first.close()
-        second.close()
+    first, second = start(2, handler=handler)
+    for index in range(4):
+        first.topic.publish(first.record(index=index))
+    until(lambda: sorted(taken) == [0, 3])
+    until(lambda: second.topic.counters.events() == {"received": 4, "accepted": 2})
+    assert {k: v for k, v in second.rejected.items() if v} == {"failed": 1, "ugly": 1}
 
 
 def test_what_cannot_be_published_is_said_at_once(two):
