@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 
@@ -20,11 +20,9 @@ from shoal.optim import Alone, Handle, RoundInfo, Steps
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.attempt import ExchangeHandle
 from shoal.swarm.exchange.contribution import model_digest
-from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.directory import State as DirectoryState
-from shoal.swarm.membership.membership import NetworkOptions
-from shoal.swarm.state.resync import query_for, sources_for
+from shoal.swarm.membership.membership import Membership, NetworkOptions
+from shoal.swarm.state.resync import ASKED, in_order, query_for
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.state.sync import begin_fetch
 from shoal.swarm.training.factories import announced_speeds, make_exchange, make_outer, make_screen, round_length
@@ -33,24 +31,9 @@ from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.messages import Member
 from tests.sim.directory import EPOCH, SimDirectory
 
-if TYPE_CHECKING:
-    from shoal.swarm.p2p.host import Host
-
 NAP_S = 1.0  # virtual seconds at most of inner steps that are taken together
 AGAIN_S = 5.0  # before a newcomer that got no weights asks again
 START_S = 1.0  # within which the peers begin
-
-
-@dataclass(frozen=True)
-class SimMembership:
-    """A simulated peer's place in its swarm."""
-
-    identity: Identity
-    host: Host
-    directory: SimDirectory
-    swarm: str
-    manifest: Manifest
-    network: NetworkOptions
 
 
 class SimPeer:
@@ -78,9 +61,8 @@ class SimPeer:
         self._waited, self._announced_round = 0.0, -1
         self.directory = SimDirectory(world.board, self.host, self._record, self.chance, bucket=plan.bucket, epoch_s=plan.epoch_s)
         self.member: TrainingMember | None = None
-        self._membership = SimMembership(
-            self.identity, cast("Host", self.host), self.directory, self.swarm, world.manifest, NetworkOptions()
-        )
+        place = {"identity": self.identity, "host": self.host, "directory": self.directory, "swarm": self.swarm}
+        self._membership = cast(Membership, SimpleNamespace(**place, manifest=world.manifest, network=NetworkOptions()))
         if outer.method != "none":
             screen = make_screen(outer)
             self.exchange = make_exchange(
@@ -133,7 +115,9 @@ class SimPeer:
         """Fetch the swarm's weights; None if no other peer has finished a round yet."""
         while True:
             await self.directory.read()
-            sources = sources_for(self._membership, self.model)
+            others = [m for m in self.directory.members().values() if m.peer != self.identity.peer_id and m.model == self.model]
+            able = [m for m in others if m.round > 0 and m.state in ("waiting", "training")]
+            sources = [(m.peer, m.addresses) for m in in_order(able, self.host.met, self.world.manifest.creator)[:ASKED]]
             if not sources:
                 return None
             query = query_for(self._membership, self.model, self.opt)

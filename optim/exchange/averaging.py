@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,39 +38,25 @@ Contributions = Sequence[tuple[str, float, Iterable[Tensor]]]
 """(peer id, weight, float32 tensors) of each member."""
 
 
-class UpdateScreen(Protocol):
-    """One node's check of others' contributions. ``problem`` may be called from several threads at once."""
+class UpdateScreen:
+    """One node's check of others' contributions; this one accepts all. ``problem`` may be called from several threads at once."""
 
-    @property
-    def gathers(self) -> bool:
-        """True if every contribution is needed separately, so that an all-reduce will not do."""
-        ...
+    gathers = False
+    """True if every contribution is needed separately, so that an all-reduce will not do."""
 
     def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
         """Return in a few words why the contribution of ``peer`` must not count, or None if it may. ``own`` returns this node's.
 
         Neither is changed. Both are decoded, and ``theirs`` has the shapes of ``own``.
         """
-        ...
-
-    def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
-        """Return the mean to use for a committed exchange of ``me`` and others (`weighted_mean`); may be computed in place."""
-        ...
-
-
-class Trusting:
-    """Update screen that accepts every contribution."""
-
-    gathers = False
-
-    def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
         return None
 
     def mean(self, me: str, fragment: int, contributions: Contributions, even: int = 0) -> Mean:
+        """Return the mean to use for a committed exchange of ``me`` and others (`weighted_mean`); may be computed in place."""
         return weighted_mean(contributions, even)
 
 
-TRUSTING = Trusting()
+TRUSTING = UpdateScreen()
 
 
 def norms(own: Tensors, other: Tensors) -> tuple[float, float]:

@@ -69,7 +69,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from shoal.optim.exchange.averaging import GRID, Contributions, centered_clip, clipped_gossip, norms, squared_distances
+from shoal.optim.exchange.averaging import (
+    GRID,
+    Contributions,
+    UpdateScreen,
+    centered_clip,
+    clipped_gossip,
+    norms,
+    squared_distances,
+)
 from shoal.optim.exchange.base import Mean, RoundKey, combined, held_at_once, weighted_mean
 
 Losses = Callable[[int, Sequence[Tensor], Sequence[Tensor]], tuple[float, float, float] | None]
@@ -206,7 +214,7 @@ class RejectedUpdate:
         return f"it is suspicious: {self.reason}"
 
 
-class DistanceScreen:
+class DistanceScreen(UpdateScreen):
     """An `UpdateScreen` that refuses updates by their distance, or by the loss with them, and averages or clips the rest.
 
     Args:
@@ -228,6 +236,7 @@ class DistanceScreen:
         if (suspect and not suspect > 1) or not times > 0:
             raise ValueError(f"suspect must be above 1, or 0, and times positive: got {suspect}, {times}")
         self.robust, self.suspect, self.times, self._sends = robust, suspect, times, sends
+        self.gathers = robust == "centered-clip"
         self._measures = suspect > 0 or robust == "clipped-gossip"
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
         """Distances by fragment."""
@@ -237,11 +246,6 @@ class DistanceScreen:
         self.loss_check: LossCheck | None = None
         """Tries what is not too far away on data, if the node that has this screen has a model and data."""
         self.newcomers = Newcomers()
-
-    @property
-    def gathers(self) -> bool:
-        """True for CenteredClip, which needs every contribution by itself."""
-        return self.robust == "centered-clip"
 
     def problem(self, key: RoundKey, own: Callable[[], Sequence[Tensor]], peer: str, theirs: Sequence[Tensor]) -> str | None:
         """Return why a contribution that lies too far away, or that makes the loss too high, is refused, or None.

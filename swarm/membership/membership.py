@@ -1,7 +1,4 @@
-"""Membership: a node on the network of its swarm, admitted, with the swarm's manifest and directory.
-
-The part of a ``Membership`` that exchanges, downloads and training use: a simulation brings its own.
-"""
+"""Membership: a node on the network of its swarm, admitted, with the swarm's manifest and directory."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 from shoal.swarm.access import MAX_SHOWN, AccessPolicy, Link, PeerLists, admission
 from shoal.swarm.errors import AdmissionError
@@ -30,7 +26,6 @@ from shoal.swarm.membership.swarm_list import SeedAnnouncer
 from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, SPEED_PROTOCOL, ReachabilityProbe, ThroughputProbe
-from shoal.swarm.wire.messages import Member
 
 OWN_LOOP = "own-loop"
 """Task of a swarm whose members bring training loops of their own (`shoal.swarm.training.session.Session`)."""
@@ -263,53 +258,3 @@ def _membership(
     announcer = SeedAnnouncer(host, directory, identity, swarm)
     peers = PeerExchange(host, directory, identity, swarm)
     return Membership(identity, host, directory, swarm, sealed, manifest, announcer, peers, network, ClockCheck(host, directory))
-
-
-class DirectoryView(Protocol):
-    """The reading side of a ``Directory``."""
-
-    def members(self) -> dict[str, Member]:
-        """Return the newest record of each peer that is waiting or training, by peer id."""
-
-    def everyone(self) -> dict[str, Member]:
-        """Return the same, with the peers that this node refuses to meet, and those of the buckets that it was in just now."""
-
-    def departed(self) -> dict[str, Member]:
-        """Return the last record of each peer that said lately that it left or is done, by peer id."""
-
-    def belongs(self, peer: str) -> bool:
-        """Return whether this node would see ``peer`` if that were a member: always, but in a swarm of buckets."""
-
-    def is_barred(self, peer: str) -> bool:
-        """Return True if this node refuses to meet ``peer``."""
-
-    def look(self) -> None:
-        """Read the directory soon."""
-
-
-class MemberView(Protocol):
-    """One peer's place in a swarm: its key, its host, the directory and the manifest."""
-
-    @property
-    def identity(self) -> Identity:
-        """The key of this peer."""
-
-    @property
-    def host(self) -> Host:
-        """The network."""
-
-    @property
-    def directory(self) -> DirectoryView:
-        """The members of the swarm."""
-
-    @property
-    def swarm(self) -> str:
-        """The swarm's id."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """The settings that all peers share."""
-
-    @property
-    def network(self) -> NetworkOptions:
-        """The limits of this peer."""

@@ -52,7 +52,7 @@ from shoal.optim.schedule import Send
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.attempt import ExchangeStats
 from shoal.swarm.exchange.contribution import parameters_digest
-from shoal.swarm.membership.membership import OWN_LOOP, Membership, MemberView
+from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.p2p.addresses import host_of, known_first, of_ranges
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.state.selection import StateServer
@@ -150,18 +150,13 @@ def sources_in(host: Host, members: Mapping[str, Member], model: str, creator: s
     return _located(host, _able(members, model), creator)
 
 
-def sources_for(membership: MemberView, model: str) -> list[Peer]:
-    """Return the other members to ask for weights, dialled or not; none if nobody else has finished a round."""
-    return _addressed(in_order(_able_in(membership, model, True), membership.host.met, membership.manifest.creator))
-
-
-def query_for(membership: MemberView, model: str, opt: OuterOptimizer) -> StateQuery:
+def query_for(membership: Membership, model: str, opt: OuterOptimizer) -> StateQuery:
     """Return the query for a state that fits ``opt``."""
     request = StateRequest(swarm=membership.swarm, model=model)
     return StateQuery(request, opt.shapes, opt.shared_shapes, equal=opt.anchored, fragments=opt.fragments)
 
 
-def _others(membership: MemberView) -> dict[str, Member]:
+def _others(membership: Membership) -> dict[str, Member]:
     return {peer: member for peer, member in membership.directory.members().items() if peer != membership.identity.peer_id}
 
 
@@ -192,7 +187,7 @@ def _able(members: Mapping[str, Member], model: str, early: Sequence[str] = ()) 
     return [m for m in fitting if m.state in (("waiting", "training") if m.round > 0 else early)]
 
 
-def _able_in(membership: MemberView, model: str, begun: bool) -> list[Member]:
+def _able_in(membership: Membership, model: str, begun: bool) -> list[Member]:
     # In a swarm of own loops a member that waits in round 0 has the first weights; others have none before they train.
     early = () if begun else ("waiting", "training") if membership.manifest.task == OWN_LOOP else ("training",)
     return _able(_others(membership), model, early)
@@ -346,7 +341,7 @@ class Resynchronizer:
 
     def __init__(
         self,
-        membership: MemberView,
+        membership: Membership,
         model: str,
         server: StateServer,
         opt: OuterOptimizer,

@@ -45,7 +45,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.exchange.round_evidence import QUICKER, SEVERAL
 from shoal.swarm.manifest import MAX_GROUP, OuterSettings, parse_round
-from shoal.swarm.membership.membership import MemberView
+from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.addresses import of_ranges
 from shoal.swarm.wire.messages import Member
 
@@ -63,7 +63,7 @@ def make_screen(outer: OuterSettings) -> DistanceScreen:
 
 
 def make_exchange(
-    membership: MemberView,
+    membership: Membership,
     outer: OuterSettings,
     screen: DistanceScreen,
     *,
@@ -179,7 +179,7 @@ def round_length(setting: str, clock: Callable[[], float], speeds: Callable[[], 
     return Seconds(amount if amount is not None else lambda: agreed_seconds(speeds()), clock)
 
 
-def announced_speeds(membership: MemberView) -> list[float]:
+def announced_speeds(membership: Membership) -> list[float]:
     """Return the inner steps a second of all members, as they announce them.
 
     All peers compute one length of a round from them, so none is weighed; but keys are free, and most may be made up. So they move

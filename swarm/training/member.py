@@ -30,7 +30,7 @@ from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate
 from shoal.swarm.manifest import MAX_GROUP
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.directory import State as DirectoryState
-from shoal.swarm.membership.membership import SHOAL_VERSION, DirectoryView, MemberView
+from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.resync import DriftDetector, Resynchronizer, in_step
@@ -149,7 +149,7 @@ class SelfReport:
     def __init__(
         self,
         stats: ExchangeStats,
-        directory: DirectoryView,
+        directory: Directory,
         me: str,
         sketch: Callable[[], Sketch | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -222,7 +222,7 @@ class OuterSync:
 
     def __init__(
         self,
-        membership: MemberView,
+        membership: Membership,
         model: str,
         opt: OuterOptimizer,
         exchange: PairExchange | GroupExchange,
@@ -441,7 +441,7 @@ class TrainingMember:
 
     def __init__(
         self,
-        membership: MemberView,
+        membership: Membership,
         opt: OuterOptimizer,
         exchange: PairExchange | GroupExchange,
         screen: DistanceScreen,

@@ -34,7 +34,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.attempt import ExchangeAttempt, ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext, TrainingTime
 from shoal.swarm.exchange.contribution import encode_contribution
-from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog, FormationRules, GroupLeader, moved
+from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog, GroupLeader, moved
 from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Attempt, Outcome, PeerStreams, Reduction
 from shoal.swarm.exchange.group.roster import HeartbeatChannel, Roster, open_roster, ready_message
@@ -377,14 +377,11 @@ class GroupExchange(ExchangeBase):
         context: the node and its swarm; its host serves the group's protocols from now on.
         timeouts: how long a round, and the parts of it, may take.
         fragments: fragments that are sent in turn, each with the next round's number; 1 unless the schedule streams.
-        quorum: members that make a group; 0: all in view.
-        grace: seconds that further members have once the quorum is there.
         max_group: largest group; if more are ready they are divided into several (one of which may be larger by one).
         follow: move a contribution that comes too late to the swarm's round. False for what belongs to its round only, as SPARTA's
             masks do: then the round has no partner, and only ``next_round`` follows.
-        gather: never all-reduce when this node leads: then a mean has the same bits in every run, at the price of more bytes.
         screen: decides which gathered contributions are refused and what the mean is. One that ``gathers`` takes no part in an
-            all-reduce, whoever leads.
+            all-reduce, whoever leads, and leads none.
 
     Raises:
         ValueError: ``max_group`` or ``fragments`` out of range.
@@ -396,25 +393,21 @@ class GroupExchange(ExchangeBase):
         timeouts: ExchangeTimeouts = ExchangeTimeouts(),  # noqa: B008 (frozen)
         *,
         fragments: int = 1,
-        quorum: int = 0,
-        grace: float = 1.0,
         max_group: int = 16,
         follow: bool = True,
-        gather: bool = False,
         screen: UpdateScreen = TRUSTING,
     ) -> None:
         if not 2 <= max_group <= LARGEST_GROUP:
             raise ValueError(f"max_group must be between 2 and {LARGEST_GROUP}, got {max_group}")
-        if fragments < 1 or quorum < 0 or not grace >= 0:
-            raise ValueError(f"fragments must be positive, quorum and grace not negative: got {fragments}, {quorum}, {grace}")
+        if fragments < 1:
+            raise ValueError(f"fragments must be positive, got {fragments}")
         self._context, self._screen = context, screen
         self._rounds = RoundTracker(fragments)
         view, decisions = LivenessView(context, fragments), DecisionLog(context.host, context.identity, context.swarm)
-        rules = FormationRules(quorum, grace, max_group, gather or screen.gathers)
         patience = Patience()
         time = TrainingTime(timeouts, patience, fragments)
         super().__init__(context.host, self._rounds, view.evidence, timeouts, patience)
-        self._leader = GroupLeader(context, timeouts, rules, decisions, self._rounds, view, patience, time)
+        self._leader = GroupLeader(context, timeouts, decisions, self._rounds, view, patience, time, max_group, screen.gathers)
         self._groups = GroupMember(
             context, timeouts, self._leader, decisions, self._rounds, view, patience, time, largest=max_group + 1, follow=follow
         )

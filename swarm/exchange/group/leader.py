@@ -3,8 +3,8 @@
 A peer leads a round because of its rank in it (`LivenessView.order`), in its event loop alone: whether its own
 training has come to that round does not matter, because its own contribution joins like any other, over a memory link.
 
-The group of a round is formed as soon as all members in view are ready; or ``quorum`` of them are, and ``grace`` seconds have
-passed since; or the patience of one of them is over, or two have waited for as long as others are worth (`TrainingTime.forming`).
+The group of a round is formed as soon as all members in view are ready; or the patience of one of them is over, or two have waited
+for as long as others are worth (`TrainingTime.forming`).
 One alone is let go once all others have left or are passed over. A later peer gets the leader's next round as an answer. A peer
 that is missing after a moment is probed: one that is gone, or sleeps, does not answer, and is not waited for. Nor is one whose
 record states a later round: it went on alone, and would be waited for in each round anew while it waits in the next.
@@ -322,35 +322,25 @@ class PendingGroup:
     """Missing members that answered a probe: who was on its way would have come before."""
 
 
-@dataclass(frozen=True)
-class FormationRules:
-    """The rules by which a leader forms groups."""
-
-    quorum: int
-    """Members that are enough; 0: all in view."""
-    grace: float
-    """Seconds that the others have once the quorum is there."""
-    max_group: int
-    """Members of the largest group."""
-    gather: bool
-    """Never all-reduce."""
-
-
 class GroupLeader:
-    """The server of members that take this node for the leader of a round. All coroutines run on the host's loop."""
+    """The server of members that take this node for the leader of a round. All coroutines run on the host's loop. ``max_group``:
+    members of the largest group; ``gather``: never all-reduce.
+    """
 
     def __init__(
         self,
         context: PeerContext,
         timeouts: ExchangeTimeouts,
-        rules: FormationRules,
         decisions: DecisionLog,
         rounds: RoundTracker,
         view: LivenessView,
         patience: Patience,
         time: TrainingTime,
+        max_group: int,
+        gather: bool,
     ) -> None:
-        self._context, self._timeouts, self._rules, self._time = context, timeouts, rules, time
+        self._context, self._timeouts, self._time = context, timeouts, time
+        self._max_group, self._gather = max_group, gather
         self._decisions, self._rounds, self._view, self._patience = decisions, rounds, view, patience
         self._pending: dict[tuple[int, int], PendingGroup] = {}
         self._usual: dict[int, GroupReady] = {}
@@ -477,7 +467,7 @@ class GroupLeader:
 
     async def _attend(self, member: MemberState) -> None:
         """Receive the member's reports until its group is over or it is gone."""
-        most = moved(member.ready.nbytes, self._rules.max_group + 1)
+        most = moved(member.ready.nbytes, self._max_group + 1)
         longest = member.until + self._timeouts.longest(most) + 8 * self._timeouts.chunk
         listening = asyncio.ensure_future(self._listen(member, longest))
         over = asyncio.ensure_future(member.over.wait())
@@ -499,7 +489,6 @@ class GroupLeader:
     async def _collect(self, key: tuple[int, int], pending: PendingGroup) -> None:
         """Wait until the group of a round can be formed, and let it run."""
         loop = asyncio.get_running_loop()
-        enough_since: float | None = None
         two_since = loop.time()
         probing = asyncio.ensure_future(self._probe_missing(key[0], pending))
         try:
@@ -513,19 +502,11 @@ class GroupLeader:
                 if len(here) == 1 and here >= self._view.hoped(key[0]):  # all others have left since it came
                     break
                 view = self._awaited(key[0], pending)
-                if len(here) < max(self._rules.quorum or len(view), 2):
-                    enough_since = None
-                elif enough_since is None:
-                    enough_since = now
                 expired = min(member.until for member in pending.members.values())
                 if len(here) < 2:
                     two_since = now
                 expired = min(expired, two_since + self._time.forming(key[1]))
-                forming = (
-                    expired if enough_since is None or self._rules.quorum == 0 else min(expired, enough_since + self._rules.grace)
-                )
-                if here >= view and len(here) >= 2:
-                    forming = now
+                forming = now if here >= view and len(here) >= 2 else expired
                 if now >= forming:
                     if now >= expired:
                         self._view.mark_late(here, key[0])
@@ -545,7 +526,7 @@ class GroupLeader:
             return
         self._rounds.formed(*key)
         self._view.mark_absent(self._view.here() - set(members))
-        groups = partition_into_groups(self._context.seed, key[0], members, self._rules.max_group)
+        groups = partition_into_groups(self._context.seed, key[0], members, self._max_group)
         for names in groups:
             group = {peer: members[peer] for peer in names}
             nbytes = moved(next(iter(group.values())).ready.nbytes, len(group))
@@ -553,7 +534,7 @@ class GroupLeader:
                 self._decisions,
                 group,
                 alone=len(groups) == 1,
-                gather=self._rules.gather,
+                gather=self._gather,
                 timeout=self._timeouts.moving(nbytes),
                 me=self._context.me,
                 longest=self._timeouts.longest(nbytes),

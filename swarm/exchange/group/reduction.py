@@ -1,4 +1,4 @@
-"""The interface of a group's two reductions, and the streams between its members.
+"""A group's two reductions, and the streams between its members.
 
 **By gathering** (`AllGather`) every member sends its payload to every other, and each computes the same mean from the same bytes.
 This costs a node as many payloads as there are other members, in either direction, and works with every codec, because the mean is
@@ -26,7 +26,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner
@@ -54,53 +54,6 @@ if TYPE_CHECKING:
 
 PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
 MAX_HELD = 64  # callers from groups that this node does not know yet
-
-
-class Outcome(Protocol):
-    """A decided mean, whole and verified."""
-
-    def mean(self) -> Mean:
-        """Return the mean. The first call may compute it, in place."""
-        ...
-
-
-Attempt = ExchangeAttempt[Outcome]
-
-
-class Reduction(Protocol):
-    """One attempt of one group at one member."""
-
-    @property
-    def group(self) -> Roster: ...
-
-    async def run(self) -> None:
-        """Exchange with all members; return when everything available is there. Failures are missing from ``places``."""
-        ...
-
-    async def accept(self, stream: Stream) -> None:
-        """Serve a stream that another member has opened for this; it is closed when this returns."""
-        ...
-
-    @property
-    def arrived(self) -> Mapping[str, float]:
-        """When the last of what other members sent was here, by peer id: the loop's time."""
-        ...
-
-    def lose(self, places: int) -> None:
-        """Stop waiting for members that have died."""
-        ...
-
-    def give_up(self) -> set[str]:
-        """Stop waiting for all that is not here; return the members that are still to send."""
-        ...
-
-    def places(self) -> int:
-        """Return the members whose contributions are held whole, as bits."""
-        ...
-
-    def result(self, mean: int) -> Outcome:
-        """Return the decided outcome; ``mean`` is a part of ``places``."""
-        ...
 
 
 class PeerStreams:
@@ -195,9 +148,10 @@ class AllGather:
         self._moving: dict[str, asyncio.Future[None]] = {}
         self._called = {peer: asyncio.Event() for peer in group.members if peer != me}
         self.arrived: dict[str, float] = {}
+        """When the last of what other members sent was here, by peer id: the loop's time."""
 
     async def run(self) -> None:
-        """Exchange payloads with everybody; returns when each has succeeded or failed."""
+        """Exchange payloads with everybody; returns when each has succeeded or failed. Failures are missing from ``places``."""
         try:
             await asyncio.gather(*(self._with(peer) for peer in self._called))
         finally:
@@ -207,15 +161,17 @@ class AllGather:
                 await asyncio.wait(self._moving.values())  # afterwards nothing refers to the own payload any more
 
     def places(self) -> int:
+        """Return the members whose contributions are held whole, as bits."""
         return self.group.places(self._parts)
 
     def result(self, mean: int) -> Gathered:
-        """Return the decided contributions, ready to be averaged."""
+        """Return the decided contributions, ready to be averaged; ``mean`` is a part of ``places``."""
         # Not of the attempt, which will hold it: a ring of both would keep every round's payloads until Python looks for rings.
         attempt = self._attempt
         return Gathered(self._me, attempt.contribution, attempt.screen, {peer: self._parts[peer] for peer in self.group.at(mean)})
 
     def lose(self, places: int) -> None:
+        """Stop waiting for members that have died."""
         for peer in self.group.at(places):
             if peer in self._called:
                 self._called[peer].set()
@@ -223,6 +179,7 @@ class AllGather:
                 self._moving[peer].cancel()
 
     def give_up(self) -> set[str]:
+        """Stop waiting for all that is not here; return the members that are still to send."""
         late = {peer for peer, called in self._called.items() if not called.is_set() or peer in self._moving}
         late = {peer for peer in late if peer not in self._moving or not self._moving[peer].done()}
         for peer in late:
@@ -253,7 +210,7 @@ class AllGather:
             self._attempt.failed(peer, error)
 
     async def accept(self, stream: Stream) -> None:
-        """Serve a member that has called."""
+        """Serve a member that has called; its stream is closed when this returns."""
         peer = stream.peer_id
         if peer not in self._called or self._called[peer].is_set() or self._me < peer:
             return
@@ -554,3 +511,10 @@ class _Runner(AllReduceRunner):  # type: ignore[misc]
     async def _ban_sender(self, peer_id: PeerID) -> None:
         await super()._ban_sender(peer_id)
         self.failed.set()
+
+
+Outcome = Gathered | Reduced
+"""A decided mean, whole and verified."""
+Attempt = ExchangeAttempt[Outcome]
+Reduction = AllGather | AllReduce
+"""One attempt of one group at one member."""

@@ -8,6 +8,7 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey, weighted_mean
 from shoal.optim.codecs.registry import codec_named
+from shoal.optim.exchange.averaging import UpdateScreen
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
@@ -90,7 +91,9 @@ def test_a_group_goes_on_without_whom_the_others_refuse(school, count, codec):
 
 
 def test_one_that_refuses_everybody_puts_only_itself_out(school):
-    peers = school.peers(5, gather=True)
+    gathers = UpdateScreen()
+    gathers.gathers = True
+    peers = school.peers(5, screen=gathers)
     peers[0].exchange._screen = Choosy(bad=2.0)
     assert school.values([peer.start(0, 2.0) for peer in peers]) == [None, 2.0, 2.0, 2.0, 2.0]
 

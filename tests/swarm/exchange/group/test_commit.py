@@ -11,7 +11,7 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.codecs.registry import codec_named
-from shoal.optim.exchange.averaging import TRUSTING
+from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
@@ -86,6 +86,10 @@ def attempts(monkeypatch):
     return made
 
 
+GATHERS = UpdateScreen()
+GATHERS.gathers = True
+
+
 def start(peers, codec, shape=LARGE):
     return [peer.start(0, float(number), codec, shape) for number, peer in enumerate(peers)]
 
@@ -120,7 +124,7 @@ def test_the_way_follows_from_the_codec_and_every_member_gets_the_same_bits(scho
 
 
 def test_who_leads_may_choose_to_gather_always(school, attempts):
-    handles = start(school.peers(4, gather=True), FLOAT32)
+    handles = start(school.peers(4, screen=GATHERS), FLOAT32)
     assert check_same(handles).tensors[0][0, 0].item() == 1.5
     assert attempts == [("gather", 4, True)]
 
@@ -274,7 +278,7 @@ def test_a_payload_that_does_not_match_its_digest_is_left_out(school, monkeypatc
 
 
 def test_two_members_that_cannot_reach_each_other_do_not_both_take_part(school, monkeypatch):
-    peers = school.peers(4, gather=True)
+    peers = school.peers(4, screen=GATHERS)
     apart = {peer.id for peer in peers[:2]}
     swap = AllGather._swap
 
@@ -318,7 +322,7 @@ def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
 
 
 def test_a_leader_cannot_speak_for_another_member(school, monkeypatch):
-    peers = school.peers(4, wait=1.0, chunk_timeout=1.0, gather=True)
+    peers = school.peers(4, wait=1.0, chunk_timeout=1.0, screen=GATHERS)
     monkeypatch.setattr(group_lead, "encode_roster", lambda listed: encode_roster(reseal(listed, {"weight": 9.0})))
     means = {peer.id: handle.result() for peer, handle in zip(peers, start(peers, FLOAT32), strict=True)}
     assert means[min(means)] is None  # whose place was taken
@@ -385,7 +389,7 @@ def test_who_went_on_alone_meanwhile_applies_nothing(school, monkeypatch):
 
 
 def test_who_was_called_off_before_the_group_was_formed_is_not_in_it(school):
-    leader, second, third = school.ranked(school.peers(3, wait=20.0, quorum=2, grace=0.0))
+    leader, second, third = school.ranked(school.peers(3, wait=2.0))
     early = leader.start(0, 9.0)
     school.until(lambda: leader.waiting() == 1)
     assert early.result(0.0) is None

@@ -88,7 +88,7 @@ def test_peers_in_their_own_time_always_find_their_group(school):
 
 
 def test_a_leader_that_is_not_there_yet_does_not_hold_up_the_others_and_meets_them_again(school):
-    four = school.peers(4, quorum=3, grace=0.1)
+    four = school.peers(4, wait=2.0)
     leader, *others = school.ranked(four)
     assert school.values([peer.start(0, 3.0) for peer in others]) == [pytest.approx(3.0)] * 3
     late = leader.start(0, 7.0)
@@ -97,8 +97,8 @@ def test_a_leader_that_is_not_there_yet_does_not_hold_up_the_others_and_meets_th
     assert leader.exchange.next_round == 2
 
 
-def test_a_slow_peer_is_left_out_after_the_grace_and_goes_where_it_is_told(school):
-    four = school.peers(4, quorum=3, grace=0.1, fragments=3)
+def test_a_slow_peer_is_left_out_after_the_wait_and_goes_where_it_is_told(school):
+    four = school.peers(4, wait=2.0, fragments=3)
     slow = school.ranked(four, 1)[-1]
     others = [peer for peer in four if peer is not slow]
     assert school.values([peer.start(1, 3.0, fragment=1) for peer in others]) == [pytest.approx(3.0)] * 3
@@ -109,16 +109,8 @@ def test_a_slow_peer_is_left_out_after_the_grace_and_goes_where_it_is_told(schoo
     assert school.values([*(peer.start(4, 3.0, fragment=1) for peer in others), late]) == [4.0] * 4
 
 
-def test_who_comes_within_the_grace_is_in(school):
-    three = school.peers(3, quorum=2, grace=60.0, wait=30.0)
-    leader, second, third = school.ranked(three)
-    handles = [leader.start(0, 1.0), second.start(0, 2.0)]
-    school.until(lambda: leader.waiting() == 2)
-    assert school.values([*handles, third.start(0, 6.0)]) == [pytest.approx(3.0)] * 3
-
-
 def test_what_belongs_to_its_round_does_not_move(school):
-    three = school.peers(3, quorum=2, grace=0.0, follow=False)
+    three = school.peers(3, wait=1.0, follow=False)
     leader, second, late = school.ranked(three)
     assert school.values([leader.start(4, 1.0), second.start(4, 1.0)]) == [1.0, 1.0]
     late.rounds = {peer.id: 5 for peer in three}
@@ -227,7 +219,7 @@ def test_who_began_this_round_and_is_on_its_way_is_waited_for_until_it_was_probe
 
 
 def test_a_leader_that_does_not_answer_is_passed_over(school):
-    leader, *others = school.ranked(school.peers(4, wait=6.0, quorum=3, grace=0.0))
+    leader, *others = school.ranked(school.peers(4, wait=6.0))
 
     async def stopped(stream):
         await stream.more(60)
@@ -237,7 +229,7 @@ def test_a_leader_that_does_not_answer_is_passed_over(school):
 
 
 def test_a_leader_that_stops_while_it_collects_is_passed_over(school, monkeypatch):
-    leader, *others = school.ranked(school.peers(4, wait=20.0, quorum=3, grace=0.0))
+    leader, *others = school.ranked(school.peers(4, wait=20.0))
     handles = [others[0].start(0, 0.0)]
     school.until(lambda: leader.waiting() == 1)
     leader.host.die()
@@ -411,6 +403,6 @@ def test_mistakes_of_the_caller(school, network):
     (peer,) = school.peers(1)
     with pytest.raises(ValueError, match="belongs to swarm"):
         peer.exchange.start(Contribution(RoundKey("another", 0), []))
-    for wrong in ({"max_group": 1}, {"max_group": 64}, {"fragments": 0}, {"quorum": -1}, {"grace": float("nan")}):
+    for wrong in ({"max_group": 1}, {"max_group": 64}, {"fragments": 0}):
         with pytest.raises(ValueError, match="must be"):
             GroupExchange(PeerContext(peer.host, peer.host.identity, "a" * 52, "0" * 64, 0, peer.members), **wrong)
