@@ -18,8 +18,7 @@ from bench.sim.plan import Surroundings
 from bench.sim.toy_task import BATCH, LR, Lesson, ToyModel
 from shoal.optim import Alone, Handle, RoundInfo, Steps
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.attempt import ExchangeHandle
-from shoal.swarm.exchange.contribution import model_digest
+from shoal.swarm.exchange.contribution import ExchangeHandle, model_digest
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.state.resync import ASKED, in_order, query_for

@@ -1,24 +1,54 @@
-"""One peer's contribution to a round and its bytes: encoded once, or made from the tensors chunk by chunk as they are read."""
+"""One peer's contribution to a round, and the attempt to have it averaged: what it sends, what came of it, what judges the others.
+
+Its bytes are encoded once, or made from the tensors chunk by chunk as they are read.
+
+The training thread holds a round that runs on the host's loop by its `ExchangeHandle`. `ExchangeStats` counts what failed. Its
+kinds of failures, as seen by the node that counts them:
+
+    unreachable   the peers could not connect
+    timeout       connected, and then nothing for longer than a deadline, or not there when its group was formed
+    refused       the peer said no, or called it off
+    broken        the connection ended in the middle
+    damaged       the received bytes are malformed, not as announced, or not finite
+    suspicious    well formed, and too far from this node's own (`shoal.swarm.exchange.robust`)
+
+That a peer is busy, or in another round, is no failure. Of each peer only the first failure in a round counts.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import functools
 import hashlib
 import itertools
 import math
+import threading
+import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import FLOAT32, Codec, FloatCodec, Shape, buffer
-from shoal.optim.codecs.mod4 import PairMessage, for_pairs
-from shoal.optim.exchange.base import Contribution, OnDemand, RoundKey, slabs
-from shoal.swarm.wire.envelope import CHUNK, MAX_WEIGHT, Sketch, chunks, digest
+from shoal.optim.codecs.base import FLOAT32, Codec, FloatCodec, Shape, all_finite, buffer
+from shoal.optim.codecs.mod4 import PairMessage, Reading, for_pairs
+from shoal.optim.device import give_freed_back
+from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
+from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, OnDemand, RoundKey, slabs
+from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, RoundEvidence
+from shoal.swarm.wire.envelope import CHUNK, FAILURES, MAX_BLAMED, MAX_WEIGHT, Failure, Sketch, chunks, digest
 from shoal.swarm.wire.messages import MAX_REFUSED, Offer
+
+if TYPE_CHECKING:
+    from shoal.optim.exchange.base import RoundKey
+    from shoal.swarm.p2p.host import Host
 
 
 class Payload(ABC):
@@ -228,3 +258,311 @@ def shapes_differ(mine: tuple[Shape, ...], theirs: tuple[Shape, ...]) -> str | N
         if here != there:
             return f"tensor {number} has shape {list(here)} here and {list(there)} there"
     return None
+
+
+WINDOW = 64  # exchanges that are remembered: minutes to hours of rounds, so that a mended fault is soon forgotten
+RECENT = 8  # transfers whose median is reported: with different partners, so that a slow link shows at its owner
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The reason, in a few words, why a contribution cannot be used."""
+
+    kind: Failure
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def kind_of(error: NetworkError | MessageError) -> Failure:
+    """Return the kind of failure that an error is."""
+    for kind in FAILURES:
+        if kind == error.reason:
+            return kind
+    return "broken" if isinstance(error, NetworkError) else "damaged"
+
+
+class ExchangeStats:
+    """The counters of one node's exchanges. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: deque[tuple[RoundKey, str, Failure | None]] = deque(maxlen=WINDOW)
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self.odd = 0
+        """Rounds without a partner because the number of peers was odd, which is no failure."""
+
+    def failed(self, key: RoundKey, peer: str, problem: NetworkError | MessageError | Failure) -> None:
+        """Count a failed exchange of round ``key`` with ``peer``."""
+        kind = problem if isinstance(problem, str) else kind_of(problem)
+        with self._lock:
+            if not any(known == key and other == peer for known, other, _ in self._events):
+                self._events.append((key, peer, kind))
+
+    def done(self, key: RoundKey, seconds: float) -> None:
+        """Count a committed exchange whose bytes took ``seconds`` to move."""
+        with self._lock:
+            self._events.append((key, "", None))
+            self._seconds.append(seconds)
+
+    def failures(self, key: RoundKey) -> list[tuple[str, Failure]]:
+        """Return the peers with which the exchange ``key``, or what it was moved to, failed, and how."""
+        with self._lock:
+            events = [(known, peer, kind) for known, peer, kind in self._events if kind is not None]
+        return [(peer, kind) for known, peer, kind in events if known.fragment == key.fragment and known.round >= key.round]
+
+    def turned_down(self) -> int:
+        """Return how many peers in a row refused this node, or were rejected by it, since its last committed exchange."""
+        with self._lock:
+            peers = set()
+            for _, peer, kind in reversed(self._events):
+                if kind is None:
+                    break
+                if kind in ("refused", "suspicious"):
+                    peers.add(peer)
+            return len(peers)
+
+    def report(self) -> dict[str, Any]:
+        """Return the fields of `shoal.swarm.wire.messages.Member` that describe the exchanges."""
+        with self._lock:
+            events, seconds = list(self._events), list(self._seconds)
+        kinds = Counter(kind for _, _, kind in events if kind is not None)
+        blamed = Counter((peer, kind) for _, peer, kind in events if kind is not None)
+        return {
+            "exchange_s": median(seconds) if seconds else 0.0,
+            "exchanges": len(events),
+            "failures": tuple((kind, kinds[kind]) for kind in FAILURES if kind in kinds),
+            "blamed": tuple((peer, kind, count) for (peer, kind), count in blamed.most_common(MAX_BLAMED)),
+        }
+
+
+R = TypeVar("R")
+Received = list[Tensor] | Reading
+"""A decoded contribution, or one of a codec for pairs as the own weights read it."""
+
+
+@dataclass
+class CommitState(Generic[R]):
+    """The outcome of an attempt so far: decided once, by the host's loop that commits or by the training thread that closes it,
+    whichever comes first.
+    """
+
+    received: R | None = None
+    """Set at the commit."""
+    closed: bool = False
+    """True once the training thread has gone on: nothing may be committed any more."""
+    awaited: bool = False
+    """True once the training thread waits for the outcome."""
+    leave_out: Callable[[], bool] | None = None
+    """While the transfer with a partner is under way: leaves the next round out, unless the transfer has just begun."""
+    _wake: Callable[[], object] = lambda: None
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def commit(self, received: R) -> bool:
+        """Set the outcome, in one assignment. Returns False, and changes nothing, if the training thread has gone on."""
+        with self._lock:
+            if not self.closed:
+                self.received = received
+            return not self.closed
+
+    def when_awaited(self, wake: Callable[[], object]) -> None:
+        """Have ``wake`` called once the training thread waits for the outcome, at once if it does."""
+        with self._lock:
+            self._wake, awaited = wake, self.awaited
+        if awaited:
+            wake()
+
+    def await_outcome(self) -> None:
+        """Note that the training thread waits from now on."""
+        with self._lock:
+            self.awaited, wake = True, self._wake
+        wake()
+
+    def close(self) -> R | None:
+        """Return the outcome; None is final. Waits for nothing, so that a loop that hangs holds no training thread."""
+        with self._lock:
+            self.closed = True
+            return self.received
+
+
+@dataclass(frozen=True)
+class ExchangeAttempt(Generic[R]):
+    """A contribution, its commit state, and the screen and the statistics of the node that sends it."""
+
+    contribution: EncodedContribution
+    commit: CommitState[R] = field(default_factory=CommitState)
+    screen: UpdateScreen = TRUSTING
+    stats: ExchangeStats = field(default_factory=ExchangeStats)
+
+    @property
+    def key(self) -> RoundKey:
+        return self.contribution.key
+
+    def moved_to(self, round: int) -> ExchangeAttempt[R]:
+        """Return the attempt to have the same contribution averaged in another round. The commit state is shared."""
+        return replace(self, contribution=replace(self.contribution, key=replace(self.key, round=round)))
+
+    def failed(self, peer: str, problem: NetworkError | MessageError | Failure) -> None:
+        """Count a failed exchange with ``peer``."""
+        self.stats.failed(self.key, peer, problem)
+
+    def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, Received]:
+        """Return why the payload of ``peer`` cannot be used, or None, and what it says. Slow: for a worker thread."""
+        mine, message = self.contribution, self.contribution.message
+        try:
+            read = None if message is None else message.read(payload)
+            tensors = mine.codec.decode(payload, mine.shapes) if message is None or read is None else message.seen(read)
+        except ValueError as error:  # raised by codecs at bytes that no peer of this version encodes
+            return Problem("damaged", f"it is not {mine.codec.name}: {error}"), []
+        received = tensors if read is None else read
+        if not all_finite(tensors):
+            return Problem("damaged", "it holds NaN or infinity"), received
+        distrust = self.screen.problem(self.key, mine.tensors, peer, tensors)
+        return None if distrust is None else Problem("suspicious", distrust), received
+
+
+SLICE_S = 0.1
+
+
+class RoundCounter(Protocol):
+    """A holder of the number of a node's next round."""
+
+    next_round: int
+
+    def go_back(self, round: int) -> None:
+        """Note that the optimizer goes on in ``round``, though this node has been in later ones."""
+        ...
+
+
+class ExchangeBase(Exchange):
+    """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
+
+    def __init__(
+        self, host: Host, counter: RoundCounter, evidence: RoundEvidence, timeouts: ExchangeTimeouts, patience: Patience
+    ) -> None:
+        self.host, self._evidence = host, evidence
+        host.resource_manager.partner = evidence.knows
+        self._counter, self._timeouts, self._patience = counter, timeouts, patience
+        self.moved = 0
+        """Bytes each way of the newest round."""
+        self.until = float("inf")
+        self.stats = ExchangeStats()
+        """The outcomes of its exchanges."""
+        self.waited = 0.0
+        """Total seconds for which the calling thread was blocked here."""
+        self.sketch: Callable[[], Sketch | None] = lambda: None
+        """This node's newest sketch, to be shown to its group."""
+
+    @property
+    def sketches(self) -> Mapping[str, Sketch | None]:
+        """Return what the other members of the newest group have shown, by peer id."""
+        return {}
+
+    @property
+    def partners(self) -> frozenset[str]:
+        """The peers with which this node has exchanged: a record alone costs nothing, and counts for nobody's weights."""
+        return self._evidence.partners
+
+    @property
+    def limit(self) -> float:
+        """Seconds that the newest round can take at most."""
+        return self.limit_of(self.moved, 0)
+
+    def limit_of(self, nbytes: int, fragment: int) -> float:
+        """Return the seconds that a round of ``fragment`` can take at most, in which ``nbytes`` bytes are moved each way."""
+        return self._timeouts.limit(self._patience.of(self._timeouts, fragment), nbytes)
+
+    @property
+    def next_round(self) -> int:
+        """The number of the next round; more than one above the last one's if this node caught up with the swarm."""
+        return self._counter.next_round
+
+    @next_round.setter
+    def next_round(self, round: int) -> None:
+        self._counter.next_round = round
+
+    def back(self, round: int) -> int | None:
+        """Return the round that the optimizer, about to go on in ``round``, should go back to, where the others are; None if it
+        is with them.
+        """
+        to = self._evidence.back(round)
+        if to is not None:
+            self._counter.go_back(to)
+        return to
+
+    def hurry(self, seconds: float) -> None:
+        """Limit every round to ``seconds`` from now on, because the node is about to leave. Callable from a signal handler."""
+        self.until = time.monotonic() + seconds
+
+
+class ExchangeHandle(Handle, Generic[R]):
+    """One round in flight: ``work`` runs on the host's loop and leaves its outcome in the attempt's commit state."""
+
+    def __init__(
+        self, exchange: ExchangeBase, attempt: ExchangeAttempt[R], work: Coroutine[Any, Any, R | None], mean: Callable[[R], Mean]
+    ) -> None:
+        self._exchange, self._attempt, self._make, self._moves = exchange, attempt, mean, exchange.moved
+        self._future: concurrent.futures.Future[R | None] = exchange.host.submit(work)
+        self._mean: Mean | None = None
+
+    @property
+    def limit(self) -> float:
+        """Seconds that ``result`` waits at most."""
+        return self._exchange.limit_of(self._moves, self._attempt.key.fragment)
+
+    def done(self) -> bool:
+        """Return whether ``result`` would return at once."""
+        return self._future.done()
+
+    def leave_out(self) -> bool:
+        """Leave the next round out if the transfer with a partner is under way."""
+        leave_out = self._attempt.commit.leave_out
+        return leave_out is not None and not self._future.done() and leave_out()
+
+    def result(self, deadline: float | None = None) -> Mean | None:
+        """Wait at most ``deadline`` seconds (None: the exchange's own limits); then give the round up and return None."""
+        began = time.monotonic()
+        if not self._future.done():
+            self._attempt.commit.await_outcome()
+            give_freed_back()  # such as the gradients of the last step: what is received takes as much memory
+        limit = self.limit if deadline is None else min(deadline, self.limit)
+        try:
+            received = self._wait(began + limit)
+        except concurrent.futures.CancelledError:
+            received = self._attempt.commit.received
+        finally:
+            self._exchange.waited += time.monotonic() - began
+        return self._mean_of(received)
+
+    def close(self) -> None:
+        """Give the round up without waiting, so that the partner does not count a contribution that is dropped here."""
+        self._attempt.commit.close()
+        self._future.cancel()
+
+    async def settled(self) -> Mean | None:
+        """Do the same as ``result()`` in a coroutine on the host's loop, by the loop's clock."""
+        work = asyncio.wrap_future(self._future)
+        if not work.done():
+            self._attempt.commit.await_outcome()
+        await asyncio.wait({work}, timeout=self.limit)
+        if not work.done():
+            self.close()
+            await asyncio.wait({work})
+        return self._mean_of(self._attempt.commit.received if work.cancelled() else work.result())
+
+    def _mean_of(self, received: R | None) -> Mean | None:
+        if received is not None and self._mean is None:  # once, for it is computed in place
+            self._mean = self._make(received)
+        return self._mean
+
+    def _wait(self, until: float) -> R | None:
+        while True:
+            left = min(until, self._exchange.until) - time.monotonic()
+            if left <= 0 and not self._future.done():
+                self.close()
+            try:
+                # In slices: ``hurry`` may shorten the wait, and a signal handler runs only between two of them.
+                return self._future.result(min(max(left, 0), SLICE_S))
+            except (concurrent.futures.TimeoutError, asyncio.TimeoutError):
+                continue

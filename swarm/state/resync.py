@@ -50,8 +50,7 @@ from shoal.optim.codecs.base import Shape
 from shoal.optim.outer.weights import distance
 from shoal.optim.schedule import Send
 from shoal.swarm.errors import NetworkError, ShoalError
-from shoal.swarm.exchange.attempt import ExchangeStats
-from shoal.swarm.exchange.contribution import parameters_digest
+from shoal.swarm.exchange.contribution import ExchangeStats, parameters_digest
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.p2p.addresses import host_of, known_first, of_ranges
 from shoal.swarm.p2p.host import Host

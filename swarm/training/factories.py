@@ -40,10 +40,9 @@ from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.weights import Processes
 from shoal.optim.schedule import USEFUL, agreed_seconds, bounded_speeds
 from shoal.swarm.errors import OuterError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import QUICKER, SEVERAL, ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
-from shoal.swarm.exchange.round_evidence import QUICKER, SEVERAL
 from shoal.swarm.manifest import MAX_GROUP, OuterSettings, parse_round
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.addresses import of_ranges

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
-from shoal.swarm.exchange.attempt import RECENT, ExchangeStats
+from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.exchange.cost import every_that_fits
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate

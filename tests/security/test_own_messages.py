@@ -15,8 +15,7 @@ from shoal.optim.codecs.base import FLOAT32
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.access import MAX_USES, admission, entry_of, expiry, issue
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.attempt import WINDOW, ExchangeStats
-from shoal.swarm.exchange.contribution import encode_contribution
+from shoal.swarm.exchange.contribution import WINDOW, ExchangeStats, encode_contribution
 from shoal.swarm.exchange.group.roster import ready_message
 from shoal.swarm.exchange.pair.calls import make_offer
 from shoal.swarm.exchange.robust import Newcomers

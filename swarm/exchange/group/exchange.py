@@ -31,9 +31,8 @@ from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.attempt import ExchangeAttempt, ExchangeBase, ExchangeHandle
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext, TrainingTime
-from shoal.swarm.exchange.contribution import encode_contribution
+from shoal.swarm.exchange.contribution import ExchangeAttempt, ExchangeBase, ExchangeHandle, encode_contribution
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog, GroupLeader, moved
 from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Attempt, Outcome, PeerStreams, Reduction

@@ -9,8 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from shoal.optim.exchange.base import order
-from shoal.swarm.exchange.context import PeerContext
-from shoal.swarm.exchange.round_evidence import PassedOver, RoundEvidence
+from shoal.swarm.exchange.context import PassedOver, PeerContext, RoundEvidence
 
 REMEMBERED = 1024
 

@@ -39,8 +39,7 @@ from shoal.optim.codecs.base import FloatCodec, all_finite, buffer
 from shoal.optim.exchange.averaging import UpdateScreen, mean_of
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.attempt import ExchangeAttempt
-from shoal.swarm.exchange.contribution import EncodedContribution
+from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttempt
 from shoal.swarm.exchange.group.liveness import LivenessView
 from shoal.swarm.exchange.group.roster import Roster, stop
 from shoal.swarm.p2p.limits import StreamPlaces

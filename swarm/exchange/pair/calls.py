@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import OVERLAPPED_S, PeerContext
 from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
-from shoal.swarm.exchange.pair.meeting import MAX_HELD, PairingAttempt, PairState, Phase
+from shoal.swarm.exchange.pair.pairing import MAX_HELD, PairingAttempt, PairState, Phase
 from shoal.swarm.exchange.pair.transfer import Incoming, PartnerContribution, Withdrawn
 from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import short

@@ -1,7 +1,8 @@
 """The exchange with one partner over libp2p: `shoal.optim.Exchange` with strangers over the internet.
 
 See `shoal.swarm.exchange.pair.calls` for the calls and their answers, `transfer` for the bytes and the commit, and
-`shoal.swarm.exchange.attempt` for the training thread's side. Several meetings may be under way at once, one for each fragment.
+`shoal.swarm.exchange.contribution` for the training thread's side. Several meetings may be under way at once, one for each
+fragment.
 
 The matchmaking (`PairMatchmaker`) is of peers that finish a round at different times, without a coordinator and without waiting for
 the dead.
@@ -55,14 +56,17 @@ from shoal.optim.codecs.mod4 import Reading, for_pairs
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen, mean_of, pair_mean
 from shoal.optim.exchange.base import Contribution, Mean
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.attempt import ExchangeAttempt, ExchangeBase, ExchangeHandle
-from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext, TrainingTime
-from shoal.swarm.exchange.contribution import EncodedContribution, encode_contribution
+from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext, RoundEvidence, TrainingTime
+from shoal.swarm.exchange.contribution import (
+    EncodedContribution,
+    ExchangeAttempt,
+    ExchangeBase,
+    ExchangeHandle,
+    encode_contribution,
+)
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PROBE_S, PROBED, CallAnswerer, Caller, HeldCalls
-from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState, Phase
-from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
+from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairSelector, PairState, Phase
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
-from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.wire.messages import Member
 
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Literal
 from shoal.optim.codecs.base import buffer
 from shoal.optim.codecs.mod4 import Reading
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.attempt import ExchangeAttempt, Problem, Received
 from shoal.swarm.exchange.context import ExchangeTimeouts
+from shoal.swarm.exchange.contribution import ExchangeAttempt, Problem, Received
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import KIB, HashList, M, Message, fresh_nonce, pack, unpack
 from shoal.swarm.wire.messages import Abort, Commit, Offer, OutcomeReply, OutcomeRequest, Ready

@@ -7,7 +7,7 @@ from shoal.optim import RoundKey
 from shoal.optim.exchange.base import Contribution, partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.meeting import Phase
+from shoal.swarm.exchange.pair.pairing import Phase
 
 SWARM, MODEL = "a" * 52, "0" * 64
 

@@ -8,9 +8,8 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.attempt import RECENT, WINDOW, ExchangeAttempt, ExchangeStats, kind_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.contribution import encode_contribution
+from shoal.swarm.exchange.contribution import RECENT, WINDOW, ExchangeAttempt, ExchangeStats, encode_contribution, kind_of
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity

@@ -18,8 +18,8 @@ from shoal.optim import FLOAT32
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.access import AccessPolicy, Admission
 from shoal.swarm.errors import MessageError
-from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.contribution import ExchangeAttempt
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog
 from shoal.swarm.exchange.group.roster import encode_roster, open_roster
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL

@@ -11,7 +11,7 @@ import torch
 from shoal.optim import CO2, DiLoCo, NoLoCo, RoundInfo, RoundKey
 from shoal.optim.exchange.base import Alone
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.attempt import ExchangeStats
+from shoal.swarm.exchange.contribution import ExchangeStats
 from shoal.swarm.exchange.robust import LEAST, DistanceScreen
 from shoal.swarm.state import resync as anchoring
 from shoal.swarm.state.resync import FAR, SLOW_S, Resynchronizer, SplitDecision

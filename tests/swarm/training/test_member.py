@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.optim import RoundInfo, RoundKey
-from shoal.swarm.exchange.attempt import ExchangeStats
+from shoal.swarm.exchange.contribution import ExchangeStats
 from shoal.swarm.exchange.robust import PATIENCE, Newcomers
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.training.member import LEAVE_S, TrainingMember

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from shoal.optim import RoundKey
-from shoal.swarm.exchange.attempt import RECENT, ExchangeStats
+from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.training.member import AGAIN_S, CONFIRM, SelfReport

@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from shoal.optim import FLOAT32, Delayed, Every, RoundKey, Streaming
 from shoal.optim.exchange.base import Contribution, partner_of
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.context import SHARE, ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.context import FORGOTTEN, SHARE, TERMS, ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, make_offer, receive_offer
 from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
-from shoal.swarm.exchange.pair.meeting import PairingAttempt, Phase
-from shoal.swarm.exchange.pair.pairing import PairRounds, PairSelector
+from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairSelector, Phase
 from shoal.swarm.exchange.pair.transfer import PairTransfer
-from shoal.swarm.exchange.round_evidence import FORGOTTEN, TERMS
 from shoal.swarm.state.resync import in_step
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.messages import Answer

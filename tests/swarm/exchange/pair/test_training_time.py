@@ -8,7 +8,6 @@ import torch
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.exchange.attempt import ExchangeAttempt
 from shoal.swarm.exchange.context import (
     FIRST_RATE,
     FIRST_S,
@@ -20,13 +19,12 @@ from shoal.swarm.exchange.context import (
     ExchangeTimeouts,
     Patience,
     PeerContext,
+    RoundEvidence,
     TrainingTime,
 )
-from shoal.swarm.exchange.contribution import encode_contribution
-from shoal.swarm.exchange.pair.meeting import PairingAttempt, PairState
-from shoal.swarm.exchange.pair.pairing import PairRounds
+from shoal.swarm.exchange.contribution import ExchangeAttempt, encode_contribution
+from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairState
 from shoal.swarm.exchange.pair.transfer import PartnerContribution
-from shoal.swarm.exchange.round_evidence import RoundEvidence
 from shoal.swarm.identity import Identity
 
 SWARM, WAIT = "a" * 52, 0.05

@@ -13,8 +13,8 @@ from shoal.optim import BFLOAT16, FLOAT32, RoundKey, codec_named
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
-from shoal.swarm.exchange.attempt import CommitState, ExchangeAttempt
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.contribution import CommitState, ExchangeAttempt
 from shoal.swarm.exchange.pair import calls as pair_calls
 from shoal.swarm.exchange.pair import transfer
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
