@@ -149,7 +149,7 @@ class Checks:
     def _near(self) -> float:
         """Return how near to each other the replicas must come."""
         options, before = self._swarm.setting.options, self._apart_at_calm or 0.0
-        whole = self._swarm.setting.kind == "group" and not options.get("quorum") and "max_group" not in options
+        whole = self._swarm.setting.kind == "group" and "max_group" not in options
         return EQUAL if whole else max(before * (4 if self._swarm.setting.mod4 else 0.5), EQUAL)
 
     def _mean(self, peer: SimPeer, mine: SimContribution, mean: Mean) -> None:

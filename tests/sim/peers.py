@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
+from shoal.optim.exchange.averaging import UpdateScreen
 from shoal.optim.exchange.base import Contribution, Mean, RoundKey
 from shoal.optim.outer.rounds import LASTS
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
@@ -37,6 +38,9 @@ SWARM, MODEL = "a" * 52, "0" * 64
 EPOCH = 1.0e9  # Unix time at which every simulation begins
 TTL, PERIOD = 12.0, 2.0  # seconds that a record lives, and between two of a peer
 VALUES = 8  # floats that a peer trains
+
+GATHERS = UpdateScreen()
+GATHERS.gathers = True
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,8 @@ class SimPeer:
         setting = self.swarm.setting
         way = PairExchange if setting.kind == "pair" else GroupExchange
         options = dict(setting.options)
+        if options.pop("gather", False):
+            options["screen"] = GATHERS
         if setting.kind == "pair":
             options |= {"departed": self.departed, "overlap": setting.fragments > 1}
         context = PeerContext(cast("Host", self.host), self.identity, SWARM, MODEL, self.swarm.seed, self.members)

@@ -44,7 +44,7 @@ def setting_of(seed: int, hostile: bool = False) -> Setting:
     kind = chance.choice(("pair", "pair", "group"))
     options: dict[str, Any] = {}
     if kind == "group":
-        ways: list[dict[str, Any]] = [{}, {}, {"quorum": 2, "grace": 0.5}, {"max_group": 2}, {"gather": True}]
+        ways: list[dict[str, Any]] = [{}, {}, {}, {"max_group": 2}, {"gather": True}]
         options = chance.choice(ways)
     if kind == "pair" and seed % 3 == 0:  # a third: with fragments in flight a simulation has many more events
         options["fragments"] = random.Random(f"fragments {seed}").choice((1, 1, 2, 4))  # from dice of its own: the others stay

@@ -12,7 +12,7 @@ from shoal.swarm.exchange.context import TrainingTime
 from shoal.swarm.exchange.group.leader import GroupCommit
 from shoal.swarm.exchange.group.reduction import AllGather, _Runner
 from shoal.swarm.exchange.pair.calls import Caller, HeldCalls
-from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
+from shoal.swarm.exchange.pair.exchange import Averaged, PairMatchmaker
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
 from shoal.swarm.p2p import stream
 from shoal.swarm.wire.envelope import seal, unseal
@@ -135,13 +135,13 @@ def streams_left_to_the_garbage_collector(patch):
 
 def wrong_weights(patch):
     """A mean that forgets the weights."""
-    mean = PairExchange._mean
+    mean = Averaged._computed
 
-    def unweighted(self, mine, theirs):
-        right = mean(self, mine, PartnerContribution(theirs.peer, mine.weight, theirs.values))
-        return Mean(right.tensors, mine.weight + theirs.weight, right.members)
+    def unweighted(self, theirs):
+        right = mean(self, PartnerContribution(theirs.peer, self._mine.weight, theirs.values))
+        return Mean(right.tensors, self._mine.weight + theirs.weight, right.members)
 
-    patch.setattr(PairExchange, "_mean", unweighted)
+    patch.setattr(Averaged, "_computed", unweighted)
 
 
 def an_error_of_ours(patch):
