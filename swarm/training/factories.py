@@ -40,7 +40,7 @@ from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.weights import Processes
 from shoal.optim.schedule import USEFUL, agreed_seconds, bounded_speeds
 from shoal.swarm.errors import OuterError
-from shoal.swarm.exchange.context import QUICKER, SEVERAL, ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import FEW, QUICKER, ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.manifest import MAX_GROUP, OuterSettings, parse_round
@@ -188,7 +188,7 @@ def announced_speeds(membership: Membership) -> list[float]:
     members, partner = membership.directory.members(), membership.host.resource_manager.partner
     own = [member.steps_per_s for peer, member in members.items() if peer == membership.identity.peer_id]
     partners = [member.steps_per_s for peer, member in members.items() if partner(peer)]
-    known, most = ([*partners, *own], 1 / USEFUL) if len(partners) >= SEVERAL else (own, QUICKER)
+    known, most = ([*partners, *own], 1 / USEFUL) if len(partners) >= FEW else (own, QUICKER)
     return bounded_speeds([member.steps_per_s for member in members.values()], known, most)
 
 

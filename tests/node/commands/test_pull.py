@@ -101,7 +101,7 @@ class World:
             if chunk not in sink.have:
                 if len(self.given) == self.most:
                     raise NetworkError("the peers that hold the weights have gone with some chunks missing.")
-                data = self.snapshot.payload.numpy().data[chunk * CHUNK : chunk * CHUNK + chunk_size(header.nbytes, chunk)]
+                data = self.snapshot.content.numpy().data[chunk * CHUNK : chunk * CHUNK + chunk_size(header.nbytes, chunk)]
                 sink.write(chunk, data)
                 self.given.append(chunk)
         return set()
@@ -128,7 +128,7 @@ def world(monkeypatch, task):
 
 def slow(world):
     header = world.snapshot.header
-    return FLOAT32.decode(world.snapshot.payload[: FLOAT32.nbytes(header.shapes)], header.shapes)
+    return FLOAT32.decode(world.snapshot.content[: FLOAT32.nbytes(header.shapes)], header.shapes)
 
 
 def test_the_file_has_the_names_of_the_model_in_whatever_order_the_optimizer_has_them(world, task, tmp_path):
@@ -227,7 +227,7 @@ def test_a_partial_file_is_believed_only_as_far_as_its_digests(world, tmp_path):
     kept = ResumableDownload(tmp_path / "p", header, digests, header.nbytes)
     assert kept.have == set()
     for chunk in (0, 2):
-        kept.write(chunk, world.snapshot.payload.numpy().data[chunk * CHUNK : chunk * CHUNK + chunk_size(header.nbytes, chunk)])
+        kept.write(chunk, world.snapshot.content.numpy().data[chunk * CHUNK : chunk * CHUNK + chunk_size(header.nbytes, chunk)])
     kept.close()
     with kept.path.open("r+b") as file:
         file.seek(2 * CHUNK + 7)

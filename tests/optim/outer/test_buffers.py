@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.optim import LocalSGD, Simulation
+from shoal.optim import Alone, LocalSGD, Simulation
 
 
 class Assigns(nn.Module):
@@ -57,7 +57,7 @@ def test_peers_have_the_same_statistics_after_a_round_whichever_tensor_holds_the
 
 def test_a_buffer_that_changed_its_shape_is_named_before_anything_is_sent():
     net = Assigns()
-    opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), Simulation(["a"]), every=1, buffers="average", model=net, lag=0)
+    opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1, buffers="average", model=net, lag=0)
     net.running = torch.zeros(4)
     with pytest.raises(ValueError, match=r"the averaged buffer 'running' is not of shape \(3,\) any more"):
         opt.step()
