@@ -15,8 +15,6 @@ from shoal.node.console import MAX_PORT, parse_address, require
 from shoal.node.metrics.log import About, Fields, MetricsError, MetricsSink, Sinks, number, one_line
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 
-LIVE = ("progress", "checks")
-"""Events for sinks alone: in the file they would be a line twice a second."""
 SUMMARIES = ("start", "end")
 """Events about the whole run, of which only the held-out loss makes a curve."""
 PROGRESS_S = 10.0

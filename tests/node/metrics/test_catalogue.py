@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.node.metrics.log import RoundRecord
 from shoal.node.metrics.prometheus import MEASURES, readings
-from shoal.node.metrics.sinks import LIVE, PROGRESS_S, Curves
+from shoal.node.metrics.sinks import PROGRESS_S, Curves
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def test_names_are_as_prometheus_wants_them():
 
 
 @given(
-    st.sampled_from(["start", "round", "evaluation", "rl", "end", *LIVE]),
+    st.sampled_from(["start", "round", "evaluation", "rl", "end", "progress", "checks"]),
     st.dictionaries(
         st.sampled_from(["round", "step", "loss", "partner", "own", "foreign", "banned", "x"]),
         st.sampled_from([None, True, "bob", [], [1, 2], (3,), {"a": 1}]) | st.floats(),
