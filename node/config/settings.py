@@ -460,6 +460,10 @@ class NodeSettings(_Table, RankSettings):
     def slow_folder(self) -> Path | None:
         return None if self.offload == ON_DEVICE else self.offload
 
+    def slow_in_memory(self, kind: str) -> bool:
+        """Whether main memory holds the slow weights of a model on a device of that kind."""
+        return self.slow_folder is None and (not self.slow_on_device or kind == "cpu")
+
     @property
     def run_folder(self) -> Path:
         return self.folder or self._runs / self.name

@@ -87,7 +87,7 @@ def check_size(
         node = settings.node
         resources.check(
             node.ram, params, log, method=settings.outer.method, device=device, working=task.working_bytes(),
-            slow_here=node.slow_folder is None and (not node.slow_on_device or device == "cpu"), own=manifest is None,
+            slow_here=node.slow_in_memory(device), own=manifest is None,
         )  # fmt: skip
 
 

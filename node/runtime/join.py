@@ -308,11 +308,10 @@ def make_trainer(
     settings = with_own_lag(settings)
     node, method, train = settings.node, settings.outer.method, settings.train
     on_device = node.slow_on_device
-    slow_here = node.slow_folder is None and (not on_device or device.type == "cpu")
 
     def check(params: list[torch.nn.Parameter]) -> None:
         if not isinstance(task, TextTask):  # whose size was known before (`door.check_size`)
-            resources.check(node.ram, params, log, method=method, slow_here=slow_here)
+            resources.check(node.ram, params, log, method=method, slow_here=node.slow_in_memory(device.type))
 
     steps = schedule_steps(settings, swarm)
     if ranks is not None:

@@ -123,8 +123,6 @@ TICK_S = 0.1
 INBOX = 8192  # records that wait to be taken; the oldest go
 MOST_PULLED = 3  # peers to ask for a log of records at a time
 JOIN_S = 10.0  # seconds to wait for the thread's end
-
-
 MOST_ASKED = 3  # peers besides the author who are asked for what it does not hand out
 
 
