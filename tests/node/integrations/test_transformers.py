@@ -16,6 +16,7 @@ from shoal.swarm.errors import ShoalError
 from tests.swarm.training.test_session import together
 
 pytestmark = [pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed") for name in ("transformers", "peft")]
+pytestmark.append(pytest.mark.usefixtures("accelerate_of_each_thread"))
 HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
 EVERY, STEPS = 3, 9
 
@@ -152,9 +153,7 @@ def saved_weights(folder, model):
     return flat(kept.get(name, parameter) for name, parameter in model.named_parameters())
 
 
-# Trainers in threads share accelerate's flag of accumulation, so that each would leave out steps of the other.
-ALONE = {"gradient_accumulation_steps": 1}
-SAVING = ALONE | {"save_strategy": "steps", "save_steps": EVERY}
+SAVING = {"save_strategy": "steps", "save_steps": EVERY}
 BEST = SAVING | {
     "eval_strategy": "steps", "eval_steps": EVERY, "load_best_model_at_end": True, "metric_for_best_model": "score",
     "greater_is_better": True,
@@ -190,9 +189,7 @@ def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept
 
     def undisturbed(name, model, session):
         callback = swarm_callback(session)
-        trainer(
-            model, rows("ab".index(name)), tmp_path / "plain" / name, more=ALONE | {"max_steps": last}, callbacks=[callback]
-        ).train()
+        trainer(model, rows("ab".index(name)), tmp_path / "plain" / name, more={"max_steps": last}, callbacks=[callback]).train()
         return flat(callback.opt.slow)
 
     plain, _ = pair(tmp_path, undisturbed, finish="average")
@@ -214,7 +211,7 @@ def test_a_resumed_trainer_goes_on_bit_by_bit(tmp_path, lag):
     straight, models = pair(tmp_path, lambda *peer: train(SAVING, None, *peer), lag=lag)
     expected = [flat(model.parameters()) for model in models]
     resumed, models = pair(
-        tmp_path, lambda name, *peer: train(ALONE, str(tmp_path / name / f"checkpoint-{2 * EVERY}"), name, *peer), lag=lag
+        tmp_path, lambda name, *peer: train({}, str(tmp_path / name / f"checkpoint-{2 * EVERY}"), name, *peer), lag=lag
     )
     for (found, round), (wanted, rounds), model, weights in zip(resumed, straight, models, expected, strict=True):
         assert round == rounds
