@@ -208,19 +208,19 @@ def arguments() -> argparse.Namespace:
 
 
 def report(options: argparse.Namespace) -> int:
-    found = rows(list(Runner(options.report, 1, 0, Spec).results.values()))
+    known = rows(list(Runner(options.report, 1, 0, Spec).results.values()))
     longest: dict[tuple[str, str], int] = {}
-    for row in found:
+    for row in known:
         key = (row["text"], row["model"])
         longest[key] = max(longest.get(key, 0), row["steps"])
-    found = [row for row in found if row["steps"] == longest[row["text"], row["model"]]]  # the others chose settings
+    found = [row for row in known if row["steps"] == longest[row["text"], row["model"]]]  # the others chose settings
     picture = ""
     if options.figure is not None:
         write_figure(found, options.figure)
         here = Path(os.path.relpath(options.figure, options.into.parent))
         sheet = here.with_suffix(".csv")
         picture = f"![{ALT}]({here.as_posix()})\n\nThe numbers of the picture: [{sheet.name}]({sheet.as_posix()}).\n\n"
-    put_into(options.into, picture + markdown(found), BEGIN, END)
+    put_into(options.into, picture + markdown(found, known), BEGIN, END)
     return 0
 
 
@@ -233,7 +233,8 @@ def main() -> int:
     size, file = SIZES[model], options.resume or (None if options.small else RESULTS)
     steps, stages = options.steps or size.steps, asked(options)
     tune = min(size.tune, max(steps // 2, 1))
-    uneven = [cell.every for stage in stages for cell in stage.cells if steps % cell.every or tune % TUNED_EVERY]
+    # What is left over after the last round is not exchanged: no more than a fifth of a round.
+    uneven = [cell.every for stage in stages for cell in stage.cells if 5 * (steps % cell.every) > cell.every or tune % TUNED_EVERY]
     if uneven and not (options.small and all(steps % every == 0 for every in uneven)):
         print(f"bench: --steps {steps} must be a multiple of {2 * TUNED_EVERY} and of {uneven[0]}.", file=sys.stderr)
         return 2

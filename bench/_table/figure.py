@@ -37,6 +37,7 @@ LOOKS = {
     "co2": Look("CO2", "#a8763e", "P"),
     "sparseloco": Look("SparseLoCo", "#d9822b", "v"),
     "streaming": Look("Streaming DiLoCo", "#8957e5", "D"),
+    "streaming-mix": Look("Streaming, mix 0.5", "#8957e5", "d"),
     "diloco": Look("DiLoCo", "#2f81f7", "o"),
     "noloco": Look("NoLoCo, waiting", "#1b9aaa", "h"),
     "noloco-overlap": Look("NoLoCo, overlapped", "#2da44e", "^"),

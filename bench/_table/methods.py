@@ -25,14 +25,14 @@ SKIPPED = {
 
 def _recipes() -> dict[str, Recipe]:
     diloco, streaming = METHODS["diloco"], METHODS["streaming"]
-    fixed = {name: value for name, value in streaming.fixed.items() if name not in ("fragments", "lag")}
     return {
         "ddp": METHODS["ddp"],
         "local-sgd": METHODS["local-sgd"],
         "snoo": replace(diloco, tuned_at=1),
         "diloco": diloco,
         # As late as overlapped gossip; what Streaming's authors give a fragment is a few of their much longer steps.
-        "streaming": replace(streaming, fixed=fixed, overlap=True),
+        "streaming": replace(streaming, fixed={}, overlap=True),
+        "streaming-mix": replace(streaming, fixed={"mix": 0.5}, overlap=True, like="streaming"),
         "noloco": METHODS["noloco"],
         "noloco-overlap": replace(METHODS["noloco-overlap"], like=None),
         "co2": METHODS["co2"],
@@ -49,6 +49,7 @@ CODECS: dict[str, tuple[str, ...]] = {
     "local-sgd": ("float32", "int8"),
     "diloco": ("float32", FOUR_BITS, TWO_BITS, ONE_BIT),
     "streaming": ("float32", FOUR_BITS, ONE_BIT),
+    "streaming-mix": ("float32", FOUR_BITS, ONE_BIT),
     "noloco": ("float32", "int8"),
     "noloco-overlap": ("float32", "int8", "mod4"),
     "co2": ("float32", FOUR_BITS),
@@ -118,11 +119,12 @@ FIRST = (
     cell("diloco", codec=TWO_BITS, every=200),
 )
 OFTEN = (
-    cell("diloco", codec=ONE_BIT, every=16),
-    cell("diloco", codec=ONE_BIT, every=40),
-    cell("streaming", codec=ONE_BIT, every=16),
+    *(cell("diloco", codec=ONE_BIT, every=every) for every in (13, 16, 40)),
+    *(cell("streaming", codec=ONE_BIT, every=every) for every in (16, 40)),
 )
 """Short rounds of one bit a value: about the bytes of 4 bits every 50, and fewer than a thousandth of data parallel training's."""
+FLOOR = [cell("local-sgd", inner, "float32", peers, 1) for inner in reversed(INNERS) for peers in (4, 8)]
+"""An exact mean of the weights at every step: what an exchange of weights can come to at best."""
 OTHERS = ("noloco", "streaming", "sparseloco", "co2", "local-sgd", "snoo")
 SPREAD = ("diloco", "noloco-overlap", "streaming", "noloco")
 
@@ -130,12 +132,14 @@ SPREAD = ("diloco", "noloco-overlap", "streaming", "noloco")
 def _order() -> Iterator[Sequence[Cell]]:
     yield FIRST
     yield OFTEN
+    yield FLOOR
     yield [cell(name) for name in OTHERS]
     yield [cell("diloco", codec="float32"), cell("noloco-overlap", codec="float32")]
     yield [cell(name, "adamw") for name in OTHERS]
     yield [cell(TORCHFT_DILOCO, "adamw"), cell(TORCHFT_STREAMING, "adamw")]
     yield [cell(name, every=every) for every in (10, 200) for name in SPREAD if (name, every) != ("diloco", 200)]
     yield [DEFAULT._replace(peers=8), *(cell(name, peers=8) for name in SPREAD)]
+    yield [cell("streaming-mix"), cell("streaming-mix", codec=ONE_BIT, every=16)]
     yield [cell("sparseloco", codec=AUTHORS), cell("streaming", codec="float32"), cell("noloco", codec="float32")]
     yield [cell(TORCHFT_DILOCO), cell(TORCHFT_STREAMING)]
     yield [cell(name, "adamw", peers=8) for name in SPREAD]
@@ -151,6 +155,7 @@ SMALL = [
         (
             *FIRST,
             *(cell("diloco", codec=ONE_BIT, every=every) for every in (20, 40)),  # which divide its steps
+            cell("streaming", codec=ONE_BIT, every=20),
             DEFAULT._replace(peers=8),
             *(cell(name, peers=8) for name in ("diloco", "noloco-overlap")),
             *(cell(name) for name in ("noloco", "streaming", "sparseloco", "co2", "local-sgd")),

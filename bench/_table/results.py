@@ -124,15 +124,18 @@ def _timed(row: Row) -> list[str]:
     return line
 
 
-def markdown(found: Sequence[Row]) -> str:
-    """The tables for bench/results/tables.md: for each model and length of run the aims, then all rows at equal tokens and time."""
+def markdown(found: Sequence[Row], known: Sequence[Row] = ()) -> str:
+    """The tables for bench/results/tables.md: for each model and length of run the aims, then all rows at equal tokens and time.
+
+    ``known``: all rows, among them shorter runs with larger batches, which an aim is about.
+    """
     parts = []
     for key in dict.fromkeys(tuple(row[name] for name in RUN) for row in found):
         mine = [row for row in found if tuple(row[name] for name in RUN) == key]
         text, model, steps = key
         params = next((row["params"] for row in mine if row["params"]), 0)
         about = f"model `{model}` ({params:,} parameters), {steps:,} steps, text `{text}`"
-        parts.append(f"What was aimed at before the runs were made, {about}:\n\n" + aims.markdown(mine))
+        parts.append(f"What was aimed at before the runs were made, {about}:\n\n" + aims.markdown(mine, known))
         parts.append(f"All rows at equal tokens, the lowest loss first, {about}:\n\n" + markdown_table(HEADS, [*map(cells, mine)]))
         heads = (*HEADS[:5], *(f"{mbit} Mbit/s, {delay} ms" for mbit, delay in links.LINKS))
         computed = "both computed, from the curves of the runs and by the formulas of `shoal plan`"
