@@ -322,7 +322,7 @@ AT_ONCE = 32  # connections that are ended at a time
 BACKOFF = (0.1, 1.0, 5.0, 10.0)  # seconds before each further start of a daemon that ended; the last repeats
 
 
-def beyond_share(origins: Mapping[str, str]) -> list[str]:
+def crowding_peers(origins: Mapping[str, str]) -> list[str]:
     """Return the connected peers that have to go, by whence each came: of crowded address ranges, and there of crowded hosts."""
     if len(origins) <= 3 * MAX_OF_RANGE:
         return []
@@ -423,7 +423,7 @@ class Seed:
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                gone = beyond_share(await asyncio.wait_for(daemon.origins(), ANSWER_S))
+                gone = crowding_peers(await asyncio.wait_for(daemon.origins(), ANSWER_S))
                 for at in range(0, len(gone), AT_ONCE):  # the end of one can take the daemon a tenth of a second
                     ends = (daemon.disconnect(peer) for peer in gone[at : at + AT_ONCE])
                     await asyncio.wait_for(asyncio.gather(*ends), ANSWER_S)

@@ -52,7 +52,7 @@ def table_of(log: Log, swarm: str, rules: Rules, round: int) -> Table:
 def read_peers(link: Link) -> dict[str, Any]:
     """Return the standing of each member. Raises StartupError, NetworkError or MessageError."""
     with visited(link) as (host, manifest, members, _):
-        tables = _tables(host, link.swarm, manifest, members) if manifest.terms is not None else {}
+        tables = _reputations(host, link.swarm, manifest, members) if manifest.terms is not None else {}
     now, round_s = time.time(), manifest.verify.round_s
     digests = Counter(table.digest for table in tables.values())
     common = digests.most_common(1)[0][0] if digests else None
@@ -72,7 +72,7 @@ def read_peers(link: Link) -> dict[str, Any]:
     }
 
 
-def _tables(host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]) -> dict[str, Table]:
+def _reputations(host: Host, swarm: str, manifest: Manifest, members: Mapping[str, Member]) -> dict[str, Table]:
     """Return the table by peer, of the peers that answered."""
     round, rules = int(time.time() // manifest.verify.round_s) - SETTLED, rules_of(manifest.verify)
     found: dict[str, Table] = {}

@@ -92,7 +92,7 @@ EDGES = 512  # pairs on the map
 STRANGER_S = 10.0  # seconds after which a connected peer that says nothing is taken for a bootstrap node
 
 
-def picture(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> dict[str, Any]:
+def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> dict[str, Any]:
     """Return the data of the page, without addresses, for strangers may see it; ``ended``: no more events come."""
     rows = view.rows()[:ROWS]
     peers = [peer for _, peer in view.rows()]
@@ -302,7 +302,7 @@ class Page:
 
     def _picture(self, view: SwarmView, *, ended: bool) -> str:
         span = None if self._timeline is None else self._timeline.span
-        return dumps({**picture(view, ended=ended, link=self._link), "span": span})
+        return dumps({**page_data(view, ended=ended, link=self._link), "span": span})
 
     async def _at(self, request: web.Request) -> web.Response:
         """Answer with the picture at ``?time=``, Unix seconds. One is made at a time, in a thread, so the stream goes on."""

@@ -350,7 +350,7 @@ class RelaySlots:
         """Ask ``relay`` for a slot, or for the one that this node has; False: it answers, but the daemon does not dial it."""
         peer, granted, reason = relay.rpartition("/p2p/")[2], False, ""
         try:
-            granted = await self._ask(daemon, relay, peer)
+            granted = await self._reserve(daemon, relay, peer)
         except NetworkError as error:
             reason = str(error)
             log.debug("no slot at relay %s: %s", short(peer), reason)
@@ -366,7 +366,7 @@ class RelaySlots:
             self._put_off[relay] = self._clock() + LATER_S
         return "dial backoff" not in reason
 
-    async def _ask(self, daemon: Daemon, relay: str, peer: str) -> bool:
+    async def _reserve(self, daemon: Daemon, relay: str, peer: str) -> bool:
         for attempt in range(2):
             try:
                 if peer not in await daemon.peers():

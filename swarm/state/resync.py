@@ -106,7 +106,7 @@ def catch_up(
     state: State | None = None
     for attempt in range(TRIES):
         began = clock()
-        newer = _fetch(membership, model, opt, begun)
+        newer = _fetch_weights(membership, model, opt, begun)
         if newer is None:
             return state
         state = newer
@@ -146,7 +146,7 @@ def sources_in(host: Host, members: Mapping[str, Member], model: str, creator: s
 
     If there are more they are dialled first: where a record says that its peer is costs nothing, and so does a key.
     """
-    return _located(host, _able(members, model), creator)
+    return _sources(host, _able(members, model), creator)
 
 
 def query_for(membership: Membership, model: str, opt: OuterOptimizer) -> StateQuery:
@@ -192,7 +192,7 @@ def _able_in(membership: Membership, model: str, begun: bool) -> list[Member]:
     return _able(_others(membership), model, early)
 
 
-def _located(host: Host, able: Sequence[Member], creator: str) -> list[Peer]:
+def _sources(host: Host, able: Sequence[Member], creator: str) -> list[Peer]:
     if len(able) > ASKED:
         drawn = random.sample(able, min(DIALLED, len(able)))
         own = ((m.peer, [address for address in m.addresses if address.endswith(f"/p2p/{m.peer}")]) for m in drawn)
@@ -207,8 +207,8 @@ def _addressed(members: Sequence[Member]) -> list[Peer]:
     return [(member.peer, member.addresses) for member in members[:ASKED]]
 
 
-def _fetch(membership: Membership, model: str, opt: OuterOptimizer, begun: bool) -> State | None:
-    sources = _located(membership.host, _able_in(membership, model, begun), membership.manifest.creator)
+def _fetch_weights(membership: Membership, model: str, opt: OuterOptimizer, begun: bool) -> State | None:
+    sources = _sources(membership.host, _able_in(membership, model, begun), membership.manifest.creator)
     if not sources:
         return None
     try:

@@ -24,7 +24,7 @@ from shoal.node.watch.swarm_view import (
     mean_curve,
 )
 from shoal.node.watch.tui import COLUMNS, headline, peer_rows
-from shoal.node.watch.web import picture
+from shoal.node.watch.web import page_data
 from shoal.swarm.topics.status import PROJECTED
 from shoal.swarm.topics.tally import Receipts, Work
 from tests.node.watch.conftest import NOW, SWARM, Author
@@ -62,7 +62,7 @@ def test_peers_and_totals(authors):
     assert [str(cells[column]) for _, cells in peer_rows(view)] == ["1,500 (25 % MFU)", "500", "-"]
     column = COLUMNS.index("reach")
     assert [str(cells[column]) for _, cells in peer_rows(view)] == ["punched, 1.56 MB/s", "unknown", "unknown"]
-    assert [peer.get("mfu") for peer in picture(view, ended=False)["peers"]] == [0.25, None, None]
+    assert [peer.get("mfu") for peer in page_data(view, ended=False)["peers"]] == [0.25, None, None]
     assert (totals["sent"], totals["received"]) == (7000, 2700)
     assert totals["loss"] == pytest.approx((1.0 + 1.0 + 4 / 3) / 3)
     assert totals["claims"] is totals["rollouts_own"] is totals["reward"] is None
@@ -257,7 +257,7 @@ def test_the_snapshot_is_json(authors):
     view = view_of(
         Watching(time=NOW, swarm=SWARM), anna.heard(anna.round(1, [bert]), reward=0.5), bert.heard(), carl.heard(state="done")
     )
-    shown = json.loads(json.dumps(picture(view, ended=False), allow_nan=False))
+    shown = json.loads(json.dumps(page_data(view, ended=False), allow_nan=False))
     assert [peer["name"] for peer in shown["peers"]] == ["anna", "bert", "carl"]
     assert shown["peers"][0]["partners"] == ["bert"]
     assert shown["charts"]["reward"]["each"] == [[0.5], [None], [None]]
@@ -314,7 +314,7 @@ def test_groups_and_lone_peers_of_the_newest_rounds_are_told(authors):
         carl.heard(),
         dora.heard(dora.round(1)),
     )
-    shown = picture(view, ended=False)["meetings"]
+    shown = page_data(view, ended=False)["meetings"]
     told = [(number, {frozenset(group) for group in groups}, alone) for number, _, groups, alone in shown]
     assert told == [(2, set(), ["anna"]), (1, {frozenset({"anna", "bert", "carl"})}, ["dora"])]
 
@@ -324,9 +324,9 @@ def test_roles_are_those_of_the_status_and_a_silent_connection_is_a_bootstrap_no
     relayed = (f"/ip4/198.51.100.7/tcp/4001/p2p/{carl.peer}/p2p-circuit/p2p/{bert.peer}",)
     met = [Connected(time=NOW, peer=author.peer) for author in (anna, carl)]
     view = view_of(*met, anna.heard(checked=3), bert.heard(addresses=relayed))
-    assert picture(view, ended=False)["bootstrap"] == []
+    assert page_data(view, ended=False)["bootstrap"] == []
     view.tick(NOW + 20)
-    shown = picture(view, ended=False)
+    shown = page_data(view, ended=False)
     assert shown["bootstrap"] == [carl.tail]
     assert [(peer["name"], peer["roles"], peer["relayed"]) for peer in shown["peers"]] == [
         ("anna", ["trains", "verifies"], False), ("bert", ["trains"], True),
@@ -384,7 +384,7 @@ def pair_of(one, other):
 def test_the_page_shows_what_is_confirmed_and_of_how_many_ranges(authors):
     anna, bert, carl = authors
     events = [signed(signer, carl, rollouts=2, reward=1.5, votes=1) for signer in (anna, bert)]
-    shown = picture(view_of(*here(anna, bert, carl), *events), ended=False)
+    shown = page_data(view_of(*here(anna, bert, carl), *events), ended=False)
     (of_carl,) = [peer["confirmed"] for peer in shown["peers"] if peer["id"] == carl.peer]
     assert (of_carl["rollouts"], of_carl["reward"], of_carl["votes"], of_carl["partners"], of_carl["ranges"]) == (4, 3.0, 2, 2, 2)
     assert shown["totals"]["confirmed"]["votes"] == 2

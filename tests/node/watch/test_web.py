@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from shoal.node.watch import source as source_module
 from shoal.node.watch import web
-from shoal.node.watch.web import LINES, POINTS, ROWS, picture
+from shoal.node.watch.web import LINES, POINTS, ROWS, page_data
 
 PAGES = []  # the one that `gated` serves
 
@@ -187,9 +187,9 @@ def test_the_picture_of_a_large_swarm_is_bounded(authors):
     view = SwarmView()
     for number in range(500):
         view.take(anna.heard(anna.round(number), at=NOW + number))
-    assert len(picture(view, ended=False)["charts"]["loss"]["x"]) == POINTS
+    assert len(page_data(view, ended=False)["charts"]["loss"]["x"]) == POINTS
     view.peers.update({f"{number}": view.peers[anna.peer] for number in range(2 * ROWS)})
-    shown = picture(view, ended=False)
+    shown = page_data(view, ended=False)
     assert (len(shown["peers"]), len(shown["charts"]["loss"]["each"])) == (ROWS, LINES)
     assert shown["charts"]["loss"]["x"][-1] == 499
 

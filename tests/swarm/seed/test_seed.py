@@ -18,7 +18,7 @@ from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.swarm_list import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.seed import MAX_MEMBERS, MAX_OF_RANGE, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry, beyond_share
+from shoal.swarm.seed import MAX_MEMBERS, MAX_OF_RANGE, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry, crowding_peers
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_NAMED, SeedRequest
 from tests.clocks import Clock, until
@@ -307,9 +307,9 @@ def test_the_daemon_is_asked_only_for_what_is_there():
 
 def test_a_crowded_range_gives_connections_up_and_a_crowded_address_first():
     few = {f"e{n}": f"10.{n % 3}.0.1" for n in range(3 * MAX_OF_RANGE)}
-    assert beyond_share(few) == []
+    assert crowding_peers(few) == []
     many = {**few, **{f"f{n}": "10.0.0.1" for n in range(50)}, "ada": "10.0.0.2", "bob": "10.9.0.1", "relayed": ""}
-    gone = beyond_share(many)
+    gone = crowding_peers(many)
     assert len(gone) == 51
     assert {many[peer] for peer in gone} == {"10.0.0.1"}
 
