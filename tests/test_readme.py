@@ -20,7 +20,7 @@ import pytest
 
 from shoal.node.cli.main import cli
 from shoal.node.config.settings import load
-from shoal.node.console import MEANING
+from shoal.node.console import ExitCode
 from shoal.node.task import Shard
 from shoal.node.tasks.loader import load_task
 from shoal.node.training.trainer import Trainer
@@ -202,4 +202,4 @@ def test_modules_that_the_pages_name_in_short_exist():
 
 def test_exit_codes_are_those_of_the_program():
     rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
-    assert rows == [(str(int(code)), meaning) for code, meaning in MEANING.items()]
+    assert rows == [(str(int(code)), code.meaning) for code in ExitCode]

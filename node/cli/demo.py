@@ -18,7 +18,7 @@ from shoal.node.cli.options import (
     overrides,
     set_option,
 )
-from shoal.node.console import ExitCode, dumps, log_to_stderr
+from shoal.node.console import dumps, log_to_stderr
 from shoal.node.help import AVERAGING, titled
 
 
@@ -38,7 +38,7 @@ from shoal.node.help import AVERAGING, titled
 @titled(AVERAGING, set_option)
 @json_option
 @click.option("--verbose", is_flag=True, help="Show what the nodes log.")
-def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) -> int:
+def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) -> None:
     """Start a swarm of real nodes on this machine, train, and compare with training alone.
 
     \b
@@ -64,11 +64,10 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
 
         report = rl.run_demo(cheat=cheat, more=given, **own)
         click.echo(dumps(report) if as_json else rl.summary(report))
-        return int(ExitCode.OK)
+        return
     from shoal.node.demo.demo import run_demo, summary
 
     if cheat:
         raise ConfigError("--cheat is for --task rl with --verify 1: leave it out, or give these too.")
     report = run_demo(every=every, compare=not no_compare, more=given, **own)
     click.echo(dumps(report) if as_json else summary(report))
-    return int(ExitCode.OK)

@@ -9,10 +9,16 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import click
 
+from shoal.node.console import log_to_stderr
 from shoal.node.help import AVERAGING, COMPUTING, NETWORK, NODE, OUTPUT, RL, TASK, HelpfulCommand, entitle, one_of
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 verbose_option = click.option("--verbose", is_flag=True, help="Log what the network does on stderr.")
+logging_option = click.option(
+    "--verbose", is_flag=True, expose_value=False, callback=lambda context, option, verbose: log_to_stderr(verbose),
+    help="Log what the network does on stderr.",
+)  # fmt: skip
+"""``--verbose`` of a command that has nothing else to do with it."""
 set_option = click.option(
     "--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of examples/swarm.toml, such as outer.lr=0.5."
 )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shoal.node.cli.options import json_option, waiting
-from shoal.node.console import ExitCode, dumps, log_to_stderr, require
+from shoal.node.cli.options import json_option, verbose_option, waiting
+from shoal.node.console import dumps, log_to_stderr, require
 from shoal.swarm.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def scaffold(folder: Path, template: str) -> list[str]:
 @click.command(short_help="Make a folder with a task of your own.")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--template", type=click.Choice(tuple(TEMPLATES)), default="pretrain", show_default=True, help="Template to copy.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-def init(folder: Path, template: str, as_json: bool) -> int:
+@json_option
+def init(folder: Path, template: str, as_json: bool) -> None:
     """Make the new folder DIR with a task of your own, its settings and a README.
 
     pretrain: a small language model on your text. finetune: a model of transformers. rl: an environment of your own.
@@ -75,10 +75,6 @@ def init(folder: Path, template: str, as_json: bool) -> int:
         click.echo(dumps({"folder": str(folder), "template": template, "files": files}))
     else:
         click.echo(f"{folder}: {', '.join(files)}\ntry it: cd {shlex.quote(str(folder))}, then {TEMPLATES[template]}")
-    return int(ExitCode.OK)
-
-
-# The command ``shoal plan``. Heavy imports happen inside it.
 
 
 @click.command(short_help="Show which method and settings suit a link.")
@@ -90,7 +86,7 @@ def init(folder: Path, template: str, as_json: bool) -> int:
 @click.option("--peers", type=int, default=8, show_default=True, help="Peers of the swarm.")
 @click.option("--every", type=int, help="Inner steps in a round.  [default: the method's]")
 @json_option
-def plan(as_json: bool, **numbers: Any) -> int:
+def plan(as_json: bool, **numbers: Any) -> None:
     """Show, for each method and codec, how much a node would compute over a link, its bytes and memory, and settings to copy.
 
     \b
@@ -105,7 +101,6 @@ def plan(as_json: bool, **numbers: Any) -> int:
 
     report = make(**numbers)
     click.echo(dumps(report) if as_json else table(report))
-    return int(ExitCode.OK)
 
 
 # The command ``shoal doctor``. Heavy imports happen inside the checks.
@@ -119,8 +114,8 @@ _COLOURS: dict[Verdict, str] = {"ok": "green", "note": "yellow", "failed": "red"
 @click.option("--task", "hooks", metavar="TASK", help="Your copy of the swarm's task, if it is not a built-in one.")
 @click.option("--identity", type=click.Path(path_type=Path), help="Key file of the node.  [default: ~/.config/shoal/identity.key]")
 @click.option("--parameters", is_flag=True, help="Name the parameters that Muon and AdamW train, where the swarm has Muon.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+@json_option
+@verbose_option
 def doctor(
     link: str | None, port: int, hooks: str | None, identity: Path | None, parameters: bool, as_json: bool, verbose: bool
 ) -> int:

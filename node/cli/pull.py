@@ -7,11 +7,9 @@ from typing import Any
 
 import click
 
-from shoal.node.cli.options import json_option, waiting
-from shoal.node.console import ExitCode, dumps, log_to_stderr
+from shoal.node.cli.options import json_option, logging_option, waiting
+from shoal.node.console import dumps
 from shoal.swarm.errors import printable
-
-# The command ``shoal merge``. Heavy imports happen inside it.
 
 
 @click.command(short_help="Average checkpoints into one file of weights.")
@@ -20,8 +18,8 @@ from shoal.swarm.errors import printable
 @click.option("--weights", metavar="W,W,...", help="Weight of each; only ratios matter.  [default: equal]")
 @click.option("--slow", is_flag=True, help="Use the slow weights of nodes' checkpoints, not the fast ones.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: bool, force: bool, as_json: bool) -> int:
+@json_option
+def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: bool, force: bool, as_json: bool) -> None:
     """Average checkpoints into one file of weights.
 
     A CHECKPOINT is a node's folder (its newest checkpoint), a folder step-..., or a safetensors file.
@@ -33,7 +31,6 @@ def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: b
     report = average(checkpoints, out, weights=shares, slow=slow, force=force)
     text = f"{out}: the mean of {len(checkpoints)} checkpoints, {report['values']:,} values in {report['tensors']} tensors"
     click.echo(dumps(report) if as_json else text)
-    return int(ExitCode.OK)
 
 
 @click.command(short_help="Download a swarm's weights without joining it.")
@@ -46,21 +43,9 @@ def merge(checkpoints: tuple[Path, ...], out: Path, weights: str | None, slow: b
 @click.option("--force", is_flag=True, help="Replace the weights that are in DIR.")
 @click.option("--push", metavar="OWNER/NAME", help="Also upload the files to this repository of the Hugging Face hub.")
 @click.option("--private", is_flag=True, help="With --push: a new repository is private.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
-def pull(
-    link: str,
-    out: Path,
-    hooks: str | None,
-    evaluate: bool,
-    data: str | None,
-    max_bytes: int,
-    force: bool,
-    push: str | None,
-    private: bool,
-    as_json: bool,
-    verbose: bool,
-) -> int:
+@json_option
+@logging_option
+def pull(link: str, out: Path, push: str | None, private: bool, as_json: bool, **options: Any) -> None:
     """Download the weights of the swarm of LINK, without joining it.
 
     Writes DIR/model.safetensors, and README.md, a model card: how they were trained and how to load them. After an interruption it
@@ -76,7 +61,6 @@ def pull(
     from shoal.node.config.links import read_link
 
     parsed = read_link(link)
-    log_to_stderr(verbose)
     if private and push is None:
         raise PushError("--private says how a repository of --push is made: name one.")
     repository = None if push is None else HubRepository(push, private=private)
@@ -84,12 +68,11 @@ def pull(
     from shoal.node.commands.pull import summary
 
     waiting("asking the swarm's peers for their newest weights")
-    report = take(parsed, out, hooks=hooks, data=data, evaluate=evaluate or data is not None, max_bytes=max_bytes, force=force)
+    report = take(parsed, out, **options | {"evaluate": options["evaluate"] or options["data"] is not None})
     if repository is not None:
         waiting(f"the weights are in {str(out)!r}; uploading them to the hub")
         report["pushed"] = repository.push(out, report["files"], f"Weights of round {report['round']}")
     click.echo(dumps(report) if as_json else summary(report))
-    return int(ExitCode.OK)
 
 
 @click.command(short_help="Continue a text with weights that were pulled.")
@@ -103,7 +86,7 @@ def pull(
 @click.option("--tokenizer", metavar="NAME|PATH", help="Your copy of the swarm's tokenizer.  [default: by its name]")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1 and so on, xpu, or mps.")
 @json_option
-def sample(folder: Path, as_json: bool, **options: Any) -> int:
+def sample(folder: Path, as_json: bool, **options: Any) -> None:
     """Continue a text with the weights in DIR, which `shoal pull` wrote, of a swarm of the built-in task `text`.
 
     \b
@@ -115,4 +98,3 @@ def sample(folder: Path, as_json: bool, **options: Any) -> int:
 
     report = draw(folder, **options)
     click.echo(dumps(report) if as_json else "\n---\n".join(printable(text, "\n\t", "\ufffd") for text in report["texts"]))
-    return int(ExitCode.OK)

@@ -9,11 +9,10 @@ from typing import Any
 
 import click
 
-from shoal.node.cli.options import json_option, verbose_option, waiting
-from shoal.node.console import ExitCode, dumps, log_to_stderr
+from shoal.node.cli.options import json_option, logging_option, waiting
+from shoal.node.console import dumps
 
 _path_option = click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.")
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 @click.group("id", short_help="Show or make the key of this node.")
@@ -23,22 +22,22 @@ def identity() -> None:
 
 @identity.command("show")
 @_path_option
-@_json_option
-def id_show(path: Path | None, as_json: bool) -> int:
+@json_option
+def id_show(path: Path | None, as_json: bool) -> None:
     """Print the peer id and the path of its key."""
     from shoal.swarm.identity import Identity
 
-    return _print_identity(Identity.load(path or _default_identity()), as_json)
+    _print_identity(Identity.load(path or _default_identity()), as_json)
 
 
 @identity.command("new")
 @_path_option
-@_json_option
-def id_new(path: Path | None, as_json: bool) -> int:
+@json_option
+def id_new(path: Path | None, as_json: bool) -> None:
     """Make a new key; an existing one is never overwritten."""
     from shoal.swarm.identity import Identity
 
-    return _print_identity(Identity.create(path or _default_identity()), as_json)
+    _print_identity(Identity.create(path or _default_identity()), as_json)
 
 
 def _default_identity() -> Path:
@@ -47,22 +46,18 @@ def _default_identity() -> Path:
     return default_identity_path()
 
 
-def _print_identity(found: Any, as_json: bool) -> int:
+def _print_identity(found: Any, as_json: bool) -> None:
     if as_json:
         click.echo(dumps({"peer": found.peer_id, "path": str(found.path)}))
     else:
         click.echo(f"{found.peer_id}\n{found.path}")
-    return int(ExitCode.OK)
-
-
-# The commands ``shoal link`` and ``shoal invite``. Heavy imports happen inside them.
 
 
 @click.command(short_help="Print a link to the swarm of a node here.")
 @click.option("--name", metavar="NAME", help="The node's name: its folder is runs/NAME.")
 @click.option("--folder", type=click.Path(path_type=Path), metavar="DIR", help="The node's folder.  [default: the newest in runs/]")
 @json_option
-def link(name: str | None, folder: Path | None, as_json: bool) -> int:
+def link(name: str | None, folder: Path | None, as_json: bool) -> None:
     """Print a link by which others join the swarm of a node on this machine.
 
     Every member can do so, and at any time. The link has the addresses of the bootstrap nodes, of this node and of other members
@@ -79,7 +74,6 @@ def link(name: str | None, folder: Path | None, as_json: bool) -> int:
     for note in found["notes"]:
         click.echo(note, err=True)
     click.echo(dumps(found) if as_json else found["link"])
-    return int(ExitCode.OK)
 
 
 @click.command(short_help="Print an invitation to an invite-only swarm.")
@@ -88,9 +82,9 @@ def link(name: str | None, folder: Path | None, as_json: bool) -> int:
 @click.option("--peer", metavar="ID", help="Invite this peer only (`shoal id show` prints its id).")
 @click.option("--expires", metavar="TIME", default="7d", show_default=True, help="Validity, such as 30m, 12h, 7d or 2w.")
 @click.option("--identity", "path", type=click.Path(path_type=Path), help="The creator's key file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
-def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | None, as_json: bool, verbose: bool) -> int:
+@json_option
+@logging_option
+def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | None, as_json: bool) -> None:
     """Print a link that admits others to the swarm of LINK, which was made with `shoal up --invite-only`.
 
     Only the swarm's creator can do so. Without --peer the link admits anybody who has it: hand it over in private.
@@ -100,7 +94,6 @@ def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | No
     from shoal.swarm.identity import is_peer_id
 
     parsed = read_link(link)
-    log_to_stderr(verbose)
     from shoal.node.commands.status import invite as make
     from shoal.node.commands.status import seconds
 
@@ -110,10 +103,7 @@ def invite(link: str, uses: int, peer: str | None, expires: str, path: Path | No
         raise AdmissionError("--peer and --uses do not go together: an invitation for one peer is for one use.")
     made = make(parsed, path, uses=uses, peer=peer, lives=seconds(expires))
     click.echo(dumps(made) if as_json else made["link"])
-    return int(ExitCode.OK)
 
-
-# The commands ``shoal seed`` and ``shoal swarms``, and a name in place of a link. Heavy imports happen inside them.
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 """What a public swarm may be called; anything else is read as a link."""
@@ -125,17 +115,15 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 @click.option("--announce", multiple=True, metavar="MULTIADDR", help="Address to announce, if a port is forwarded.")
 @click.option("--identity", "path", type=click.Path(path_type=Path), help="Key file.  [default: seed.key beside the node's]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the addresses.")
-@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
-def seed(relay: bool, listen: tuple[str, ...], announce: tuple[str, ...], path: Path | None, as_json: bool, verbose: bool) -> int:
+@logging_option
+def seed(relay: bool, listen: tuple[str, ...], announce: tuple[str, ...], path: Path | None, as_json: bool) -> None:
     """Help the nodes of any swarm to find each other, without training.
 
     Prints addresses for `shoal up --bootstrap`, and runs until it is stopped. Others must be able to reach it.
     """
-    log_to_stderr(verbose)
     from shoal.node.commands.swarms import run_seed
 
     run_seed(path, listen=listen, announce=announce, relay=relay, as_json=as_json)
-    return int(ExitCode.OK)
 
 
 @click.command(short_help="List the public swarms that bootstrap nodes know.")
@@ -147,8 +135,8 @@ def seed(relay: bool, listen: tuple[str, ...], announce: tuple[str, ...], path: 
     help="Bootstrap node to ask.  [default: those of SHOAL_SEEDS, or of a file]",
 )
 @json_option
-@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
-def swarms(seeds: tuple[str, ...], as_json: bool, verbose: bool) -> int:
+@logging_option
+def swarms(seeds: tuple[str, ...], as_json: bool) -> None:
     """List the public swarms that bootstrap nodes know: task, peers, size, bytes a round, and what a node needs.
 
     \b
@@ -156,14 +144,12 @@ def swarms(seeds: tuple[str, ...], as_json: bool, verbose: bool) -> int:
       shoal swarms --seed /ip4/203.0.113.9/tcp/4001/p2p/12D3KooW...
       shoal join NAME
     """
-    log_to_stderr(verbose)
     from shoal.node.commands.swarms import known_seeds, list_swarms, table
 
     addresses = known_seeds(seeds)
     waiting("asking the bootstrap nodes")
     found = list_swarms(addresses)
     click.echo(dumps(found) if as_json else table(found))
-    return int(ExitCode.OK)
 
 
 def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
@@ -187,28 +173,20 @@ def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
     return str(found["link"])
 
 
-# The command ``shoal peers``. Heavy imports happen inside it.
-
-
 @click.command(short_help="Show the reputation and bans of a swarm's peers.")
 @click.argument("link")
 @json_option
-@verbose_option
-def peers(link: str, as_json: bool, verbose: bool) -> int:
+@logging_option
+def peers(link: str, as_json: bool) -> None:
     """Show the reputation, claims, votes and bans of the peers in the swarm of LINK."""
     from shoal.node.config.links import read_link
 
     parsed = read_link(link)
-    log_to_stderr(verbose)
     from shoal.node.verify.peers import read_peers, summary
 
     waiting("asking the swarm's peers")
     report = read_peers(parsed)
     click.echo(dumps(report) if as_json else summary(report))
-    return int(ExitCode.OK)
-
-
-# The command ``shoal status``. Heavy imports happen inside it.
 
 
 @click.command(short_help="Show the peers of a swarm: round, loss and speed.")
@@ -217,9 +195,9 @@ def peers(link: str, as_json: bool, verbose: bool) -> int:
     "--folder", type=click.Path(path_type=Path), metavar="DIR", help="Also show what the node of this folder refused, and its link."
 )
 @click.option("--mine", is_flag=True, help="Show what others confirm of the work of the node in --folder.  [default: the newest]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
-def status(link: str | None, folder: Path | None, mine: bool, as_json: bool, verbose: bool) -> int:
+@json_option
+@logging_option
+def status(link: str | None, folder: Path | None, mine: bool, as_json: bool) -> None:
     """Show the peers in the swarm of LINK: their round, loss and speed, and a link with members that are there now.
 
     With --folder also show what the node of that folder refused, by reason; LINK is optional then. With --mine show instead what
@@ -235,11 +213,10 @@ def status(link: str | None, folder: Path | None, mine: bool, as_json: bool, ver
             raise click.UsageError("--mine is about a node here: leave the LINK out.")
         tally = saved_tally(folder or Path(current_link(None)["folder"])).report()
         click.echo(dumps(tally) if as_json else tally_table(tally))
-        return int(ExitCode.OK)
+        return
     if link is None and folder is None:
         raise click.UsageError("Missing argument 'LINK', or --folder DIR.")
     parsed = None if link is None else read_link(link, folder)
-    log_to_stderr(verbose)
     report: dict[str, Any] = {}
     lines = []
     if folder is not None:
@@ -261,4 +238,3 @@ def status(link: str | None, folder: Path | None, mine: bool, as_json: bool, ver
         if not as_json:
             lines.insert(0, table(report))
     click.echo(dumps(report) if as_json else "\n".join(lines))
-    return int(ExitCode.OK)

@@ -9,12 +9,11 @@ from typing import Any
 
 import click
 
+from shoal.node.cli.options import json_option
 from shoal.node.console import ExitCode, dumps
 
 SIDES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 ON_THE_SPOT = 32  # honest claims to calibrate with where no calibration is given
-
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 class _CheckByDefault(click.Group):
@@ -42,7 +41,7 @@ def verify() -> None:
     "--calibration", type=click.Path(path_type=Path), metavar="FILE",
     help=f"File of `shoal verify calibrate`.  [default: calibrate now, with {ON_THE_SPOT} claims]",
 )  # fmt: skip
-@_json_option
+@json_option
 def check(claim: str, folder: Path | None, model: str | None, env: str | None, calibration: Path | None, as_json: bool) -> int:
     """Check one stored claim: a file, or the id (or its beginning) of a claim stored by a node on this machine.
 
@@ -61,8 +60,8 @@ def check(claim: str, folder: Path | None, model: str | None, env: str | None, c
 @verify.command(short_help="Show what a node found out about a peer.")
 @click.argument("peer", metavar="PEER")
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the node that checked.  [default: all of runs/]")
-@_json_option
-def explain(peer: str, folder: Path | None, as_json: bool) -> int:
+@json_option
+def explain(peer: str, folder: Path | None, as_json: bool) -> None:
     """Show the odds against PEER that follow from all of its claims that a node on this machine checked, claim by claim.
 
     PEER is its id, or the beginning or end of it, as `shoal peers` shows it. The exit code is 0, whatever was found.
@@ -72,7 +71,6 @@ def explain(peer: str, folder: Path | None, as_json: bool) -> int:
     folders = [folder] if folder is not None else sorted(Path("runs").glob("*"))
     report = history.explain(peer, folders)
     click.echo(dumps(report) if as_json else history.summary(report))
-    return int(ExitCode.OK)
 
 
 @verify.command(short_help="Measure honest claims of a policy.")
@@ -91,8 +89,8 @@ def explain(peer: str, folder: Path | None, as_json: bool) -> int:
 )
 @click.option("--temperature", type=click.FloatRange(0, 100), default=1.0, show_default=True, help="Sampling temperature.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="The file to write.  [default: MODEL.calibration]")
-@_json_option
-def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: Path | None, as_json: bool, **drawn: Any) -> int:
+@json_option
+def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: Path | None, as_json: bool, **drawn: Any) -> None:
     """Measure honest claims of a policy on this machine, to distinguish false ones from them."""
     from shoal.node.verify import completions
 
@@ -113,7 +111,6 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
         click.echo(f"Warning: {report['warning']}", err=True)
     text = f"{out}: {claims} honest claims of {report['policy']!r} for each of {len(report['pairs'])} pairs of dtypes"
     click.echo(dumps(report) if as_json else text)
-    return int(ExitCode.OK)
 
 
 @verify.command(short_help="Compute the odds of a vote on a claim.")
@@ -130,8 +127,8 @@ def calibrate(model: str, env: str, dtypes: str, claims: int, rate: float, out: 
 @click.option(
     "--penalty", type=click.FloatRange(0, min_open=True), default=20.0, show_default=True, help="Penalty for a cheat that is found."
 )
-@_json_option
-def odds(verifiers: int, as_json: bool, **shares: Any) -> int:
+@json_option
+def odds(verifiers: int, as_json: bool, **shares: Any) -> None:
     """Compute how often drawn verifiers accept a wrong claim or reject an honest one, in closed form, without network."""
     from shoal.node.verify.history import odds_report, odds_table
 
@@ -140,4 +137,3 @@ def odds(verifiers: int, as_json: bool, **shares: Any) -> int:
     except ValueError as error:
         raise click.UsageError(f"{str(error)[:1].upper()}{str(error)[1:]}.") from error
     click.echo(dumps(report) if as_json else odds_table(report))
-    return int(ExitCode.OK)

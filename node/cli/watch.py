@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from shoal.node.console import HERE, Address, ExitCode, log_to_stderr, parse_address, require
+from shoal.node.cli.options import logging_option
+from shoal.node.console import HERE, Address, parse_address, require
 
 SHOWN = {"tui": ("textual",), "web": ("aiohttp", "segno"), "json": ()}  # packages of each form
 OWN = (HERE, "::1", "localhost")
@@ -26,7 +27,7 @@ MAX_WAITING = 100_000  # events that wait for the screen
 @click.option("--replay", type=click.Path(path_type=Path), metavar="FILE", help="Show a recording in place of a swarm.")
 @click.option("--speed", type=click.FloatRange(0.0), default=1.0, show_default=True, help="Speed of a replay; 0: without pauses.")
 @click.option("--seconds", type=click.FloatRange(0.0, min_open=True), help="End after so many seconds.  [default: never]")
-@click.option("--verbose", is_flag=True, help="Log what the network does, on stderr.")
+@logging_option
 def watch(
     link: str | None,
     form: str | None,
@@ -37,8 +38,7 @@ def watch(
     replay: Path | None,
     speed: float,
     seconds: float | None,
-    verbose: bool,
-) -> int:
+) -> None:
     """Watch the swarm of LINK live, without taking part: peers, rounds, losses, bytes, exchanges and faults.
 
     \b
@@ -57,7 +57,6 @@ def watch(
         raise WatchError(f"Pass either --web or --{form}.")
     place = _place(web, share)
     parsed = read_link(link) if link is not None else None
-    log_to_stderr(verbose)
     form = "web" if place is not None else form or ("tui" if sys.stdout.isatty() else "json")
     require(WatchError, f"shoal watch --{form}", *SHOWN[form], extra="watch", otherwise="use --json, which needs none")
     from shoal.node.watch.source import event_sink, print_lines
@@ -86,7 +85,6 @@ def watch(
         if recorder is not None:
             recorder.close()
     source.check()
-    return int(ExitCode.OK)
 
 
 def _place(web: str | None, share: bool) -> Address | None:

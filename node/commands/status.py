@@ -12,12 +12,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from shoal.node.config.links import LINK
 from shoal.node.config.settings import default_identity_path
+from shoal.node.console import table as grid
 from shoal.swarm.access import Link, issue
 from shoal.swarm.errors import AdmissionError, LinkError, printable
 from shoal.swarm.identity import Identity
@@ -136,7 +133,7 @@ COLUMNS = (
 )  # fmt: skip
 TALLY = ("peer", "range", "exchanges", "rounds", "tokens", "rollouts", "reward", "votes")
 MOST = 64  # members that the table shows
-NUMBERS = ("round", "step", "loss", "s/step", "tokens/s", "exchange", "wait", "lag")
+WORDS = ("name", "peer", "state", "failed", "shard", "reach", "seen")  # columns that are no numbers
 
 
 def read_status(link: Link) -> dict[str, Any]:
@@ -157,56 +154,45 @@ def read_status(link: Link) -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
     """Return the report in words: a table, and below it the health report in sentences."""
     about = "about " if report["totals"]["sampled"] else ""
-    grid = Table(title=Text(f"{report['name']}: {report['task']} with {report['method']}, {about}{_peers(report['peers'])}"))
-    for column in COLUMNS:
-        grid.add_column(column, justify="right" if column in NUMBERS else "left")
-    for member in report["members"][:MOST]:
-        loss = "-" if member["loss"] is None else f"{member['loss']:.4f}"
-        cells = [
-            member["name"],
-            short(member["peer"]),
-            member["state"],
-            str(member["round"]),
-            str(member["step"]),
-            loss,
-            _seconds(member["step_s"]),
-            _tokens(member["tokens_per_s"], member["mfu"]),
-            _seconds(member["exchange_s"]),
-            _seconds(member["wait_s"]),
-            lag_label(member["lag"], member["lag_auto"], member["late"]),
-            _failed(member),
-            member["shard"],
-            reach_label(member["reach"], member["throughput"]),
-            f"{member['seen_s_ago']:.0f} s",
-        ]
-        grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name must not be markup
-    console = Console(width=170)
-    with console.capture() as capture:
-        console.print(grid)
+    title = f"{report['name']}: {report['task']} with {report['method']}, {about}{_peers(report['peers'])}"
+    shown = grid(COLUMNS, map(_cells, report["members"][:MOST]), words=WORDS, width=170, title=title)
     # One line each, whatever the terminal's width, so that sentences can be copied.
     muon = ["Inner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains)."]
     left = len(report["members"]) - MOST
     more = [f"{left} more members are in view; --json lists all of them."] if left > 0 else []
     inner = muon if report["optimizer"] == "muon" else []
     said = [*more, totals_said(report["totals"]), *inner, *(printable(sentence) for sentence in report["findings"])]
-    return "\n".join([capture.get().rstrip(), *said, link_line(report["link"], invite_only=report["invite_only"])])
+    return "\n".join([shown, *said, link_line(report["link"], invite_only=report["invite_only"])])
+
+
+def _cells(member: dict[str, Any]) -> list[str]:
+    return [
+        member["name"],
+        short(member["peer"]),
+        member["state"],
+        str(member["round"]),
+        str(member["step"]),
+        "-" if member["loss"] is None else f"{member['loss']:.4f}",
+        _seconds(member["step_s"]),
+        _tokens(member["tokens_per_s"], member["mfu"]),
+        _seconds(member["exchange_s"]),
+        _seconds(member["wait_s"]),
+        lag_label(member["lag"], member["lag_auto"], member["late"]),
+        _failed(member),
+        member["shard"],
+        reach_label(member["reach"], member["throughput"]),
+        f"{member['seen_s_ago']:.0f} s",
+    ]
 
 
 def tally_table(tally: dict[str, Any]) -> str:
     """Return a node's tally in words: the sums, and a row for each partner."""
     if not tally["partners"]:
         return "Nobody has confirmed work of this node yet: partners sign for it within seconds of an exchange."
-    grid = Table()
-    for column in TALLY:
-        grid.add_column(column, justify="left" if column in ("peer", "range") else "right")
-    for one in tally["of"][:MOST]:
-        grid.add_row(*[Text(cell) for cell in (short(one["peer"]), one["range"], *_work(one))])
-    grid.add_row(*[Text(cell) for cell in (_peers(tally["partners"]), f"{tally['ranges']:,} in all", *_work(tally))])
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(grid)
+    rows = [(short(one["peer"]), one["range"], *_work(one)) for one in tally["of"][:MOST]]
+    total = (_peers(tally["partners"]), f"{tally['ranges']:,} in all", *_work(tally))
     said = "Signed by those partners. Keys cost nothing, so several can be one person's; address ranges cost more."
-    return f"{capture.get().rstrip()}\n{said}"
+    return f"{grid(TALLY, [*rows, total], words=('peer', 'range'), width=120)}\n{said}"
 
 
 def _work(work: dict[str, Any]) -> list[str]:

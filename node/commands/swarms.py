@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from shoal.node.config.settings import ConfigError, default_identity_path
 from shoal.node.console import dumps
+from shoal.node.console import table as grid
 from shoal.node.plan import amount
 from shoal.node.tasks.text_size import listed_parameters
 from shoal.swarm.access import Link, address_problem
@@ -106,7 +104,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 COLUMNS = ("name", "task", "method", "peers", "parameters", "sent a round", "memory", "device", "id")
-NUMBERS = ("peers", "parameters", "sent a round", "memory")
+WORDS = ("name", "task", "method", "device", "id")  # columns that are no numbers
 BUILT_IN = ("text", "rl")
 SHOWN_ID = 12
 LEAST_OF_ID = 8
@@ -169,15 +167,8 @@ def table(report: dict[str, Any]) -> str:
         return "\n".join(
             [*report["problems"], "The bootstrap nodes list no public swarm: `shoal up --public --bootstrap MULTIADDR` makes one."]
         )
-    grid = Table()
-    for column in COLUMNS:
-        grid.add_column(column, justify="right" if column in NUMBERS else "left")
-    for one in report["swarms"]:
-        grid.add_row(*[Text(cell) for cell in _cells(one)])  # Text: a stranger's name must not be markup
-    console = Console(width=140)
-    with console.capture() as capture:
-        console.print(grid)
-    return "\n".join([capture.get().rstrip(), *report["problems"], SAID, JOIN])
+    shown = grid(COLUMNS, map(_cells, report["swarms"]), words=WORDS, width=140)
+    return "\n".join([shown, *report["problems"], SAID, JOIN])
 
 
 def described(one: dict[str, Any]) -> str:

@@ -12,10 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table as Grid
-from rich.text import Text
-
+from shoal.node.console import table as grid
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.manifest import Manifest, VerifySettings
@@ -117,23 +114,19 @@ def summary(report: Mapping[str, Any]) -> str:
     if not report["verify"]:
         return f"{report['name']}: nothing is verified in this swarm (it was created without --verify)"
     title = f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of {report['asked']} logs agree"
-    grid = Grid(title=Text(title))
-    for column in ("name", "peer", "score", "claims valid/invalid/unverified", "votes with/against", "banned until", "because of"):
-        grid.add_column(column, justify="left" if column in ("name", "peer", "because of") else "right")
-    for one in report["peers"]:
-        claims, votes, until = one["claims"], one["votes"], one["banned_until"]
-        missed = "" if one["drawn"] else f"not drawn: {votes['absent']} votes not cast"
-        cells = [
-            one["name"] or "(away)",
-            short(one["peer"]),
-            f"{one['score']:.2f}",
-            f"{claims['valid'] + claims['planted']}/{claims['invalid']}/{claims['unverified']}",
-            f"{votes['agreed']}/{votes['against'] + votes['missed']}",
-            "-" if until is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(until)),
-            ", ".join(filter(None, (one["why"], missed))) or "-",
-        ]
-        grid.add_row(*[Text(cell) for cell in cells])  # Text: a stranger's name is no markup
-    console = Console(width=140)
-    with console.capture() as capture:
-        console.print(grid)
-    return capture.get().rstrip()
+    columns = ("name", "peer", "score", "claims valid/invalid/unverified", "votes with/against", "banned until", "because of")
+    return grid(columns, map(_cells, report["peers"]), words=("name", "peer", "because of"), width=140, title=title)
+
+
+def _cells(one: Mapping[str, Any]) -> list[str]:
+    claims, votes, until = one["claims"], one["votes"], one["banned_until"]
+    missed = "" if one["drawn"] else f"not drawn: {votes['absent']} votes not cast"
+    return [
+        one["name"] or "(away)",
+        short(one["peer"]),
+        f"{one['score']:.2f}",
+        f"{claims['valid'] + claims['planted']}/{claims['invalid']}/{claims['unverified']}",
+        f"{votes['agreed']}/{votes['against'] + votes['missed']}",
+        "-" if until is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(until)),
+        ", ".join(filter(None, (one["why"], missed))) or "-",
+    ]

@@ -127,7 +127,7 @@ def test_calibrate_writes_a_file_and_warns(tmp_path):
     out = tmp_path / "calibration"
     options = ("--model", "tiny:copy:5", "--dtypes", "fp32,bf16", "--claims", 20, "--max-tokens", 4, "--group", 2)
     done = shoal("verify", "calibrate", *options, "--out", out, "--json")
-    assert done.return_value == 0, done.exception
+    assert done.exception is None
     report = json.loads(done.stdout.splitlines()[-1])
     assert "extrapolated" in report["warning"]
     assert done.stderr.startswith("Warning: 20 honest claims cannot show")
