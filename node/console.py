@@ -92,6 +92,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Colle
     return capture.get().rstrip()
 
 
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 _GONE = {errno.EPIPE, errno.EIO, errno.ENXIO}  # of a pipe, and of a terminal
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

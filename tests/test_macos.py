@@ -90,7 +90,7 @@ def test_the_doctor_knows_the_platforms(monkeypatch, system, machine, says):
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     if says is None:
-        assert f"on {system} {machine}" in checks.python(print)
+        assert f"on {system} {machine}" in checks.python(None, print)
     else:
         with pytest.raises(Note, match=says):
-            checks.python(print)
+            checks.python(None, print)

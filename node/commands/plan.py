@@ -80,7 +80,7 @@ def plan(
 def measured_line(link: Link) -> Measured:
     """Dial the members of a swarm, or its seeds, and measure; this node joins nothing. Raises NetworkError if nobody answers."""
     from shoal.node.doctor import network_checks
-    from shoal.node.doctor.network_checks import FoundError, Note, Visit
+    from shoal.node.doctor.network_checks import FaultError, Note, Visit
     from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, MAX_BYTES, SPEED_PROTOCOL, ask, measure
 
     visit = Visit(link)
@@ -88,7 +88,7 @@ def measured_line(link: Link) -> Measured:
         network_checks.daemon(visit, lambda finding: None)
         try:
             network_checks.bootstrap(visit, lambda finding: None)
-        except (FoundError, Note):  # only seeds answer, or not all of the link's peers do
+        except (FaultError, Note):  # only seeds answer, or not all of the link's peers do
             if not (visit.reached or visit.seeds):
                 raise
         trips, why = list[float](), "no member of the swarm answers, and bootstrap nodes do not measure it"

@@ -1,7 +1,4 @@
-"""Checks of this machine against the swarm: id, version, task and shapes of the model.
-
-Checks of this machine: Python, PyTorch, device, memory, disk and port. No network.
-"""
+"""All checks of the doctor, and those of this machine (without network) and of what it and the swarm agree on."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.node.config.settings import default_identity_path
-from shoal.node.console import ExitCode, free_memory
+from shoal.node.console import ExitCode, free_memory, plural
 from shoal.node.doctor import network_checks
-from shoal.node.doctor.network_checks import Check, CheckOutcome, FoundError, Note, Skip, Tell, Visit, examine, many
+from shoal.node.doctor.network_checks import Check, CheckOutcome, FaultError, Note, Skip, Tell, Visit, examine
 from shoal.swarm.access import MAX_ADDRESSES, Link, invited
-from shoal.swarm.errors import NetworkError, ShoalError
+from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.connections import check_free
 from shoal.swarm.p2p.stream import short
@@ -44,15 +41,11 @@ OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 7)
 
 
-class UnfitError(ShoalError):
-    """Fault of this machine that prevents training."""
-
-
-def python(tell: Tell) -> str:
+def python(visit: Visit, tell: Tell) -> str:
     """Check the version of Python; return it and the platform."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info[:2] < OLDEST_PYTHON:  # pip does not check a checkout
-        raise UnfitError(f"this is Python {found}: install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer.")
+        raise FaultError(f"this is Python {found}: install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer.")
     place = platform.system(), platform.machine()
     if place == ("Darwin", "arm64"):
         raise Note(f"{found}: all packages have wheels for it, but it was not run by us; say how it went.")
@@ -61,22 +54,22 @@ def python(tell: Tell) -> str:
     return found
 
 
-def torch(tell: Tell) -> str:
+def torch(visit: Visit, tell: Tell) -> str:
     """Check that PyTorch can be imported."""
     try:
         import torch as found
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
         first = str(error).split("\n")[0][:200]
-        raise UnfitError(f"PyTorch cannot be imported ({first}): reinstall it with `pip install torch`.") from error
+        raise FaultError(f"PyTorch cannot be imported ({first}): reinstall it with `pip install torch`.") from error
     numbers = tuple(int(part) for part in found.__version__.split("+")[0].split(".")[:2])
     if numbers < OLDEST_TORCH:
-        raise UnfitError(f"this is PyTorch {found.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} or newer.")
+        raise FaultError(f"this is PyTorch {found.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} or newer.")
     kinds = {"CUDA": found.version.cuda, "ROCm": found.version.hip, "XPU": getattr(found.version, "xpu", None)}
     made = next((f"for {kind} {version}" for kind, version in kinds.items() if version), "for no GPU but Apple's")
     return f"{found.__version__}, {made}"
 
 
-def device(tell: Tell) -> str:
+def device(visit: Visit, tell: Tell) -> str:
     """Check a small product on the device that ``auto`` chooses."""
     import torch as found
 
@@ -88,9 +81,9 @@ def device(tell: Tell) -> str:
         right = bool(((ones @ ones).cpu() == 64).all())
     except RuntimeError as error:
         first = str(error).split("\n")[0][:200]
-        raise UnfitError(f"{chosen} does not compute ({first}): mend its driver, or train with --device cpu.") from error
+        raise FaultError(f"{chosen} does not compute ({first}): mend its driver, or train with --device cpu.") from error
     if not right:
-        raise UnfitError(f"{chosen} computes wrongly: do not train on it, take --device cpu or another machine.")
+        raise FaultError(f"{chosen} computes wrongly: do not train on it, take --device cpu or another machine.")
     if chosen.type in ("cuda", "xpu"):
         of_kind = found.get_device_module(chosen)
         free, total = of_kind.mem_get_info(chosen)
@@ -100,18 +93,18 @@ def device(tell: Tell) -> str:
     return f"{chosen}, {os.cpu_count() or 1} processors"
 
 
-def memory(tell: Tell) -> str:
+def memory(visit: Visit, tell: Tell) -> str:
     """Check the free main memory."""
     free, total = free_memory()
     found = f"{free / GB:.1f} of {total / GB:.1f} GB free"
     if free < MIN_MEMORY:
-        raise UnfitError(f"only {found}, less than a node with the smallest model needs: end other programs.")
+        raise FaultError(f"only {found}, less than a node with the smallest model needs: end other programs.")
     if free < SMALL_MEMORY:
         raise Note(f"{found}: enough for a small model only, of which a node holds about seven copies.")
     return found
 
 
-def disk(tell: Tell) -> str:
+def disk(visit: Visit, tell: Tell) -> str:
     """Check that the default folder of checkpoints is writable, and has room."""
     folder = next(path for path in (Path("runs"), Path()) if path.is_dir())
     where = f"in {str(folder.resolve())!r}"
@@ -124,31 +117,18 @@ def disk(tell: Tell) -> str:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "free some space, or use --folder elsewhere" if full else "start in a folder that you can write, or use --folder"
-        raise UnfitError(f"cannot write {where} ({error.strerror}): {remedy}.") from error
+        raise FaultError(f"cannot write {where} ({error.strerror}): {remedy}.") from error
     if free < MIN_DISK:
-        raise UnfitError(f"the disk is full, {free / GB:.2f} GB are free {where}: free some space, or use --folder elsewhere.")
+        raise FaultError(f"the disk is full, {free / GB:.2f} GB are free {where}: free some space, or use --folder elsewhere.")
     if free < SMALL_DISK:
         raise Note(f"{free / GB:.1f} GB are free {where}: enough for a small model, of which three checkpoints are kept.")
     return f"{free / GB:.1f} GB free {where}"
 
 
-def port(number: int) -> str:
-    """Check that port ``number`` can be listened on; 0: any."""
-    check_free([f"/ip4/0.0.0.0/tcp/{number}"])
-    return f"TCP {number} can be listened on" if number else "any free one will do; --port tries a certain one"
-
-
-def machine_checks(number: int) -> list[Check]:
-    """Return all checks of the machine; ``number``: the port on which the node is to listen."""
-    unfit = ExitCode.UNFIT_MACHINE
-    return [
-        Check("python", unfit, python),
-        Check("torch", unfit, torch, seconds=60.0),
-        Check("device", unfit, device, needs=("torch",), seconds=60.0),
-        Check("memory", unfit, memory),
-        Check("disk", unfit, disk),
-        Check("port", ExitCode.NO_DAEMON, lambda tell: port(number)),
-    ]
+def port(visit: Visit, tell: Tell) -> str:
+    """Check that the port can be listened on."""
+    check_free([f"/ip4/0.0.0.0/tcp/{visit.port}"])
+    return f"TCP {visit.port} can be listened on" if visit.port else "any free one will do; --port tries a certain one"
 
 
 ASKED = 3  # members whose buckets are read
@@ -165,7 +145,7 @@ def swarm(visit: Visit, tell: Tell) -> str:
     known = Link(visit.link.swarm, tuple(visit.reached[:MAX_ADDRESSES]))
     _, visit.manifest = fetch_manifest(host, known)
     if visit.manifest.invite_only and not visit.link.invite:  # its peers answer nothing else without an invitation
-        raise FoundError("this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`).")
+        raise FaultError("this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`).")
     host.call(host.meet(visit.reached), 15.0)
     visit.directory = open_directory(visit.identity, host, visit.link, visit.manifest)
     found = visit.manifest
@@ -183,7 +163,7 @@ def in_view(members: Mapping[str, Member], size: int) -> str:
         kinds = Counter(member.reach for member in members.values() if member.reach != "unknown").most_common()
         moved = {kind: [m.throughput for m in members.values() if m.reach == kind and m.throughput] for kind, _ in kinds}
         ways = "; ".join(f"{count} {reach_label(kind, median(moved[kind] or [0.0]))}" for kind, count in kinds)
-        return f", {many(len(members), 'peer')} in view{f' ({ways})' if ways else ''}"
+        return f", {plural(len(members), 'peer')} in view{f' ({ways})' if ways else ''}"
     said = totals_said(totals(members, size))
     return f": {said[0].lower()}{said[1:].removesuffix('.')}"
 
@@ -196,13 +176,13 @@ def version(visit: Visit, tell: Tell) -> str:
     if not versions:
         raise Skip("no member is in view.")
     if set(versions) == {SHOAL_VERSION}:
-        return f"{SHOAL_VERSION} here and on {many(versions[SHOAL_VERSION], 'member')}"
+        return f"{SHOAL_VERSION} here and on {plural(versions[SHOAL_VERSION], 'member')}"
     shown = ", ".join(f"{name} on {number}" for name, number in versions.most_common(4))
     usual = versions.most_common(1)[0][0]
     sentence = f"this is shoal {SHOAL_VERSION}, the members run another ({shown})"
     if SHOAL_VERSION in versions or usual.split(".")[:2] == SHOAL_VERSION.split(".")[:2]:
         raise Note(f"{sentence}: that may do, but one version everywhere is safer.")
-    raise FoundError(f"{sentence}: install the swarm's version here, or ask its members to update.")
+    raise FaultError(f"{sentence}: install the swarm's version here, or ask its members to update.")
 
 
 def bucket(visit: Visit, tell: Tell) -> str:
@@ -225,7 +205,7 @@ def bucket(visit: Visit, tell: Tell) -> str:
             f"{' and '.join(missing)} never showed up in the bucket of this epoch, so nobody is paired with it: if it has run "
             "for more than a minute, set its clock by NTP (`timedatectl set-ntp true`) and restart it."
         )
-    return f"{many(len(peers), 'member')} looked for, and found in the bucket of this epoch"
+    return f"{plural(len(peers), 'member')} looked for, and found in the bucket of this epoch"
 
 
 def model(visit: Visit, tell: Tell) -> str:
@@ -268,7 +248,7 @@ def model(visit: Visit, tell: Tell) -> str:
             with contextlib.suppress(NetworkError):
                 header = visit.running().call(ask(visit.running(), source, query.request, FLOAT32.nbytes(shapes)), 15.0)
                 query.check(source[0], header)  # names the difference
-        raise FoundError(
+        raise FaultError(
             f"this node's model ({count:,} parameters) has other shapes than the swarm's: use its task, options and version."
         )
     need, (free, _) = count * COPIES, free_memory()
@@ -287,24 +267,41 @@ def _split(visit: Visit, task: Task, built: nn.Module, tell: Tell) -> Split:
     try:
         found = split(built, task.hidden_matrices(built))
     except ValueError as error:
-        raise FoundError(f"the optimizer muon cannot train this model: {error}.") from error
+        raise FaultError(f"the optimizer muon cannot train this model: {error}.") from error
     if visit.parameters:
         for optimizer, named in (("muon", found.muon), ("adamw", found.adamw)):
             tell(CheckOutcome(optimizer, "ok", ", ".join(f"{name} ({size:,})" for name, size in named.items()) or "nothing"))
     return found
 
 
-def swarm_checks(visit: Visit) -> list[Check]:
-    """Return all checks against the swarm; none without a link."""
-    if visit.link is None:
-        return []
-    differs = ExitCode.DIFFERS
-    return [
-        Check("swarm", differs, partial(swarm, visit), ("bootstrap",), 60.0),
-        Check("version", differs, partial(version, visit), ("swarm",), 10.0),
-        Check("bucket", differs, partial(bucket, visit), ("swarm",), 60.0),
-        Check("model", differs, partial(model, visit), ("swarm",), 300.0),
+def checks(visit: Visit) -> list[Check]:
+    """Return all checks in order; without a link those of this machine and its daemon.
+
+    The manifest comes right after the first contact: it says whether the other checks need an invitation.
+    """
+    unfit, reach, differs = ExitCode.UNFIT_MACHINE, ExitCode.UNREACHED, ExitCode.DIFFERS
+    of_machine: list[tuple[Any, ...]] = [
+        ("python", unfit, python),
+        ("torch", unfit, torch, (), 60.0),
+        ("device", unfit, device, ("torch",), 60.0),
+        ("memory", unfit, memory),
+        ("disk", unfit, disk),
+        ("port", ExitCode.NO_DAEMON, port),
+        ("daemon", ExitCode.NO_DAEMON, network_checks.daemon, ("torch",), 45.0),
     ]
+    of_link: list[tuple[Any, ...]] = [
+        ("bootstrap", reach, network_checks.bootstrap, ("daemon",), 60.0),
+        ("swarm", differs, swarm, ("bootstrap",), 60.0),
+        ("clock", unfit, network_checks.clock, ("bootstrap",), 50.0),
+        ("dialled back", reach, network_checks.dialled, ("port", "bootstrap"), 100.0),
+        ("nat", reach, network_checks.nat, ("bootstrap",), 10.0),
+        ("bandwidth", reach, network_checks.bandwidth, ("bootstrap",), 95.0),
+        ("version", differs, version, ("swarm",), 10.0),
+        ("bucket", differs, bucket, ("swarm",), 60.0),
+        ("model", differs, model, ("swarm",), 300.0),
+    ]
+    rows = of_machine if visit.link is None else [*of_machine, *of_link]
+    return [Check(name, code, partial(run, visit), *more) for name, code, run, *more in rows]
 
 
 # Run of all checks, from this machine to the swarm.
@@ -329,10 +326,7 @@ def diagnose(
     path = identity or default_identity_path()
     if visit.link is not None and invited(visit.link.invite) is not None and path.exists():
         visit.identity = Identity.load(path)
-    reach, agreed = network_checks.checks(visit), swarm_checks(visit)
-    # The manifest comes right after the first contact: it says whether the other checks need an invitation.
-    checks = [*machine_checks(port), *reach[:2], *agreed[:1], *reach[2:], *agreed[1:]]
     try:
-        return examine(checks, tell)
+        return examine(checks(visit), tell)
     finally:
         visit.close()

@@ -15,10 +15,9 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from shoal.node.console import ExitCode
+from shoal.node.console import ExitCode, plural
 from shoal.node.user_code import explained
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
@@ -45,6 +44,10 @@ if TYPE_CHECKING:
     from shoal.swarm.membership.directory import Directory
     from shoal.swarm.p2p.host import Host
 Verdict = Literal["ok", "note", "failed", "skipped"]
+
+
+class FaultError(ShoalError):
+    """Raised by a check for what prevents training here, or joining the swarm."""
 
 
 class Note(ShoalError):
@@ -112,10 +115,6 @@ def examine(checks: Sequence[Check], tell: Tell = lambda finding: None) -> tuple
     return findings, code
 
 
-def many(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
-
-
 def _run(check: Check, note: Tell) -> CheckOutcome:
     began = time.monotonic()
     ended: list[CheckOutcome] = []
@@ -160,10 +159,6 @@ def _run(check: Check, note: Tell) -> CheckOutcome:
 # State that the checks of the network share: the daemon, the reached peers and their answers.
 
 T = TypeVar("T")
-
-
-class FoundError(ShoalError):
-    """Fault between this machine and the swarm."""
 
 
 @dataclass
@@ -271,13 +266,13 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
     for address in found.values():
         _sort(visit, address)
     if not found:
-        raise FoundError("no bootstrap peer can be reached: see the lines above, or get a new link from somebody in the swarm.")
+        raise FaultError("no bootstrap peer can be reached: see the lines above, or get a new link from somebody in the swarm.")
     if not visit.reached:
-        raise FoundError(
+        raise FaultError(
             "only bootstrap nodes answer, and they name no member that does: the swarm's last node may have left, ask for one."
         )
     dead = len({a.rpartition("/p2p/")[2] for a in addresses} - answered)
-    said = f"{many(len(visit.reached), 'member')} and {many(len(visit.seeds), 'bootstrap node')} answer"
+    said = f"{plural(len(visit.reached), 'member')} and {plural(len(visit.seeds), 'bootstrap node')} answer"
     if dead:
         raise Note(f"{said}, {dead} of the link's peers do not: that is enough, but see the lines above, or get a newer link.")
     return said
@@ -325,10 +320,10 @@ def clock(visit: Visit, tell: Tell) -> str:
     if not visit.seen:
         raise Skip("no peer told its time: they may run an older shoal.")
     if problem := clock_problem(visit.seen):
-        raise FoundError(problem)
+        raise FaultError(problem)
     error_s = max(seen.error for seen in visit.seen)
     skew = statistics.median(seen.skew for seen in visit.seen)
-    return f"{abs(skew):.2f} s off the clock of {many(len(visit.seen), 'peer')}, give or take {error_s:.2f}"
+    return f"{abs(skew):.2f} s off the clock of {plural(len(visit.seen), 'peer')}, give or take {error_s:.2f}"
 
 
 _NOT_REACHED = {
@@ -355,7 +350,7 @@ def dialled(visit: Visit, tell: Tell) -> str:
         try:
             number, outcome = host.call(rung(), 30.0)
         except OSError as error:
-            raise FoundError(f"port {visit.port} cannot be listened on ({error.strerror}): choose another one.") from error
+            raise FaultError(f"port {visit.port} cannot be listened on ({error.strerror}): choose another one.") from error
         except (NetworkError, MessageError) as error:
             problem = str(error).removesuffix(".")
             continue
@@ -450,23 +445,3 @@ def bandwidth(visit: Visit, tell: Tell) -> str:
             raise Note(f"{said}{'' if speed.whole else f' and less than {up:,.1f} to it'}: {slow}.")
         return said
     raise Skip(f"not measured: {problem.removesuffix('.')}.")
-
-
-def checks(visit: Visit) -> list[Check]:
-    """Return all checks of the network but those of agreed settings; without a link only the daemon's."""
-
-    def made(name: str, code: ExitCode, function: Callable[[Visit, Tell], str], needs: tuple[str, ...], seconds: float) -> Check:
-        return Check(name, code, partial(function, visit), needs, seconds)
-
-    start = made("daemon", ExitCode.NO_DAEMON, daemon, ("torch",), 45.0)
-    if visit.link is None:
-        return [start]
-    reach = ExitCode.UNREACHED
-    return [
-        start,
-        made("bootstrap", reach, bootstrap, ("daemon",), 60.0),
-        made("clock", ExitCode.UNFIT_MACHINE, clock, ("bootstrap",), 50.0),
-        made("dialled back", reach, dialled, ("port", "bootstrap"), 100.0),
-        made("nat", reach, nat, ("bootstrap",), 10.0),
-        made("bandwidth", reach, bandwidth, ("bootstrap",), 95.0),
-    ]

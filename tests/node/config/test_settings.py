@@ -209,7 +209,7 @@ def test_a_driver_that_is_too_old_for_the_build_is_named(machine, monkeypatch):
         resolve_device("cuda")
     assert resolve_device("auto").type == "cpu"
     with pytest.raises(Note, match=r"a GPU cannot be used .*too old.*: install its driver, or a build that fits it"):
-        checks.device(lambda said: None)
+        checks.device(None, lambda said: None)
 
 
 def test_host_name_is_a_file_name(monkeypatch):

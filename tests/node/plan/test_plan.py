@@ -245,9 +245,9 @@ class Peer:
         (visit.seeds if self.seeds else visit.reached).append("/ip4/1.2.3.4/tcp/1/p2p/somebody")
         visit.ask = self.ask
         if self.seeds:
-            from shoal.node.doctor.network_checks import FoundError
+            from shoal.node.doctor.network_checks import FaultError
 
-            raise FoundError("only seeds answer.")
+            raise FaultError("only seeds answer.")
 
     def close(self):
         self.closed += 1
