@@ -20,7 +20,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, its own folder stands there
 
 from bench._browser import browser, chromium
-from shoal.node.watch.source import Replay, recorded
+from shoal.node.watch.source import recorded, replayed
 from shoal.node.watch.tui import WatchApp
 
 PAGES = {
@@ -67,7 +67,7 @@ async def terminals(recording: Path, out: Path) -> None:
         inbox: queue.Queue = queue.Queue()  # type: ignore[type-arg]
         for event in recorded(recording):
             inbox.put(event)
-        source = Replay(recording, 0.0, inbox.put)
+        source = replayed(recording, 0.0, inbox.put)
         source.ended.set()
         app = WatchApp(inbox, source, live=False)
         async with app.run_test(size=size) as pilot:

@@ -49,7 +49,7 @@ def watch(
       shoal watch --replay swarm.jsonl --speed 10
     """
     from shoal.node.config.links import read_link
-    from shoal.node.watch.source import Live, Recorder, Replay, WatchError
+    from shoal.node.watch.source import Recorder, WatchError
 
     if (link is None) == (replay is None):
         raise WatchError("Pass either the LINK of a swarm or --replay FILE.")
@@ -59,12 +59,12 @@ def watch(
     parsed = read_link(link) if link is not None else None
     form = "web" if place is not None else form or ("tui" if sys.stdout.isatty() else "json")
     require(WatchError, f"shoal watch --{form}", *SHOWN[form], extra="watch", otherwise="use --json, which needs none")
-    from shoal.node.watch.source import event_sink, print_lines
+    from shoal.node.watch.source import event_sink, live, print_lines, replayed
 
     inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]
     recorder = None if record is None else Recorder(record)
     send = event_sink(inbox, recorder, drop=parsed is not None)
-    source = Live(parsed, send) if parsed is not None else Replay(replay or Path(), speed, send)
+    source = live(parsed, send) if parsed is not None else replayed(replay or Path(), speed, send)
     source.start()
     try:
         if form == "tui":

@@ -428,12 +428,12 @@ class WatchError(ShoalError):
 
 
 class EventSource:
-    """Source of events, a thread whose work is `_work`; ``stop`` makes ``self._stopped`` true."""
+    """Source of events: a thread that does ``work``, which returns soon after its argument is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[[threading.Event], None]) -> None:
         self.ended = threading.Event()
         """Set when there will be no more."""
-        self._stopped = threading.Event()
+        self._work, self._stopped = work, threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -453,46 +453,30 @@ class EventSource:
 
     def _run(self) -> None:
         try:
-            self._work()
+            self._work(self._stopped)
         except BaseException as error:
             self._error = error
         finally:
             self.ended.set()
 
-    def _work(self) -> None:
-        raise NotImplementedError
+
+def replayed(path: Path, speed: float, send: Send) -> EventSource:
+    """Return the source that replays the recording in ``path``, ``speed`` times as fast (0: at once)."""
+    return EventSource(lambda stopped: replay(path, send, stopped.wait, speed))
 
 
-class Replay(EventSource):
-    """Replay of the recording in ``path``, ``speed`` times as fast (0: at once)."""
+def live(link: Link, send: Send) -> EventSource:
+    """Return the source of what happens in the swarm of ``link``."""
 
-    def __init__(self, path: Path, speed: float, send: Send) -> None:
-        super().__init__()
-        self._path, self._speed, self._send = path, speed, send
+    async def until(stopped: threading.Event) -> None:
+        watching = asyncio.ensure_future(LightClient(link, send).run())
+        while not stopped.is_set() and not watching.done():
+            await asyncio.sleep(0.05)
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
 
-    def _work(self) -> None:
-        replay(self._path, self._send, self._stopped.wait, self._speed)
-
-
-class Live(EventSource):
-    """Live events of the swarm of ``link``. Slow imports happen in its thread."""
-
-    def __init__(self, link: Link, send: Send) -> None:
-        super().__init__()
-        self._link, self._send = link, send
-
-    def _work(self) -> None:
-        client = LightClient(self._link, self._send)
-
-        async def until_stopped() -> None:
-            watching = asyncio.ensure_future(client.run())
-            while not self._stopped.is_set() and not watching.done():
-                await asyncio.sleep(0.05)
-            watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watching
-
-        asyncio.run(until_stopped())
+    return EventSource(lambda stopped: asyncio.run(until(stopped)))
 
 
 # Stream of events from a source to a view: a bounded queue, a recording on the way, and plain lines of JSON.

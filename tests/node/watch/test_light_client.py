@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shoal.node.watch import source as light_client
-from shoal.node.watch.source import LightClient, Live
+from shoal.node.watch.source import LightClient, live
 from shoal.swarm.access import Link
 from shoal.swarm.errors import StartupError
 from shoal.swarm.gossip.envelope import make_body, make_envelope, topic_of
@@ -73,7 +73,7 @@ def node(authors):
 def watching(link):
     """The events of a live watcher of ``link``: a function that waits for the next of a kind."""
     events = queue.Queue()
-    source = Live(link, events.put)
+    source = live(link, events.put)
 
     def next_of(kind, seconds=30.0):
         while (event := events.get(timeout=seconds)).event != kind:

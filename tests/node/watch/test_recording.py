@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from shoal.node.watch.source import PAUSE_MAX, Recorder, RecordError, Replay, event_sink, print_lines, recorded, replay
+from shoal.node.watch.source import PAUSE_MAX, Recorder, RecordError, event_sink, print_lines, recorded, replay, replayed
 from shoal.node.watch.swarm_view import (
     Connected,
     Described,
@@ -100,7 +100,7 @@ def test_a_slow_reader_costs_the_oldest_events_but_not_those_of_a_replay(events,
         send(event)
     assert [inbox.get_nowait() for _ in range(3)] == events[-3:]
     inbox = queue.Queue(3)
-    source = Replay(file, 0.0, event_sink(inbox, None, drop=False))
+    source = replayed(file, 0.0, event_sink(inbox, None, drop=False))
     source.start()
     assert [inbox.get(timeout=10) for _ in events] == events
 
@@ -108,7 +108,7 @@ def test_a_slow_reader_costs_the_oldest_events_but_not_those_of_a_replay(events,
 def test_lines_are_printed_and_recorded(events, file, tmp_path, capsys):
     inbox = queue.Queue()
     recorder = Recorder(tmp_path / "again.jsonl")
-    source = Replay(file, 0.0, event_sink(inbox, recorder, drop=False))
+    source = replayed(file, 0.0, event_sink(inbox, recorder, drop=False))
     source.start()
     print_lines(inbox, source, None)
     source.check()
