@@ -53,10 +53,13 @@ def policy_here(spec: str) -> str:
     return f"hf:{path.absolute()}" if kind == "hf" and where and path.exists() else spec
 
 
-class RLSettings(BaseModel):
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class RLSettings(_Table):
     """Settings of this node with ``--task rl``."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     env: Annotated[str, AfterValidator(spec_here)] = Field(
         default="strings",
         min_length=1,
@@ -106,10 +109,9 @@ def env_label(spec: str) -> str:
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
-class OwnTraining(BaseModel):
+class OwnTraining(_Table):
     """How this node computes its steps. Peers may choose differently: a step is of the same batch whatever is set here."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     precision: Precision = Field(
         default="float32",
         description="Number format in which this node computes: float32, bfloat16, or float16 (with a scaled loss). The weights "
@@ -190,10 +192,9 @@ class PeerListError(ShoalError):
     """A list of peers cannot be read, or holds something else."""
 
 
-class PeersSettings(BaseModel):
+class PeersSettings(_Table):
     """Peers that this node meets. The swarm is not informed of them."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     allow: list[str] = Field(
         default_factory=list,
         max_length=1024,
@@ -276,10 +277,6 @@ Endpoint = Annotated[
 
 class ConfigError(ShoalError):
     """A setting, the settings file, or the device cannot be used."""
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class SwarmSettings(_Table):
@@ -370,8 +367,7 @@ class NodeSettings(_Table, RankSettings):
     )
     resume: bool = Field(default=False, description="Continue from the newest checkpoint in the folder.")
     resume_from: PathSetting | None = Field(
-        default=None,
-        description="Begin another swarm with the weights of this checkpoint, or of the newest one in this folder.",
+        default=None, description="Begin another swarm with the weights of this checkpoint, or of the newest one in this folder."
     )
     checkpoint_every_rounds: int = Field(
         default=10, ge=0, le=1_000_000, description="Rounds between two checkpoints; 0 saves at the end only."
@@ -496,13 +492,8 @@ class Settings(_Table):
 
 def known_keys() -> list[str]:
     """Return all keys, dotted, in the order of the tables."""
-    tables = [(table, field.annotation) for table, field in Settings.model_fields.items()]
-    return [
-        f"{table}.{key}"
-        for table, model in tables
-        if isinstance(model, type) and issubclass(model, BaseModel)
-        for key in model.model_fields
-    ]
+    tables: dict[str, Any] = {name: field.annotation for name, field in Settings.model_fields.items()}
+    return [f"{name}.{key}" for name, table in tables.items() for key in table.model_fields]
 
 
 def _read(path: Path) -> dict[str, Any]:
