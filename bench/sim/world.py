@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import random
 import time
 from collections import Counter
@@ -136,9 +135,6 @@ class World:
     def run(self) -> SimResult:
         """Run the simulation. Any exception that a protocol did not expect is raised: a bug in shoal."""
         began, plan, loop = (time.monotonic(), time.process_time()), self.plan, self.loop
-        chatty = logging.getLogger("hivemind")
-        level = chatty.level
-        chatty.setLevel(logging.CRITICAL)  # it logs every failed all-reduce, and those fail when members are killed
         try:
             with isolated(loop) as errors, torch.random.fork_rng(devices=[]):
                 torch.manual_seed(plan.seed)
@@ -167,7 +163,6 @@ class World:
                 return result
         finally:
             gc.unfreeze()
-            chatty.setLevel(level)
 
     def _bear(self, *, newcomer: bool) -> None:
         peer = SimPeer(self, self._born, newcomer=newcomer)

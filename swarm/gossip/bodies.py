@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import threading
@@ -101,8 +102,8 @@ class BodyStore:
         def left(at_most: float = CHUNK_S) -> float:
             return max(0.01, min(at_most, end - loop.time()))
 
-        stream = await self._host.open(peer, self._protocol, addresses=self._addresses(peer), timeout=left(timeout))
-        try:
+        opening = self._host.open(peer, self._protocol, addresses=self._addresses(peer), timeout=left(timeout))
+        with contextlib.closing(await opening) as stream:
             await stream.send(pack(BodyRequest(swarm=self._swarm, sha256=sha256)), left())
             reply = unpack(await stream.receive(BodyReply.LIMIT, left()), BodyReply)
             if not reply.nbytes:
@@ -110,8 +111,6 @@ class BodyStore:
             check(reply.nbytes)
             body = bytearray(reply.nbytes)
             await stream.swap(memoryview(b""), memoryview(body), chunk_timeout=CHUNK_S, deadline=end)
-        finally:
-            stream.close()
         whole = bytes(body)
         # Hashing some hundred megabytes here would block the loop, and so every exchange, for as many milliseconds.
         if await loop.run_in_executor(None, lambda: hashlib.sha256(whole).digest()) != sha256:

@@ -25,7 +25,7 @@ from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import ADMISSION_PROTOCOL, FREE
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import first_of, short, stop
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import AdmissionReply, ManifestReply, ManifestRequest, Member
 
@@ -102,19 +102,16 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
     """
 
     async def ask(peer: str, addresses: tuple[str, ...]) -> ManifestReply:
-        stream = await host.open(peer, MANIFEST_PROTOCOL, addresses=addresses, timeout=MANIFEST_S)
-        try:
+        with contextlib.closing(await host.open(peer, MANIFEST_PROTOCOL, addresses=addresses, timeout=MANIFEST_S)) as stream:
             await stream.send(pack(ManifestRequest(swarm=link.swarm)), MANIFEST_S)
             return unpack(await stream.receive(ManifestReply.LIMIT, MANIFEST_S), ManifestReply)
-        finally:
-            stream.close()
 
     async def first() -> tuple[bytes, Manifest]:
         problem, wrong = "", None
         asked = {asyncio.ensure_future(ask(address.rpartition("/p2p/")[2], dial)): address for address, dial in sources.items()}
         try:
             while asked:
-                await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                await first_of(*asked)
                 for task in [task for task in asked if task.done()]:
                     address = asked.pop(task)
                     try:
@@ -130,9 +127,7 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
                     except MessageError as error:
                         wrong = wrong or error
         finally:
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+            await stop(*asked)
         raise wrong or NetworkError(f"No peer of the link served the swarm's manifest ({problem}); ask for a fresh link.")
 
     seeds, entry = host.seeds(), host.entry()

@@ -15,6 +15,7 @@ the epoch that the others are in.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import statistics
@@ -81,11 +82,8 @@ async def compare_clocks(host: Host, peers: Iterable[str], port: int | None = No
     seeds = host.seeds()
 
     async def one(peer: str) -> DialBackView:
-        stream = await host.open(peer, DIAL_PROTOCOL, addresses=seeds.get(peer, ()), timeout=ASK_S)
-        try:
+        with contextlib.closing(await host.open(peer, DIAL_PROTOCOL, addresses=seeds.get(peer, ()), timeout=ASK_S)) as stream:
             return await ask(stream, port)
-        finally:
-            stream.close()
 
     asked = [asyncio.create_task(one(peer)) for peer in list(dict.fromkeys([*list(seeds)[:1], *peers, *seeds]))[: 2 * ASKED]]
     seen: list[DialBackView] = []

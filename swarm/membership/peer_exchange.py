@@ -295,13 +295,11 @@ class PeerExchange:
         """Exchange records with a peer; return whether it is there and a member. If not it is out of the views."""
         peer, new = known.peer, not self.views.knows(known.peer)
         try:
-            stream = await self._host.open(peer, SHUFFLE_PROTOCOL, addresses=known.addresses, timeout=OPEN_S)
-            try:
+            opening = self._host.open(peer, SHUFFLE_PROTOCOL, addresses=known.addresses, timeout=OPEN_S)
+            with contextlib.closing(await opening) as stream:
                 # Not before: in a swarm by invitation only, opening a stream has made sure that the peer was invited.
                 await stream.send(pack(self._shuffle(peer, want)), SMALL_S)
                 reply = unpack(await stream.receive(ShuffleReply.LIMIT, SMALL_S), ShuffleReply)
-            finally:
-                stream.close()
             if reply.record is None:
                 raise MessageError(f"peer {short(peer)} does not exchange peers: {reply.reason or 'no reason'}.", "refused")
             met = self._hear(peer, reply.record, known.source)

@@ -19,6 +19,7 @@ are not dialled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -176,11 +177,9 @@ class SeedAnnouncer:
         topics = sorted(topic.removeprefix(prefix) for topic in self._host.pubsub.topics if relayed and topic.startswith(prefix))
         for seed, addresses in self._host.seeds().items():
             try:
-                stream = await self._host.open(seed, SEED_PROTOCOL, addresses=addresses, timeout=OPEN_S)
-                try:
+                opening = self._host.open(seed, SEED_PROTOCOL, addresses=addresses, timeout=OPEN_S)
+                with contextlib.closing(await opening) as stream:
                     members = await ask_seed(stream, self._swarm, record, topics[:MAX_TOPICS])
-                finally:
-                    stream.close()
                 if self._announced is not None:
                     await self._announce(seed, addresses, self._announced)
                 strangers = addresses_of([m for m in members if m.peer not in known and m.peer != own.peer])
@@ -193,11 +192,8 @@ class SeedAnnouncer:
     async def _announce(self, seed: str, addresses: Sequence[str], announced: Announcement) -> None:
         """Announce the swarm to a seed, after this node's record. Raises NetworkError or MessageError."""
         sealed = seal(announced.model_copy(update={"issued": time.time()}), self._identity)
-        stream = await self._host.open(seed, SWARMS_PROTOCOL, addresses=addresses, timeout=OPEN_S)
-        try:
+        with contextlib.closing(await self._host.open(seed, SWARMS_PROTOCOL, addresses=addresses, timeout=OPEN_S)) as stream:
             reason = await announce(stream, sealed)
-        finally:
-            stream.close()
         if reason:
             log.warning("bootstrap node %s does not list this swarm: %s", short(seed), reason)
 
@@ -283,13 +279,9 @@ async def listed_by(daemon: Daemon, seed: str) -> list[PublicSwarm]:
 
 
 async def _asked(daemon: Daemon, peer: str, request: SwarmsRequest) -> SwarmsReply:
-    reader, writer = await daemon.open(peer, SWARMS_PROTOCOL)
-    stream = Stream(peer, reader, writer, TrafficMeter())
-    try:
+    with contextlib.closing(Stream(peer, *await daemon.open(peer, SWARMS_PROTOCOL), TrafficMeter())) as stream:
         await stream.send(pack(request), ANSWER_S)
         return unpack(await stream.receive(SwarmsReply.LIMIT, ANSWER_S), SwarmsReply)
-    finally:
-        stream.close()
 
 
 async def look(seeds: Sequence[str]) -> tuple[list[PublicSwarm], list[str]]:

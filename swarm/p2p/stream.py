@@ -7,7 +7,8 @@ there, ends the stream with a clean EOF, so EOF before the last expected byte is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from shoal.swarm.errors import MessageError, NetworkError
@@ -35,6 +36,39 @@ class Blocks(Protocol):
 def short(peer_id: str) -> str:
     """Return the end of a peer id, enough to recognise it in a sentence (all ids begin alike)."""
     return "…" + peer_id[-8:]
+
+
+async def first_of(*tasks: asyncio.Future[Any], timeout: float | None = None) -> None:
+    """Wait until one of ``tasks`` is done, ``timeout`` seconds at most; none of them is cancelled."""
+    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def stop(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel ``tasks`` and wait for their end. What they raise is retrieved, also if this is cancelled too, as asyncio wants."""
+    for task in tasks:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+@contextlib.asynccontextmanager
+async def running(*works: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
+    """Run ``works`` as tasks in this block; at its end they are cancelled, and have ended."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(work) for work in works]
+    try:
+        yield tasks
+    finally:
+        await stop(*tasks)
+
+
+async def race(*works: Awaitable[Any], timeout: float) -> None:
+    """Wait until one of ``works`` is done, ``timeout`` seconds at most, and cancel the others.
+
+    Unlike ``asyncio.wait_for`` it never swallows that the caller is cancelled at the moment at which one is done.
+    """
+    async with running(*works) as tasks:
+        await first_of(*tasks, timeout=timeout)
 
 
 class Stream:

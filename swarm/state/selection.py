@@ -33,7 +33,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median_low
 from typing import TYPE_CHECKING
@@ -157,7 +157,7 @@ async def ask(host: Host, to: Peer, request: StateRequest, nbytes: int) -> State
         stream = await host.open(peer, STATE_PROTOCOL, addresses=addresses, timeout=ANSWER_S)
     except NetworkError as error:
         raise NoStateError(str(error)) from error
-    try:
+    with closing(stream):
         try:
             await stream.send(pack(request), ANSWER_S)
             reply = unpack(await stream.receive(StateHeader.LIMIT, ANSWER_S), StateHeader, Answer)
@@ -165,8 +165,6 @@ async def ask(host: Host, to: Peer, request: StateRequest, nbytes: int) -> State
             raise NoStateError(str(error)) from error
         if isinstance(reply, Answer) and reply.verdict == "wait":
             reply = unpack(await stream.receive(StateHeader.LIMIT, making_s(nbytes) + GRACE_S), StateHeader, Answer)
-    finally:
-        stream.close()
     if isinstance(reply, Answer):
         kind = NoStateError if reply.verdict == "refuse" else NetworkError
         raise kind(f"peer {short(peer)} serves no weights: {reply.reason}.")

@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, overload
@@ -41,7 +42,7 @@ from shoal.optim.exchange.base import OnDemand
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import BorrowedPayload
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import running, short
 from shoal.swarm.pacing import slow_s
 from shoal.swarm.wire.envelope import CHUNK, pack, pack_shapes, unpack
 from shoal.swarm.wire.messages import ChunkReply, ChunkRequest, StateHeader
@@ -486,14 +487,12 @@ async def fetch_digests(host: Host, swarm: str, header: StateHeader, sources: Se
     """
     room = bytearray(DIGEST * chunks_in(header.nbytes))
     for peer, addresses in sources:
-        source = ChunkSource(host, swarm, snapshot_id(header), peer, addresses)
         try:
-            await source.take(None, memoryview(room))
+            with closing(ChunkSource(host, swarm, snapshot_id(header), peer, addresses)) as source:
+                await source.take(None, memoryview(room))
         except (NetworkError, MessageError) as error:
             log.info("no digests: %s", error)
             continue
-        finally:
-            source.close()
         if hashlib.sha256(room).digest() == header.sha256:
             return bytes(room)
         log.warning("peer %s served digests that are not those of the weights it offered: it is not asked again", short(peer))
@@ -531,18 +530,12 @@ class _Download:
         self._change = asyncio.Event()
 
     async def run(self, sources: Sequence[Peer]) -> None:
-        lanes = [asyncio.ensure_future(self._lane(peer)) for _ in range(LANES) for peer in sources]
-        whole = asyncio.ensure_future(self._whole())
-        pending: set[asyncio.Future[None]] = {whole, *lanes}
-        try:
+        async with running(self._whole(), *(self._lane(peer) for _ in range(LANES) for peer in sources)) as (whole, *lanes):
+            pending: set[asyncio.Future[None]] = {whole, *lanes}
             while not whole.done() and len(pending) > 1:
                 finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for one in finished:
                     one.result()  # what a sink raises, a full disk for instance
-        finally:
-            for one in (whole, *lanes):
-                one.cancel()
-            await asyncio.gather(whole, *lanes, return_exceptions=True)
         if not self.plan.done:
             raise NetworkError(f"the peers that hold the weights are gone with {self.plan.left} chunks missing.")
 

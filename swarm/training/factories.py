@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from statistics import median_high, median_low
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,15 +41,13 @@ from shoal.optim.outer.weights import Processes
 from shoal.optim.schedule import USEFUL, agreed_seconds, bounded_speeds
 from shoal.swarm.errors import OuterError
 from shoal.swarm.exchange.context import FEW, QUICKER, ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.manifest import MAX_GROUP, OuterSettings, parse_round
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.p2p.addresses import of_ranges
 from shoal.swarm.wire.messages import Member
-
-if TYPE_CHECKING:
-    from shoal.swarm.exchange.group.exchange import GroupExchange
 
 TRIAL_S = 20.0  # that a partner may take to try a contribution on data
 
@@ -82,8 +80,6 @@ def make_exchange(
     trial = TRIAL_S if outer.check_loss else 0.0
     timeouts = ExchangeTimeouts(outer.wait_s, trial=trial)
     if method_named(outer.method).group == "everyone":
-        from shoal.swarm.exchange.group.exchange import GroupExchange  # with hivemind's all-reduce, and scipy
-
         return GroupExchange(
             context,
             timeouts,

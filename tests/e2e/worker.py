@@ -28,7 +28,7 @@ from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import DecisionLog
-from shoal.swarm.exchange.group.reduction import _Runner
+from shoal.swarm.exchange.group.reduction import AllReduce
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as exchange_module
 from shoal.swarm.exchange.pair.calls import HeldCalls
@@ -258,11 +258,11 @@ class Worker:
                 now()
             write(sink, chunk, data)
 
-        received, settle = _Runner._received, DecisionLog.settle
+        received, settle = AllReduce._received, DecisionLog.settle
 
-        async def at_part(runner, *args):
+        async def at_part(reduction, *args):
             now()
-            return await received(runner, *args)
+            return await received(reduction, *args)
 
         def at_settle(*args):
             now()
@@ -271,7 +271,7 @@ class Worker:
         network, name, wrapped = {
             "snapshot-chunk": (download_module, "_chunk", at_snapshot_chunk),
             "write": (MemorySink, "write", at_write),
-            "part": (_Runner, "_received", at_part),
+            "part": (AllReduce, "_received", at_part),
             "settle": (DecisionLog, "settle", at_settle),
             "offer": (calls, "make_offer", at_offer),
             "chunk": (envelope.HashList, "advance", at_chunk),

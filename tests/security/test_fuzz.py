@@ -133,7 +133,7 @@ ELSEWHERE = {
     "swarm/p2p/stream.py:Stream._head": "test_fuzz_streams",
     "swarm/p2p/stream.py:Stream._receive": "test_fuzz_streams",
     "swarm/p2p/daemon.py:read_message": "frames of the daemon on this machine; what strangers say in them is opened elsewhere",
-    "swarm/exchange/group/reduction.py:_Runner._accumulate_parts_streaming": "all-reduce: sizes follow from the shapes",
+    "swarm/exchange/group/reduction.py:AllReduce._received": "all-reduce: sizes follow from the shapes",
     "swarm/state/selection.py:_sample": "tests/swarm/state: a piece whose size and digest are known",
     "swarm/wire/envelope.py:diagnose": "diagnosis",
     "swarm/topics/rollout.py:_parts": "message rollout, and test_message_fields",

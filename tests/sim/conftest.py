@@ -1,7 +1,6 @@
 """Runs seeds of the simulator and says how to see one again."""
 
 import gc
-import logging
 
 import pytest
 
@@ -32,7 +31,6 @@ class Seeds:
 @pytest.fixture
 def seeds():
     """What was alive before is no garbage: a collection after a simulation looks at its objects only."""
-    logging.getLogger("hivemind").setLevel(logging.CRITICAL)  # it says that an all-reduce failed, as it is meant to here
     gc.collect()
     gc.freeze()  # and stays so: to look at it all again takes most of a second in each test
     return Seeds()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import sys
 from collections.abc import Callable
@@ -128,7 +127,6 @@ def main(argv: list[str]) -> int:
 
     Returns the exit code: 1 if an invariant did not hold.
     """
-    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
     failed, hostile = False, argv[1] == "hostile"
     for seed in map(int, argv[2:] if hostile else argv[1:]):
         report = simulate(seed, hostile=hostile, keep=True)

@@ -7,7 +7,6 @@ pieces    what it sends of a payload comes in pieces, so many seconds apart
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -72,7 +71,6 @@ def rounds_of(kind: Kind, seed: int, way: Way | None, honest: int = 4, trained: 
 
 def main(argv: list[str]) -> int:
     """Print the share of rounds kept: kinds, ways, and the number of seeds."""
-    logging.getLogger("hivemind").setLevel(logging.CRITICAL)
     for kind in argv[1].split(","):
         for way in argv[2].split(","):
             for seed in range(int(argv[3])):

@@ -37,7 +37,7 @@ from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog, Grou
 from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Attempt, Outcome, PeerStreams, Reduction
 from shoal.swarm.exchange.group.roster import HeartbeatChannel, Roster, open_roster, ready_message
-from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.stream import Stream, first_of, short, stop
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import Message, Sketch, seal, unpack
 from shoal.swarm.wire.messages import LARGEST_GROUP, GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
@@ -291,7 +291,7 @@ class GroupMember:
         hold = _Hold(self._time.budget(nbytes, attempt.key.fragment), began)
         holding = asyncio.ensure_future(hold.limit(pending.needed, reduction, reducing))
         try:
-            await asyncio.wait({reducing, listening}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(reducing, listening)
             if listening.done() and not reducing.done():  # the others did not wait
                 hold.unheard = reduction.give_up()
             self._account(reduction, attempt.key, hold)
@@ -302,7 +302,7 @@ class GroupMember:
                 await channel.send(GroupReport(nonce=group.nonce, held=reduction.places()))
                 # Others may take as long again, over a slower link; no leader keeps this node for longer.
                 left = max(until, 2 * loop.time() - formed) - loop.time() + 4 * self._timeouts.chunk
-                await asyncio.wait({listening, holding}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                await first_of(listening, holding, timeout=left)
             try:
                 if not listening.done():
                     raise NetworkError(f"peer {short(group.leader)} did not decide in time.", "timeout")
@@ -319,9 +319,7 @@ class GroupMember:
             mean = self._decisions.open(sealed, group.leader, group.nonce)
         finally:
             self._streams.end(reduction)
-            for task in (reducing, listening, holding):
-                task.cancel()
-            await asyncio.wait({reducing, listening, holding})
+            await stop(reducing, listening, holding)
         if sealed is not None and mean:
             self._decisions.remember(group.nonce, sealed)
             included = mean & group.places([self._context.me])

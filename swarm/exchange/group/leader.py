@@ -34,7 +34,7 @@ from shoal.swarm.exchange.group.reduction import fits
 from shoal.swarm.exchange.group.roster import HeartbeatChannel, difference, encode_roster
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import first_of, running, short
 from shoal.swarm.wire.envelope import ENVELOPE, Message, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import (
     MAX_GROUP,
@@ -113,14 +113,12 @@ class DecisionLog:
 
     async def _asked(self, peer: str, addresses: Sequence[str], leader: str, nonce: bytes) -> bytes | None:
         try:
-            stream = await self._host.open(peer, DECISION_PROTOCOL, addresses=addresses, timeout=ASK_S)
-            try:
+            opening = self._host.open(peer, DECISION_PROTOCOL, addresses=addresses, timeout=ASK_S)
+            with contextlib.closing(await opening) as stream:
                 await stream.send(pack(GroupQuestion(nonce=nonce)), ASK_S)
                 reply = unpack(await stream.receive(GroupReply.LIMIT, ASK_S), GroupReply)
                 self.open(reply.decision, leader, nonce)
                 return reply.decision
-            finally:
-                stream.close()
         except (NetworkError, MessageError) as error:
             log.debug("peer %s sent no decision: %s", short(peer), error)
             return None
@@ -469,18 +467,13 @@ class GroupLeader:
         """Receive the member's reports until its group is over or it is gone."""
         most = moved(member.ready.nbytes, self._max_group + 1)
         longest = member.until + self._timeouts.longest(most) + 8 * self._timeouts.chunk
-        listening = asyncio.ensure_future(self._listen(member, longest))
-        over = asyncio.ensure_future(member.over.wait())
         try:
-            await asyncio.wait({listening, over}, return_when=asyncio.FIRST_COMPLETED)
-            if listening.done():
-                listening.result()
+            async with running(self._listen(member, longest), member.over.wait()) as (listening, over):
+                await first_of(listening, over)
+                if listening.done():
+                    listening.result()
         except (NetworkError, MessageError) as error:
             log.info("a member of a group is gone: %s", error)
-        finally:
-            listening.cancel()
-            over.cancel()
-            await asyncio.wait({listening, over})
 
     async def _listen(self, member: MemberState, until: float) -> None:
         while True:

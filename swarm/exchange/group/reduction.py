@@ -5,17 +5,15 @@ This costs a node as many payloads as there are other members, in either directi
 of the decoded tensors. Received bytes stay in scratch of exactly the own payload's size until their digest, their form and their
 finiteness are checked; then they are held whole, and stay as small as they came.
 
-**By hivemind's butterfly all-reduce** (`AllReduce`), for plain floats, every member averages one share of the values for all.
-This costs a node about two payloads in either direction, however large the group is, and gathering one for each other member.
-hivemind's ``AllReduceRunner`` runs in the host's loop, into scratch, with three differences:
+**By a butterfly all-reduce** (`AllReduce`), for plain floats, every member averages one share of the values for all. This costs a
+node about two payloads in either direction, however large the group is, and gathering one for each other member. As in hivemind's,
+every member sends each other one that one's share, in parts, and gets the averages back as they are made:
 
-* Its messages travel over our own streams, which are bounded, counted and have deadlines, as the bare bytes of each part. Type,
-  shape, number and weight of the parts follow from what the group signed, so a member cannot state others.
+* Type, number, sizes and weight of the parts follow from what the group signed, so a member cannot state others.
 * Averages are sent back, as float32, and not differences: a member that adds a difference to its own value rounds otherwise than
   the next one, so the members would drift apart. Averages have the same bits everywhere.
-* It is all or nothing: a member banned in the middle, a failed part, or a mean that is not finite ends the attempt.
-
-The order in which a share is summed is that in which its parts arrive: two runs agree but for rounding.
+* Parts are summed in the order of peer ids, so two runs have the same bits.
+* It is all or nothing: a member that is lost, a failed part, or a mean that is not finite ends the attempt.
 """
 
 from __future__ import annotations
@@ -24,15 +22,11 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from hivemind.averaging.allreduce import AllreduceException, AllReduceRunner
-from hivemind.compression import NoCompression
-from hivemind.p2p import P2PContext, PeerID, ServicerBase
-from hivemind.proto import averaging_pb2, runtime_pb2
 from torch import Tensor
 
 from shoal.optim.codecs.base import FloatCodec, all_finite, buffer
@@ -41,9 +35,9 @@ from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttempt
 from shoal.swarm.exchange.group.liveness import LivenessView
-from shoal.swarm.exchange.group.roster import Roster, stop
+from shoal.swarm.exchange.group.roster import Roster
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import short, stop
 from shoal.swarm.wire.envelope import HashList, pack, unpack
 from shoal.swarm.wire.messages import GroupHello
 
@@ -199,11 +193,8 @@ class AllGather:
 
     async def _call(self, peer: str) -> None:
         try:
-            stream = await self._streams.open(peer, self.group.nonce)
-            try:
+            with contextlib.closing(await self._streams.open(peer, self.group.nonce)) as stream:
                 await self._swap(stream)
-            finally:
-                stream.close()
         except (NetworkError, MessageError) as error:
             log.info("round %d: nothing from %s: %s", self._attempt.key.round, short(peer), error)
             self._attempt.failed(peer, error)
@@ -273,25 +264,41 @@ class AllReduce:
 
     def __init__(self, streams: PeerStreams, group: Roster, me: str, attempt: Attempt, until: float, longest: float) -> None:
         mine = attempt.contribution
-        self._me, self.group, self._mine = me, group, mine
+        self._streams, self.group, self._me, self._mine = streams, group, me, mine
         self._until = max(until, longest)  # each part of it has a deadline of its own
         self._mean: Tensor | None = None
-        self._called: set[str] = set()
+        self._failed, self._over = asyncio.Event(), asyncio.Event()
         # A node whose contribution cannot be all-reduced reports that it holds nothing, and the leader gathers.
-        self._runner = _Runner(streams, group, me, mine) if isinstance(mine.codec, FloatCodec) and not mine.even else None
+        self._dtype = mine.codec.dtype if isinstance(mine.codec, FloatCodec) and not mine.even else None
+        self._callers: dict[str, asyncio.Future[Stream]] = {}
+        """The streams on which the other members send this node its share."""
+        if self._dtype is not None:
+            new = asyncio.get_running_loop().create_future
+            self._callers = {peer: new() for peer in group.members if peer != me}
+        self._awaited: set[str] = set()
+        """The members whose part of this node's share is being waited for."""
+        self.arrived: dict[str, float] = {}
+        """When all that each member sends of this node's share was here. The averages of others wait for all members."""
 
     async def run(self) -> None:
         """Reduce within the group's time."""
-        if self._runner is None:
+        if self._dtype is None:
             return
+        reducing, failing = asyncio.ensure_future(self._reduced(self._dtype)), asyncio.ensure_future(self._failed.wait())
         try:
             left = self._until - asyncio.get_running_loop().time()
-            mean = await asyncio.wait_for(self._runner.reduced(), left)
+            await asyncio.wait({reducing, failing}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not reducing.done():
+                raise NetworkError("a member stopped, or its link broke." if self._failed.is_set() else "its time was up.")
+            mean = reducing.result()
             if not await asyncio.to_thread(all_finite, [mean]):
-                raise AllreduceException("the mean holds NaN or infinity")
+                raise MessageError("the mean holds NaN or infinity.")
             self._mean = mean
-        except (asyncio.TimeoutError, AllreduceException, NetworkError, MessageError) as error:
-            log.info("round %d: the all-reduce failed: %s", self._mine.key.round, error or "its time was up")
+        except (NetworkError, MessageError) as error:
+            log.info("round %d: the all-reduce failed: %s", self._mine.key.round, error)
+        finally:
+            self._over.set()
+            await stop(reducing, failing)
 
     def places(self) -> int:
         return 0 if self._mean is None else self.group.everybody
@@ -303,213 +310,102 @@ class AllReduce:
         counted = sum(weight > 0 for weight in weights)
         return Reduced(self.group.members, sum(weights), self._mean, self._mine, counted, self.group.limit)
 
-    @property
-    def arrived(self) -> Mapping[str, float]:
-        """When all that each member sends of this node's share was here. The averages of others wait for all members."""
-        return {} if self._runner is None else self._runner.arrived
-
     def give_up(self) -> set[str]:
         """Fail; return the members that are still to send."""
         self.lose(self.group.everybody)
-        return set(self.group.members) - {self._me} - self.arrived.keys()
+        return set(self._awaited)
 
     def lose(self, places: int) -> None:
-        if self._runner is not None and places:
-            self._runner.failed.set()
+        if places:
+            self._failed.set()
 
     async def accept(self, stream: Stream) -> None:
         """Serve a member that sends its part of this node's share and takes the average of it."""
-        if self._runner is not None and stream.peer_id not in self._called:
-            self._called.add(stream.peer_id)
-            await self._runner.serve(stream)
-
-
-class _Raw(NoCompression):  # type: ignore[misc]
-    """A codec of hivemind that leaves the bytes of a tensor as they are; hivemind's own widens bfloat16."""
-
-    def compress(self, tensor: Tensor, info: Any, allow_inplace: bool = False) -> Any:
-        return _packed(tensor)
-
-
-def _packed(tensor: Tensor) -> Any:
-    return runtime_pb2.Tensor(buffer=tensor.view(torch.uint8).numpy().tobytes())
-
-
-class _Endpoint:
-    """The runner's stand-in for its daemon."""
-
-    def __init__(self, runner: _Runner, me: str) -> None:
-        self.peer_id, self.runner = PeerID.from_base58(me), runner
-
-
-class _Calls(ServicerBase):  # type: ignore[misc]
-    """The runner's stand-in for another runner's remote side."""
-
-    @classmethod
-    def get_stub(cls, p2p: _Endpoint, peer: PeerID, *, namespace: str | None = None) -> _Call:
-        return _Call(p2p.runner, peer)
-
-
-class _Call:
-    """A call of one member."""
-
-    def __init__(self, runner: _Runner, peer: PeerID) -> None:
-        self._runner, self._peer = runner, peer
-
-    async def rpc_aggregate_part(self, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        return self._runner.averages(self._peer, parts)
-
-
-class _Runner(AllReduceRunner):  # type: ignore[misc]
-    """hivemind's runner, of one flat tensor, with averages in place of differences (its private hooks: the release is pinned)."""
-
-    def __init__(self, streams: PeerStreams, group: Roster, me: str, mine: EncodedContribution) -> None:
-        assert isinstance(mine.codec, FloatCodec)
-        self.failed = asyncio.Event()
-        self._streams, self._group, self._dtype = streams, group, mine.codec.dtype
-        self._silence = SENDER * streams.chunk_timeout
-        self._calls: dict[Stream, None] = {}
-        self.arrived: dict[str, float] = {}
-        flat = mine.payload.whole().view(mine.codec.dtype)
-        share = -(-flat.numel() // len(group.members)) * flat.element_size()
-        super().__init__(
-            p2p=_Endpoint(self, me),
-            servicer_type=_Calls,
-            prefix=None,
-            group_id=group.nonce,
-            tensors=[flat],
-            weight=group.weight(me),
-            ordered_peer_ids=[PeerID.from_base58(peer) for peer in group.members],
-            peer_fractions=(1 / len(group.members),) * len(group.members),
-            sender_timeout=self._silence,
-            reducer_timeout=REDUCER * streams.chunk_timeout,
-            part_size_bytes=max(min(PART, share), flat.element_size()),
-            compression=_Raw(),
-        )
-        self._shares = [[part.numel() for part, _ in parts] for parts in self.tensor_part_container._input_parts_by_peer]
-        self._shares[group.members.index(me)] = [part.numel() for part in self.parts_for_local_averaging]
-
-    async def reduced(self) -> Tensor:
-        """Return the mean of all, flat, float32. Raises AllreduceException as soon as anything is missing."""
-        whole = asyncio.ensure_future(self._whole())
-        failing = asyncio.ensure_future(self.failed.wait())
-        try:
-            await asyncio.wait({whole, failing}, return_when=asyncio.FIRST_COMPLETED)
-            if self.failed.is_set():
-                raise AllreduceException("a member stopped, or its link broke")
-            return whole.result()
-        finally:
-            try:
-                await stop(whole, failing)
-            finally:  # also if this is cancelled once more meanwhile, as in a process that slept
-                for stream in self._calls:  # of abandoned generators: the garbage collector may be slow
-                    stream.abort()
-                if self._future.done() and not self._future.cancelled():
-                    self._future.exception()
-
-    async def _whole(self) -> Tensor:
-        outputs = [tensor async for tensor in self.run()]
-        flat: Tensor = outputs[0]
-        return flat
-
-    async def averages(self, peer: PeerID, parts: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """Send this node's parts of another member's share; yield the averages as they arrive."""
-        name = peer.to_base58()
-        try:
-            stream = await self._streams.open(name, self._group.nonce)
-        except NetworkError as error:
-            yield self._broken(name, error)
+        caller = self._callers.get(stream.peer_id)
+        if caller is None or caller.done() or self._over.is_set():
             return
-        self._calls[stream] = None
+        caller.set_result(stream)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._over.wait(), max(self._until - asyncio.get_running_loop().time(), 0.0))
+        if self._mean is None:
+            stream.abort()
+
+    async def _reduced(self, dtype: torch.dtype) -> Tensor:
+        """Return the mean of all, flat, float32. Raises NetworkError or MessageError as soon as anything is missing."""
+        values = self._mine.payload.whole().view(dtype)
+        mean = torch.empty(values.numel(), dtype=torch.float32, device="cpu")
+        others = (self._exchange(peer, values, mean) for peer in self._callers)
+        works = [asyncio.ensure_future(work) for work in (self._average(values, mean), *others)]
+        try:
+            await asyncio.gather(*works)
+        finally:
+            await stop(*works)
+        return mean
+
+    def _parts(self, peer: str, values: Tensor) -> list[slice]:
+        """Return the parts of the share that ``peer`` averages; none if there are fewer values than members."""
+        place, count, step = self.group.members.index(peer), len(self.group.members), PART // values.element_size()
+        start, end = (values.numel() * bound // count for bound in (place, place + 1))
+        return [slice(at, min(at + step, end)) for at in range(start, end, step)]
+
+    async def _exchange(self, peer: str, values: Tensor, mean: Tensor) -> None:
+        """Send a member its share of this node's ``values``, and put the averages into ``mean`` as they arrive."""
+        parts, patience = self._parts(peer, values), REDUCER * self._streams.chunk_timeout
+        if not parts:
+            return
+        stream = await self._streams.open(peer, self.group.nonce)
 
         async def send() -> None:
-            async for message in parts:
-                await stream.send(message.tensor_part.buffer, self.reducer_timeout)
+            for part in parts:
+                await stream.send(_packed(values[part]), patience)
 
         sending = asyncio.ensure_future(send())
         try:
-            for count in self._shares[self._group.members.index(name)]:
-                data = await self._received(stream, 4 * count, self.reducer_timeout)
-                tensor = runtime_pb2.Tensor(buffer=data, size=[count], dtype="float32")
-                yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=tensor)
+            for part in parts:
+                mean[part] = await self._received(stream, part, torch.float32, patience)
             await sending
-        except (NetworkError, MessageError) as error:
-            yield self._broken(name, error)
+        except BaseException:
+            stream.abort()  # so that the other end notices at once
+            raise
         finally:
-            stream.close()
-            self._calls.pop(stream, None)
             await stop(sending)
+        stream.close()
 
-    async def serve(self, stream: Stream) -> None:
-        """Serve the other end of ``averages``."""
-        context = P2PContext(handle_name="", local_id=self.peer_id, remote_id=PeerID.from_base58(stream.peer_id))
-        try:
-            async with contextlib.aclosing(self.rpc_aggregate_part(self._parts(stream), context)) as replies:
-                async for reply in replies:
-                    if reply.code != averaging_pb2.AVERAGED_PART:
-                        raise NetworkError(f"the all-reduce with peer {short(stream.peer_id)} failed.")
-                    await stream.send(reply.tensor_part.buffer, self.reducer_timeout)
-        except (NetworkError, MessageError):
-            self.failed.set()
-            stream.abort()
+    async def _average(self, values: Tensor, mean: Tensor) -> None:
+        """Average this node's share of the values of all members, and send each of them the averages."""
+        parts, weights = self._parts(self._me, values), {peer: self.group.weight(peer) for peer in self.group.members}
+        for part in parts:
+            theirs = await asyncio.gather(*(self._part_of(peer, part, values.dtype, part is parts[-1]) for peer in self._callers))
+            given = {self._me: values[part], **dict(zip(self._callers, theirs, strict=True))}
+            average = torch.zeros(part.stop - part.start, device="cpu")
+            for peer, weight in weights.items():
+                average.add_(given[peer], alpha=weight)
+            mean[part] = average.div_(sum(weights.values()))
+            packed, patience = _packed(average), REDUCER * self._streams.chunk_timeout
+            await asyncio.gather(*(caller.result().send(packed, patience) for caller in self._callers.values()))
 
-    async def _parts(self, stream: Stream) -> AsyncIterator[Any]:
-        weight = self._group.weight(stream.peer_id)
-        for part in self.parts_for_local_averaging:
-            try:
-                data = await self._received(stream, part.numel() * part.element_size(), self._silence)
-            except (NetworkError, MessageError) as error:
-                yield self._broken(stream.peer_id, error)
-                return
-            yield averaging_pb2.AveragingData(
-                code=averaging_pb2.PART_FOR_AVERAGING, group_id=self.group_id, weight=weight,
-                tensor_part=runtime_pb2.Tensor(buffer=data),
-            )  # fmt: skip
-        self.arrived[stream.peer_id] = asyncio.get_running_loop().time()
+    async def _part_of(self, peer: str, part: slice, dtype: torch.dtype, last: bool) -> Tensor:
+        self._awaited.add(peer)
+        caller, silence = self._callers[peer], SENDER * self._streams.chunk_timeout
+        await asyncio.wait({caller}, timeout=silence)
+        if not caller.done():
+            raise NetworkError(f"peer {short(peer)} did not begin to send within {silence:.3g} s.", "timeout")
+        values = await self._received(caller.result(), part, dtype, silence)
+        self._awaited.discard(peer)
+        if last:
+            self.arrived[peer] = asyncio.get_running_loop().time()
+        return values
 
-    def _broken(self, peer: str, error: NetworkError | MessageError) -> Any:
-        """Return the message for hivemind that a stream has broken. Raised here, in a step of a generator that hivemind cancels at
-        the same moment, the error would be one that nobody retrieves.
-        """
-        log.debug("the all-reduce with peer %s failed: %s", short(peer), error)
-        return averaging_pb2.AveragingData(code=averaging_pb2.INTERNAL_ERROR)
-
-    async def _received(self, stream: Stream, nbytes: int, timeout: float) -> bytes:
+    async def _received(self, stream: Stream, part: slice, dtype: torch.dtype, timeout: float) -> Tensor:
+        nbytes = (part.stop - part.start) * dtype.itemsize
         data = await stream.receive(nbytes, timeout)
         if len(data) != nbytes:
             raise MessageError(f"peer {short(stream.peer_id)} sent a part of {len(data)} bytes where {nbytes} were agreed.")
-        return data
+        return torch.frombuffer(bytearray(data), dtype=dtype)
 
-    async def _accumulate_parts_streaming(self, stream: AsyncIterator[Any], sender_index: int) -> AsyncIterator[Any]:
-        number = 0
-        try:
-            async for message in stream:
-                if message.code == averaging_pb2.INTERNAL_ERROR:
-                    raise AllreduceException("a member's stream broke")
-                part = torch.frombuffer(bytearray(message.tensor_part.buffer), dtype=self._dtype)
-                average = await self.tensor_part_reducer.accumulate_part(sender_index, number, part, weight=message.weight)
-                number += 1
-                yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART, tensor_part=_packed(average))
-        finally:
-            if number != self.tensor_part_reducer.num_parts:
-                await self._ban_sender(self.sender_peer_ids[sender_index])
 
-    async def _communicate_with_peer(self, peer_id: PeerID) -> None:
-        if peer_id != self.peer_id:
-            try:
-                await super()._communicate_with_peer(peer_id)
-            except Exception:
-                self.failed.set()
-                raise
-            return
-        index, sender = self.ordered_peer_ids.index(peer_id), self.sender_peer_ids.index(peer_id)
-        for number, part in enumerate(self.parts_for_local_averaging):
-            average = await self.tensor_part_reducer.accumulate_part(sender, number, part, weight=self.weight)
-            self.tensor_part_container.register_processed_part(index, number, average)
-
-    async def _ban_sender(self, peer_id: PeerID) -> None:
-        await super()._ban_sender(peer_id)
-        self.failed.set()
+def _packed(values: Tensor) -> bytes:
+    return values.view(torch.uint8).numpy().tobytes()
 
 
 Outcome = Gathered | Reduced

@@ -7,12 +7,12 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from shoal.optim.exchange.base import counted_weights
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import EncodedContribution
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import short, stop
 from shoal.swarm.wire.envelope import M, Message, fresh_nonce, pack, pack_shapes, unpack, unseal
 from shoal.swarm.wire.messages import MAX_PATIENCE, GroupAlive, GroupFormed, GroupReady
 
@@ -135,19 +135,6 @@ def open_roster(formed: GroupFormed, leader: str, mine: bytes, largest: int) -> 
     if not included or len(readies) < 2:
         raise MessageError(f"a group from peer {short(leader)} was refused: this node is not in it, or nobody else is.")
     return Roster(formed.nonce, leader, formed.reduction, formed.alone, readies)
-
-
-async def stop(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel ``tasks`` and wait for their end. What they raise is retrieved, also if this is cancelled too, as asyncio wants."""
-    for task in tasks:
-        task.add_done_callback(_retrieve)
-        task.cancel()
-    await asyncio.wait(tasks)
-
-
-def _retrieve(task: asyncio.Future[Any]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 BEATS = 4  # heartbeats within the time after which silence counts as death

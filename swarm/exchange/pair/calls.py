@@ -19,7 +19,7 @@ from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
 from shoal.swarm.exchange.pair.pairing import MAX_HELD, PairingAttempt, PairState, Phase
 from shoal.swarm.exchange.pair.transfer import Incoming, PartnerContribution, Withdrawn
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import first_of, short, stop
 from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Answer, Offer
 
@@ -95,7 +95,7 @@ async def open_unless(called: asyncio.Event, opening: Coroutine[Any, Any, Stream
     """Open a stream; return None if ``called`` is set before it is open, and then end it. Raises NetworkError."""
     stream, call, wanted = asyncio.ensure_future(opening), asyncio.ensure_future(called.wait()), False
     try:
-        await asyncio.wait({stream, call}, return_when=asyncio.FIRST_COMPLETED)
+        await first_of(stream, call)
         wanted = not called.is_set()
         return stream.result() if wanted else None
     finally:
@@ -140,9 +140,7 @@ class HeldCalls:
             incoming = Incoming(offer.nbytes)
         gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))
         try:
-            either: set[asyncio.Future[Any]] = {taken, gone}
-            patience = OVERLAPPED_S if state.overlap else state.patience.of(state.timeouts, fragment)
-            await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(taken, gone, timeout=OVERLAPPED_S if state.overlap else state.patience.of(state.timeouts, fragment))
             return (taken.result() if taken.done() else None), incoming
         finally:
             del self.calls[call]
@@ -151,10 +149,7 @@ class HeldCalls:
             places.free(stream)
             if not places.peers and self._places.get(fragment) is places:  # not if this call gave way, and others came and went
                 del self._places[fragment]
-            gone.cancel()
-            await asyncio.wait({gone})  # only one may read from a stream
-            if not gone.cancelled():
-                gone.exception()  # retrieved
+            await stop(gone)  # only one may read from a stream
 
     async def _until_gone(self, stream: Stream, incoming: Incoming | None, ahead: bool) -> None:
         """Wait until the caller has gone on, or says anything beside its payload before it is answered."""
@@ -297,7 +292,7 @@ class Caller:
                 probe = asyncio.ensure_future(self._state.transfers.probe(stream.peer_id, chunk * PROBED))
                 probe.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
                 try:
-                    await asyncio.wait({answer, probe}, return_when=asyncio.FIRST_COMPLETED)
+                    await first_of(answer, probe)
                     if not answer.done():
                         probe.result()
                 except NetworkError:
@@ -366,7 +361,7 @@ class CallAnswerer:
         meeting = asyncio.ensure_future(self._meet(stream, pairing, offer, answer, incoming))
         del incoming  # the mean is computed in it, and it is gone with that
         try:
-            await asyncio.wait({meeting, engaged}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(meeting, engaged)
         finally:
             if not meeting.done():  # this node gave the exchange up
                 meeting.cancel()

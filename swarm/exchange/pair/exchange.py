@@ -67,6 +67,7 @@ from shoal.swarm.exchange.contribution import (
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PROBE_S, PROBED, CallAnswerer, Caller, HeldCalls
 from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairSelector, PairState, Phase
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
+from shoal.swarm.p2p.stream import first_of, race, running
 from shoal.swarm.wire.messages import Member
 
 TRIED = 8  # candidates called in one round, so that a large swarm of busy peers is not called through
@@ -135,24 +136,17 @@ class PairMatchmaker:
         """
         loop, fragment, time = asyncio.get_running_loop(), pairing.key.fragment, self.state.time
         usual = loop.time() + self._patience.of(self._timeouts, fragment)
-        needed = pairing.needed
-        meeting, waiting = asyncio.ensure_future(self._meet(pairing)), asyncio.ensure_future(needed.wait())
-        try:
-            await asyncio.wait({meeting, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        async with running(self._meet(pairing), pairing.needed.wait()) as (meeting, waiting):
+            await first_of(meeting, waiting)
             since = loop.time()
-            await asyncio.wait({meeting}, timeout=max(min(usual - since, time.budget(0, fragment)), 0))
+            await first_of(meeting, timeout=max(min(usual - since, time.budget(0, fragment)), 0))
             awaited = None if meeting.done() or pairing.moving else pairing.partner
             if awaited is not None and (over := time.cost(awaited, pairing.key.round, fragment, loop.time() - since)):
                 self._selector.passed.missed(awaited, pairing.key.round, over)
             while not meeting.done() and pairing.moving:  # within a transfer's own deadlines
-                await asyncio.wait({meeting}, timeout=self._timeouts.chunk)
-            return meeting.result() if meeting.done() else None
-        finally:
-            for task in (meeting, waiting):
-                task.cancel()
-            await asyncio.wait({meeting, waiting})
-            if not meeting.cancelled():
-                meeting.exception()  # retrieved, also where this was called off
+                await first_of(meeting, timeout=self._timeouts.chunk)
+            received: PartnerContribution | None = meeting.result() if meeting.done() else None
+            return received
 
     async def _meet(self, pairing: PairingAttempt) -> PartnerContribution | None:
         loop = asyncio.get_running_loop()
@@ -236,12 +230,7 @@ class PairMatchmaker:
         until, pairing.phase = asyncio.get_running_loop().time() + seconds, Phase.LISTENING
         while True:
             if self.state.overlap:
-                either = {asyncio.ensure_future(event.wait()) for event in (pairing.called, pairing.needed)}
-                try:
-                    await asyncio.wait(either, timeout=OVERLAPPED_S, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for task in either:
-                        task.cancel()
+                await race(pairing.called.wait(), pairing.needed.wait(), timeout=OVERLAPPED_S)
             await pairing.until_called(until)
             called, received = pairing.called.is_set(), await pairing.outcome(self._timeouts)
             if received is not None or pairing.broken or not (called and self.state.overlap):  # else the caller had gone on

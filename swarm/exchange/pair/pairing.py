@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from shoal.optim.exchange.base import RoundKey, candidates, groups, partner_of, rank
 from shoal.swarm.exchange.context import LEAST_S, ExchangeTimeouts, PassedOver, Patience, PeerContext, RoundEvidence, TrainingTime
 from shoal.swarm.exchange.pair.transfer import Attempt, Incoming, PairTransfer, PartnerContribution
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import first_of, race, running, short
 from shoal.swarm.wire.messages import Member, Offer
 
 if TYPE_CHECKING:
@@ -288,12 +288,7 @@ class PairingAttempt:
 
     async def until_called(self, until: float) -> None:
         """Wait until a call was accepted, or the loop's time is ``until``."""
-        # Not wait_for, which may swallow that this meeting is cancelled if the event is set at that moment.
-        waiting = asyncio.ensure_future(self.called.wait())
-        try:
-            await asyncio.wait({waiting}, timeout=max(until - asyncio.get_running_loop().time(), 0))
-        finally:
-            waiting.cancel()
+        await race(self.called.wait(), timeout=max(until - asyncio.get_running_loop().time(), 0))
 
     async def outcome(self, timeouts: ExchangeTimeouts) -> PartnerContribution | None:
         """Wait for the end of an exchange in which this node was called; return None at once if it was not."""
@@ -346,27 +341,21 @@ class PairState:
         """
         loop, attempt, key = asyncio.get_running_loop(), pairing.attempt, pairing.key
         began = loop.time()
-        work = asyncio.ensure_future(self.transfers.run(stream, attempt, theirs, caller=caller, incoming=incoming))
-        needed = asyncio.ensure_future(pairing.needed.wait())
+        transfer = self.transfers.run(stream, attempt, theirs, caller=caller, incoming=incoming)
         held = called if pairing.needed.is_set() else 0.0
-        given_up = False
         attempt.commit.leave_out = lambda: loop.time() - began >= LEAST_S and self.rounds.leave_out()
         try:
-            await asyncio.wait({work, needed}, return_when=asyncio.FIRST_COMPLETED)
-            since, longest = loop.time(), self.time.budget(theirs.nbytes, key.fragment, loop.time() - began)
-            await asyncio.wait({work}, timeout=longest)
-            given_up = not work.done() and attempt.commit.close() is None
-            if given_up:
-                attempt.failed(stream.peer_id, "timeout")
-                log.info("round %d: %s was too slow: given up after %.1f s", key.round, short(stream.peer_id), longest)
-            received = work.result() if work.done() else attempt.commit.received
+            async with running(transfer, pairing.needed.wait()) as (work, needed):
+                await first_of(work, needed)
+                since, longest = loop.time(), self.time.budget(theirs.nbytes, key.fragment, loop.time() - began)
+                await first_of(work, timeout=longest)
+                given_up = not work.done() and attempt.commit.close() is None
+                if given_up:
+                    attempt.failed(stream.peer_id, "timeout")
+                    log.info("round %d: %s was too slow: given up after %.1f s", key.round, short(stream.peer_id), longest)
+                received = work.result() if work.done() else attempt.commit.received
         finally:
             attempt.commit.leave_out = None
-            for task in (work, needed):
-                task.cancel()
-            await asyncio.wait({work, needed})
-            if not work.cancelled():
-                work.exception()  # retrieved
         held += loop.time() - since if pairing.needed.is_set() else 0.0
         log.debug("round %d: the transfer took %.2f s, of which training waited %.2f", key.round, loop.time() - began, held)
         over: dict[str, int] = {}

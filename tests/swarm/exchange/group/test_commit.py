@@ -17,7 +17,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL, DecisionLog, GroupCommit, MemberState
-from shoal.swarm.exchange.group.reduction import AllGather, Gathered, _Runner
+from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Gathered
 from shoal.swarm.exchange.group.roster import encode_roster, ready_message
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
@@ -142,21 +142,21 @@ def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkey
     peers = school.ranked(school.peers(5, chunk_timeout=3.0))
     victim, frozen = peers[-1], []
     freeze(monkeypatch, frozen)
-    received, swap = _Runner._received, AllGather._swap
+    received, swap = AllReduce._received, AllGather._swap
 
     def end(me):
         if me == victim.id:
             kill(victim) if how == "dies" else frozen.extend(victim.host.streams)
 
-    async def at_part(runner, *args):
-        end(runner.peer_id.to_base58())
-        return await received(runner, *args)
+    async def at_part(reduction, *args):
+        end(reduction._me)
+        return await received(reduction, *args)
 
     async def at_swap(gathering, stream):
         end(gathering._me)
         await swap(gathering, stream)
 
-    monkeypatch.setattr(_Runner, "_received", at_part)
+    monkeypatch.setattr(AllReduce, "_received", at_part)
     monkeypatch.setattr(AllGather, "_swap", at_swap)
     handles = start(peers, codec)
     mean = check_same(handles, dead={4})
