@@ -113,22 +113,36 @@ class ExchangeTimeouts:
         """
         return min(self.chunk, left / 3)
 
-    def limit(self, wait: float, nbytes: int) -> float:
-        """Return how long a round may take: ``wait`` to form the pair or group, the transfer of ``nbytes`` bytes, its commit."""
-        return wait + self.longest(nbytes) + 8 * self.chunk
+
+SEVERAL, LONGER = 4, 1.5  # times what exchanges usually hold, and what they take in all: given up
+OFTEN, FREE_S = 3, 0.5  # times the usual, and seconds at least: of no cost
+LEAST_S = 1.0  # seconds that every exchange may hold training, and of the shortest round that counts
+FIRST_S, FIRST_RATE = 2.0, 62.5e3  # seconds, and bytes a second each way, of an exchange before there is a measure
+GIVES, COSTLY, COSTLY_S = 0.03, 0.15, 1.0  # parts of a round; seconds at least
+LATE, LATE_S = 0.25, 3.0  # of a round, and seconds at least, that a group's first two members wait for the others
+PARTNERS, PEERS = 16, 1024  # remembered
 
 
-class Patience:
-    """How long the rounds of one node wait for others: as long as is set, or in long rounds a fifth of the time of a round.
+class TrainingTime:
+    """The time of one node's rounds: how long each waits for others, and how much training time its exchanges hold. ``fragments``:
+    sent in turn.
 
-    Peers drift apart by a part of a round, not by seconds: where an inner step takes ten seconds, the best of partners is later
-    than a setting that suits quick rounds. The shorter of the last two rounds counts, so that one pause is no measure. A round is
-    the time from one sending of a fragment to its next, whatever else is sent meanwhile.
+    A round waits for others as long as is set, or in long rounds a fifth of the time of a round. Peers drift apart by a part of a
+    round, not by seconds: where an inner step takes ten seconds, the best of partners is later than a setting that suits quick
+    rounds. The shorter of the last two rounds counts, so that one pause is no measure. A round is the time from one sending of a
+    fragment to its next, whatever else is sent meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeouts: ExchangeTimeouts, fragments: int) -> None:
+        self.timeouts, self._fragments = timeouts, fragments
         self._began: dict[int, float] = {}
         self._periods: dict[int, tuple[float, float]] = {}
+        self.holds: OrderedDict[str, float] = OrderedDict()
+        """Peer -> seconds for which the newest exchange with it held training."""
+        self.took: OrderedDict[str, float] = OrderedDict()
+        """Peer -> seconds of the newest exchange with it in all."""
+        self._owed: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """Peer -> seconds that it had cost more than it gave, and the round of that."""
 
     def begin(self, now: float, fragment: int = 0) -> float:
         """Note that a round of ``fragment`` begins; return the seconds since its last one began, infinite for the first."""
@@ -142,41 +156,23 @@ class Patience:
         """Return the seconds of a round of ``fragment``; 0 while they are not known."""
         return min(self._periods.get(fragment, (0.0, 0.0)))
 
-    def of(self, timeouts: ExchangeTimeouts, fragment: int = 0) -> float:
-        """Return the seconds to wait in a round of ``fragment``."""
-        return max(timeouts.wait, min(self.period(fragment) * SHARE, LONGEST_S))
+    def patience(self, fragment: int = 0) -> float:
+        """Return the seconds to wait for others in a round of ``fragment``."""
+        return max(self.timeouts.wait, min(self.period(fragment) * SHARE, LONGEST_S))
 
-
-SEVERAL, LONGER = 4, 1.5  # times what exchanges usually hold, and what they take in all: given up
-OFTEN, FREE_S = 3, 0.5  # times the usual, and seconds at least: of no cost
-LEAST_S = 1.0  # seconds that every exchange may hold training, and of the shortest round that counts
-FIRST_S, FIRST_RATE = 2.0, 62.5e3  # seconds, and bytes a second each way, of an exchange before there is a measure
-GIVES, COSTLY, COSTLY_S = 0.03, 0.15, 1.0  # parts of a round; seconds at least
-LATE, LATE_S = 0.25, 3.0  # of a round, and seconds at least, that a group's first two members wait for the others
-PARTNERS, PEERS = 16, 1024  # remembered
-
-
-class TrainingTime:
-    """The training time of one node that its exchanges hold. ``fragments``: sent in turn."""
-
-    def __init__(self, timeouts: ExchangeTimeouts, patience: Patience, fragments: int) -> None:
-        self._timeouts, self._patience, self._fragments = timeouts, patience, fragments
-        self.holds: OrderedDict[str, float] = OrderedDict()
-        """Peer -> seconds for which the newest exchange with it held training."""
-        self.took: OrderedDict[str, float] = OrderedDict()
-        """Peer -> seconds of the newest exchange with it in all."""
-        self._owed: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        """Peer -> seconds that it had cost more than it gave, and the round of that."""
+    def limit(self, nbytes: int, fragment: int) -> float:
+        """Return how long a round may take: to form the pair or group, the transfer of ``nbytes`` bytes each way, its commit."""
+        return self.patience(fragment) + self.timeouts.longest(nbytes) + 8 * self.timeouts.chunk
 
     def budget(self, nbytes: int, fragment: int, before: float = 0.0) -> float:
         """Return the seconds for which an exchange of ``nbytes`` bytes each way may hold training that has gone on ``before``."""
-        half = min(self._round_s(fragment) / 2, self._patience.of(self._timeouts, fragment))
+        half = min(self._round_s(fragment) / 2, self.patience(fragment))
         if self.holds and fragment < self._fragments:
             # At the end training waits for all of an exchange, which else goes on meanwhile.
             whole = LONGER * median_low(self.took.values()) - before if self.took else 0.0
             return max(LEAST_S, SEVERAL * median_low(self.holds.values()), half, whole)  # trials of a contribution are in them
         # The last average is of all weights, and so larger than what was measured.
-        return max(FIRST_S, nbytes / FIRST_RATE, half) + self._timeouts.trial
+        return max(FIRST_S, nbytes / FIRST_RATE, half) + self.timeouts.trial
 
     def forming(self, fragment: int) -> float:
         """Return the seconds for which the first members of a group wait for the others."""
@@ -198,7 +194,7 @@ class TrainingTime:
             self.took.move_to_end(peer)
         costs = {peer: max(held - free, 0.0) if whole or not before else held}
         if others:  # training went on for rounds in which this fragment was not sent, so that nobody else was met with it
-            costs[peer] += max(took - held - max(self._patience.period(fragment), often), 0.0) / self._fragments
+            costs[peer] += max(took - held - max(self.period(fragment), often), 0.0) / self._fragments
         if len(before) == 1 and peer not in before:
             costs |= {first: max(seconds - max(OFTEN * held, FREE_S), 0.0) for first, seconds in before.items()}
         for table in (self.holds, self.took):
@@ -218,7 +214,7 @@ class TrainingTime:
 
     def _round_s(self, fragment: int) -> float:
         """Return the seconds of a round; 0 while they are not known."""
-        return self._patience.period(fragment) / self._fragments
+        return self.period(fragment) / self._fragments
 
 
 QUICKER = 256  # a large GPU against a small CPU

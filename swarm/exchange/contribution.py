@@ -42,7 +42,7 @@ from shoal.optim.device import give_freed_back
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, OnDemand, RoundKey, slabs
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, RoundEvidence
+from shoal.swarm.exchange.context import RoundEvidence, TrainingTime
 from shoal.swarm.wire.envelope import CHUNK, FAILURES, MAX_BLAMED, MAX_WEIGHT, Failure, Sketch, chunks, digest
 from shoal.swarm.wire.messages import MAX_REFUSED, Offer
 
@@ -438,12 +438,9 @@ class RoundCounter(Protocol):
 class ExchangeBase(Exchange):
     """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
 
-    def __init__(
-        self, host: Host, counter: RoundCounter, evidence: RoundEvidence, timeouts: ExchangeTimeouts, patience: Patience
-    ) -> None:
-        self.host, self._evidence = host, evidence
+    def __init__(self, host: Host, counter: RoundCounter, evidence: RoundEvidence, time: TrainingTime) -> None:
+        self.host, self._evidence, self._counter, self._time = host, evidence, counter, time
         host.resource_manager.partner = evidence.knows
-        self._counter, self._timeouts, self._patience = counter, timeouts, patience
         self.moved = 0
         """Bytes each way of the newest round."""
         self.until = float("inf")
@@ -471,7 +468,7 @@ class ExchangeBase(Exchange):
 
     def limit_of(self, nbytes: int, fragment: int) -> float:
         """Return the seconds that a round of ``fragment`` can take at most, in which ``nbytes`` bytes are moved each way."""
-        return self._timeouts.limit(self._patience.of(self._timeouts, fragment), nbytes)
+        return self._time.limit(nbytes, fragment)
 
     @property
     def next_round(self) -> int:

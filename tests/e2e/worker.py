@@ -25,7 +25,7 @@ from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.optim import NoLoCo, RoundKey, codec_named
 from shoal.optim.exchange.averaging import TRUSTING
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import DecisionLog
 from shoal.swarm.exchange.group.reduction import AllReduce
@@ -106,7 +106,7 @@ class Worker:
 
     def do_meet(self, other, screen=None, attack=None, overlap=False, **timeouts):
         # What an exchange may hold of training follows from the time of a round, and rounds of real nodes take minutes.
-        Patience.period = lambda *_: 4 * timeouts["wait"]
+        TrainingTime.period = lambda *_: 4 * timeouts["wait"]
         self.screen = TRUSTING if screen is None else DistanceScreen(**screen)
         if attack is not None:
             self.lie(ATTACKS[attack])

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from shoal.optim import Faults, Simulation, partner_of
 from shoal.optim.exchange.base import order
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
@@ -197,7 +197,7 @@ class OnSwarm:
 
         threads = [threading.Thread(target=peer, args=(number,)) for number in range(len(scripts))]
         # What others are waited for follows from the time of a round, and rounds of real nodes take minutes.
-        with mock.patch.object(Patience, "period", return_value=4 * wait):
+        with mock.patch.object(TrainingTime, "period", return_value=4 * wait):
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -31,7 +31,7 @@ from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext, TrainingTime
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
 from shoal.swarm.exchange.contribution import ExchangeAttempt, ExchangeBase, ExchangeHandle, encode_contribution
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog, GroupLeader, moved
 from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
@@ -109,21 +109,19 @@ class GroupMember:
     def __init__(
         self,
         context: PeerContext,
-        timeouts: ExchangeTimeouts,
         leader: GroupLeader,
         decisions: DecisionLog,
         rounds: RoundTracker,
         view: LivenessView,
-        patience: Patience,
         time: TrainingTime,
         *,
         largest: int,
         follow: bool,
     ) -> None:
-        self._context, self._timeouts, self._leader = context, timeouts, leader
-        self._decisions, self._rounds, self._view = decisions, rounds, view
-        self._largest, self._follow, self._patience, self._time = largest, follow, patience, time
-        self._streams = PeerStreams(context.host, view, timeouts.chunk)
+        self._context, self._time, self._timeouts = context, time, time.timeouts
+        self._leader, self._decisions, self._rounds, self._view = leader, decisions, rounds, view
+        self._largest, self._follow = largest, follow
+        self._streams = PeerStreams(context.host, view, time.timeouts.chunk)
         self._local: set[asyncio.Task[None]] = set()
         self.sketches: Mapping[str, Sketch | None] = {}
         """What the others of the newest group of everybody have shown; replaced as a whole, for the training thread."""
@@ -131,11 +129,12 @@ class GroupMember:
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. Returns None if this node goes on with its own contribution."""
-        now, fragment = asyncio.get_running_loop().time(), attempt.key.fragment
-        self._patience.begin(now, fragment)
+        loop, fragment = asyncio.get_running_loop(), attempt.key.fragment
+        now = loop.time()
+        self._time.begin(now, fragment)
         self._view.evidence.begin(now, attempt.key.round)
-        pending = _RoundState(attempt, now, now + self._patience.of(self._timeouts, fragment))
-        loop, needed = asyncio.get_running_loop(), pending.needed
+        pending = _RoundState(attempt, now, now + self._time.patience(fragment))
+        needed = pending.needed
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         try:
             await self._meet(pending)
@@ -401,13 +400,10 @@ class GroupExchange(ExchangeBase):
         self._context, self._screen = context, screen
         self._rounds = RoundTracker(fragments)
         view, decisions = LivenessView(context, fragments), DecisionLog(context.host, context.identity, context.swarm)
-        patience = Patience()
-        time = TrainingTime(timeouts, patience, fragments)
-        super().__init__(context.host, self._rounds, view.evidence, timeouts, patience)
-        self._leader = GroupLeader(context, timeouts, decisions, self._rounds, view, patience, time, max_group, screen.gathers)
-        self._groups = GroupMember(
-            context, timeouts, self._leader, decisions, self._rounds, view, patience, time, largest=max_group + 1, follow=follow
-        )
+        time = TrainingTime(timeouts, fragments)
+        super().__init__(context.host, self._rounds, view.evidence, time)
+        self._leader = GroupLeader(context, decisions, self._rounds, view, time, max_group, screen.gathers)
+        self._groups = GroupMember(context, self._leader, decisions, self._rounds, view, time, largest=max_group + 1, follow=follow)
         self._largest = max_group + 1
 
     @property

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.optim.exchange.base import common, order
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext, TrainingTime
+from shoal.swarm.exchange.context import PeerContext, TrainingTime
 from shoal.swarm.exchange.contribution import BARRED
 from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.reduction import fits
@@ -328,18 +328,16 @@ class GroupLeader:
     def __init__(
         self,
         context: PeerContext,
-        timeouts: ExchangeTimeouts,
         decisions: DecisionLog,
         rounds: RoundTracker,
         view: LivenessView,
-        patience: Patience,
         time: TrainingTime,
         max_group: int,
         gather: bool,
     ) -> None:
-        self._context, self._timeouts, self._time = context, timeouts, time
+        self._context, self._time, self._timeouts = context, time, time.timeouts
         self._max_group, self._gather = max_group, gather
-        self._decisions, self._rounds, self._view, self._patience = decisions, rounds, view, patience
+        self._decisions, self._rounds, self._view = decisions, rounds, view
         self._pending: dict[tuple[int, int], PendingGroup] = {}
         self._usual: dict[int, GroupReady] = {}
         """The form of this node's own contributions, by fragment."""
@@ -370,7 +368,7 @@ class GroupLeader:
         if receipt.verdict != "noted":
             await channel.send(receipt)
             return
-        until = asyncio.get_running_loop().time() + min(ready.patience, self._patience.of(self._timeouts, ready.fragment))
+        until = asyncio.get_running_loop().time() + min(ready.patience, self._time.patience(ready.fragment))
         member = MemberState(channel, sealed, ready, until)
         pending = self._admit(signer, member)
         try:

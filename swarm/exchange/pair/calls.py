@@ -140,7 +140,7 @@ class HeldCalls:
             incoming = Incoming(offer.nbytes)
         gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))
         try:
-            await first_of(taken, gone, timeout=OVERLAPPED_S if state.overlap else state.patience.of(state.timeouts, fragment))
+            await first_of(taken, gone, timeout=OVERLAPPED_S if state.overlap else state.time.patience(fragment))
             return (taken.result() if taken.done() else None), incoming
         finally:
             del self.calls[call]

@@ -56,7 +56,7 @@ from shoal.optim.codecs.mod4 import Reading, for_pairs
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen, mean_of, pair_mean
 from shoal.optim.exchange.base import Contribution, Mean
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, Patience, PeerContext, RoundEvidence, TrainingTime
+from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, PeerContext, RoundEvidence, TrainingTime
 from shoal.swarm.exchange.contribution import (
     EncodedContribution,
     ExchangeAttempt,
@@ -86,18 +86,14 @@ class PairMatchmaker:
         self,
         context: PeerContext,
         timeouts: ExchangeTimeouts,
-        transfers: PairTransfer,
         departed: Callable[[], Mapping[str, Member]],
-        patience: Patience,
         fragments: int,
         overlap: bool,
     ) -> None:
-        self._timeouts, self._patience, self.rounds = timeouts, patience, PairRounds(fragments, overlap)
+        self._timeouts, self._time, self.rounds = timeouts, TrainingTime(timeouts, fragments), PairRounds(fragments, overlap)
         self._selector, self.evidence = PairSelector(context, departed, fragments), RoundEvidence(context, fragments)
-        time = TrainingTime(timeouts, self._patience, fragments)
-        self.state = PairState(
-            context, timeouts, transfers, self._selector, self._patience, self.rounds, self.evidence, overlap, time
-        )
+        transfers = PairTransfer(context.host, timeouts)
+        self.state = PairState(context, timeouts, transfers, self._selector, self.rounds, self.evidence, overlap, self._time)
         self.held = HeldCalls(self.state)
         self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
         self._preparing = asyncio.Lock()
@@ -134,8 +130,8 @@ class PairMatchmaker:
         """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does, nor
         than an exchange may hold training.
         """
-        loop, fragment, time = asyncio.get_running_loop(), pairing.key.fragment, self.state.time
-        usual = loop.time() + self._patience.of(self._timeouts, fragment)
+        loop, fragment, time = asyncio.get_running_loop(), pairing.key.fragment, self._time
+        usual = loop.time() + time.patience(fragment)
         async with running(self._meet(pairing), pairing.needed.wait()) as (meeting, waiting):
             await first_of(meeting, waiting)
             since = loop.time()
@@ -152,7 +148,7 @@ class PairMatchmaker:
         loop = asyncio.get_running_loop()
         began = loop.time()
         fragment = pairing.key.fragment
-        period, wait = self._patience.begin(began, fragment), self._patience.of(self._timeouts, fragment)
+        period, wait = self._time.begin(began, fragment), self._time.patience(fragment)
         deadline = began + wait
         linger = min(wait * LINGER, LINGER_S, period * WORTH)
         while True:
@@ -266,9 +262,8 @@ class PairExchange(ExchangeBase):
         if fragments < 1:
             raise ValueError(f"fragments must be positive, got {fragments}")
         self._context, self._screen = context, screen
-        patience, transfers = Patience(), PairTransfer(context.host, timeouts)
-        self._matchmaker = PairMatchmaker(context, timeouts, transfers, departed, patience, fragments, overlap)
-        super().__init__(context.host, self._matchmaker.rounds, self._matchmaker.evidence, timeouts, patience)
+        self._matchmaker = PairMatchmaker(context, timeouts, departed, fragments, overlap)
+        super().__init__(context.host, self._matchmaker.rounds, self._matchmaker.evidence, self._matchmaker.state.time)
 
     def start(self, contribution: Contribution) -> ExchangeHandle[PartnerContribution]:
         """Start looking for a partner. ValueError if the contribution is of another run than this swarm."""

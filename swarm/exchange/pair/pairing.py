@@ -31,7 +31,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from shoal.optim.exchange.base import RoundKey, candidates, groups, partner_of, rank
-from shoal.swarm.exchange.context import LEAST_S, ExchangeTimeouts, PassedOver, Patience, PeerContext, RoundEvidence, TrainingTime
+from shoal.swarm.exchange.context import LEAST_S, ExchangeTimeouts, PassedOver, PeerContext, RoundEvidence, TrainingTime
 from shoal.swarm.exchange.pair.transfer import Attempt, Incoming, PairTransfer, PartnerContribution
 from shoal.swarm.p2p.stream import first_of, race, running, short
 from shoal.swarm.wire.messages import Member, Offer
@@ -314,7 +314,6 @@ class PairState:
     timeouts: ExchangeTimeouts
     transfers: PairTransfer
     selector: PairSelector
-    patience: Patience
     rounds: PairRounds
     evidence: RoundEvidence
     overlap: bool

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.optim.codecs.base import FLOAT32
-from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE, LONGEST_S, ExchangeTimeouts, Patience
+from shoal.swarm.exchange.context import LARGEST_S, LEAST_RATE, LONGEST_S, ExchangeTimeouts, TrainingTime
 from shoal.swarm.exchange.group.leader import moved
 from shoal.swarm.pacing import SLOW_S, SLOWEST
 from shoal.swarm.state.selection import MAKE_S, making_s
@@ -21,8 +21,9 @@ def test_the_setting_is_the_least_and_bytes_give_more():
 
 
 def test_a_round_has_time_for_its_parts():
-    assert TIMEOUTS.limit(10.0, SMALL) == 10.0 + SMALL / SLOWEST + 8 * 5.0
-    assert TIMEOUTS.limit(60.0, REAL) == 60.0 + SLOW_S + 8 * 5.0
+    quick, slow = rounds_at(), rounds_at(0.0, 300.0, 600.0)
+    assert quick.limit(SMALL, 0) == 10.0 + SMALL / SLOWEST + 8 * 5.0
+    assert slow.limit(REAL, 0) == 60.0 + SLOW_S + 8 * 5.0
 
 
 @pytest.mark.parametrize(("members", "times"), [(2, 2), (3, 2), (4, 3), (16, 15)])
@@ -30,11 +31,15 @@ def test_in_a_group_everybody_gets_what_all_others_send(members, times):
     assert moved(100, members) == 100 * times
 
 
-def patience(*rounds):
-    found = Patience()
-    for now in rounds:
+def rounds_at(*times):
+    found = TrainingTime(TIMEOUTS, 1)
+    for now in times:
         found.begin(now)
-    return found.of(TIMEOUTS)
+    return found
+
+
+def patience(*times):
+    return rounds_at(*times).patience()
 
 
 def test_long_rounds_wait_for_a_fifth_of_their_time():

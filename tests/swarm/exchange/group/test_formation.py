@@ -9,7 +9,7 @@ import pytest
 from shoal.optim import BFLOAT16, RoundKey
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.exchange.context import ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, PendingGroup
@@ -55,19 +55,19 @@ def test_the_patience_in_a_round_is_that_of_its_fragment(school):
     two = school.peers(2, fragments=3)
     asked = []
 
-    class Recording(Patience):
+    class Recording(TrainingTime):
         def begin(self, now, fragment=0):
             asked.append(("begin", fragment))
             return super().begin(now, fragment)
 
-        def of(self, timeouts, fragment=0):
-            asked.append(("of", fragment))
-            return super().of(timeouts, fragment)
+        def patience(self, fragment=0):
+            asked.append(("patience", fragment))
+            return super().patience(fragment)
 
     for peer in two:
-        peer.exchange._groups._patience = peer.exchange._leader._patience = Recording()
+        peer.exchange._groups._time = peer.exchange._leader._time = Recording(peer.exchange._time.timeouts, 3)
     assert school.values([peer.start(2, 1.0, fragment=2) for peer in two]) == [1.0, 1.0]
-    assert set(asked) == {("begin", 2), ("of", 2)}
+    assert set(asked) == {("begin", 2), ("patience", 2)}
 
 
 def test_peers_in_their_own_time_always_find_their_group(school):
@@ -305,7 +305,7 @@ def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_f
     assert school.values([peer.start(0, 2.0) for peer in others]) == [2.0, 2.0]
     later = next(round for round in range(1, 100) if school.ranked(three, round)[0] is not third)
     for peer in others:
-        peer.exchange._groups._timeouts = peer.exchange._leader._timeouts = ExchangeTimeouts(60.0, 5.0, 20.0)
+        peer.exchange._time.timeouts = ExchangeTimeouts(60.0, 5.0, 20.0)
     handles = [peer.start(later, 3.0) for peer in others]
     assert [handle.result(60).weight for handle in handles] == [2.0, 2.0]
     assert third.exchange.next_round == 0

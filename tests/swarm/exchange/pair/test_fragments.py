@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.optim import FLOAT32, Delayed, Every, RoundKey, Streaming
 from shoal.optim.exchange.base import Contribution, partner_of
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.context import FORGOTTEN, SHARE, TERMS, ExchangeTimeouts, Patience, PeerContext
+from shoal.swarm.exchange.context import FORGOTTEN, SHARE, TERMS, ExchangeTimeouts, PeerContext, TrainingTime
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, make_offer, receive_offer
 from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
@@ -372,11 +372,11 @@ def test_meetings_that_a_dead_peer_ends_at_once_are_one_failure():
 
 
 def test_patience_is_of_the_time_between_two_rounds_of_one_fragment():
-    patience, timeouts = Patience(), ExchangeTimeouts(1.0)
+    time = TrainingTime(ExchangeTimeouts(1.0), 4)
     for sending in range(12):
-        period = patience.begin(25.0 * sending, sending % 4)
+        period = time.begin(25.0 * sending, sending % 4)
         assert period == (100.0 if sending >= 4 else float("inf"))
-    assert [patience.of(timeouts, fragment) for fragment in range(5)] == [SHARE * 100.0] * 4 + [1.0]
+    assert [time.patience(fragment) for fragment in range(5)] == [SHARE * 100.0] * 4 + [1.0]
 
 
 @pytest.mark.parametrize(

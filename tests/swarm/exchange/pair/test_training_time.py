@@ -17,7 +17,6 @@ from shoal.swarm.exchange.context import (
     PEERS,
     SEVERAL,
     ExchangeTimeouts,
-    Patience,
     PeerContext,
     RoundEvidence,
     TrainingTime,
@@ -44,9 +43,9 @@ class Selector:
 
 def timed(periods=None, wait=10.0, fragments=1, trial=0.0):
     """A node's training time. ``periods``: seconds of a round of each fragment."""
-    patience = Patience()
-    patience._periods = {fragment: (seconds, seconds) for fragment, seconds in (periods or {}).items()}
-    return TrainingTime(ExchangeTimeouts(wait, trial=trial), patience, fragments)
+    time = TrainingTime(ExchangeTimeouts(wait, trial=trial), fragments)
+    time._periods = {fragment: (seconds, seconds) for fragment, seconds in (periods or {}).items()}
+    return time
 
 
 def run(transfer, holds=(), *, awaited=True, budget=WAIT, tries=False):
@@ -59,9 +58,8 @@ def run(transfer, holds=(), *, awaited=True, budget=WAIT, tries=False):
 
     async def go():
         transfers = SimpleNamespace(run=lambda stream, attempt, theirs, caller, incoming: transfer(pairing))
-        state = PairState(
-            context, timeouts, transfers, selector, Patience(), PairRounds(1), RoundEvidence(context, 1), overlap=True, time=time
-        )
+        evidence = RoundEvidence(context, 1)
+        state = PairState(context, timeouts, transfers, selector, PairRounds(1), evidence, overlap=True, time=time)
         pairing = PairingAttempt(attempt, 0)
         if awaited:
             pairing.needed.set()
