@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import OVERLAPPED_S, PeerContext
 from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
-from shoal.swarm.exchange.pair.pairing import MAX_HELD, PairingAttempt, PairState, Phase
+from shoal.swarm.exchange.pair.pairing import MAX_HELD, PairingAttempt, PairState, Phase, Step
 from shoal.swarm.exchange.pair.transfer import Incoming, PartnerContribution, Withdrawn
 from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import first_of, short, stop
@@ -203,20 +203,21 @@ class Caller:
         self._welcome = False
         """The newest call to a partner was accepted: the next one is likely to be."""
 
-    async def call(self, pairing: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
-        """Offer, and exchange if the offer is accepted within ``seconds``: over a stream that was kept, or a new one.
+    async def call(self, pairing: PairingAttempt, mine: Phase, seconds: float) -> PartnerContribution | None:
+        """Offer, and exchange if the offer is accepted within ``seconds``: over a stream that was kept, or a new one. ``mine``: the
+        phase of this call.
 
         Raises NetworkError or MessageError.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        if not pairing.called.is_set() and (kept := self._kept.take(peer)) is not None:
+        if not pairing.called.is_set() and (kept := self._kept.take(mine.peer)) is not None:
             with contextlib.suppress(Unanswered):
-                return await self._offer(kept, pairing, until)
-            pairing.phase = Phase.DIALING
+                return await self._offer(kept, pairing, mine, until)
+            mine.step = Step.DIALING
         began = loop.time()
-        stream = await self._open(pairing, peer, until - began)
-        return None if stream is None else await self._offer(stream, pairing, until, loop.time() - began)
+        stream = await self._open(pairing, mine.peer, until - began)
+        return None if stream is None else await self._offer(stream, pairing, mine, until, loop.time() - began)
 
     async def _open(self, pairing: PairingAttempt, peer: str, seconds: float) -> Stream | None:
         """Open a stream; None if another's call was accepted meanwhile."""
@@ -232,7 +233,7 @@ class Caller:
             raise
 
     async def _offer(
-        self, stream: Stream, pairing: PairingAttempt, until: float, opened: float | None = None
+        self, stream: Stream, pairing: PairingAttempt, mine: Phase, until: float, opened: float | None = None
     ) -> PartnerContribution | None:
         """Offer, and exchange if the offer is accepted; then keep the stream, if that ended well. ``opened``: seconds that it took
         to open; None if it was kept. Raises NetworkError or MessageError.
@@ -240,7 +241,7 @@ class Caller:
         loop, peer, well = asyncio.get_running_loop(), stream.peer_id, False
         ahead: asyncio.TimerHandle | None = None
         try:
-            pairing.phase = Phase.OFFERING
+            mine.step = Step.OFFERING
             nonce = fresh_nonce()
             offer = make_offer(self._context, pairing.attempt.contribution, nonce)
             try:
@@ -262,9 +263,9 @@ class Caller:
             answer = unpack(answered, Answer)
             if answer.verdict != "accept":
                 well = answer.verdict != "refuse" and not stream.ahead
-                self._note(pairing, peer, answer)
+                self._note(pairing, mine, answer)
                 return None
-            pairing.phase = Phase.ACCEPTED
+            mine.step = Step.ACCEPTED
             self._welcome |= peer == pairing.partner
             theirs = await receive_offer(stream, self._state.timeouts.chunk)
             difference = pairing.attempt.contribution.differs(theirs)
@@ -272,7 +273,7 @@ class Caller:
             if difference is not None or (theirs.nonce, theirs.swarm, theirs.model, theirs.round) != offered:
                 what = difference or "the nonce, swarm, model or round"
                 raise MessageError(f"peer {short(peer)} accepted something else than was offered: {what}.")
-            pairing.phase = Phase.TRANSFERRING
+            mine.step = Step.TRANSFERRING
             # The rest of the time before the answer is the wait for its training.
             received = await self._state.transfer(stream, pairing, theirs, caller=True, called=opened or 0.0)
             well = received is not None
@@ -308,7 +309,8 @@ class Caller:
             answer.cancel()
             del answer  # its error names this frame: a ring, which would keep the contribution until it is collected
 
-    def _note(self, pairing: PairingAttempt, peer: str, answer: Answer) -> None:
+    def _note(self, pairing: PairingAttempt, mine: Phase, answer: Answer) -> None:
+        peer = mine.peer
         log.debug("round %d: %s answered %s %s", pairing.key.round, short(peer), answer.verdict, answer.reason)
         self._state.evidence.heard(peer, answer.round)
         if answer.verdict == "passed":
@@ -317,7 +319,7 @@ class Caller:
             wanted = rounds.within(answer.round, key.fragment, key.round, most)
             pairing.swarm_round = max(pairing.swarm_round, wanted)
         elif answer.verdict == "wait":
-            pairing.phase = Phase.EXPECTING
+            mine.step = Step.EXPECTING
         elif answer.verdict == "refuse":
             log.warning("peer %s will not exchange with this node: %s", short(peer), answer.reason)
             pairing.attempt.failed(peer, "refused")
@@ -356,7 +358,7 @@ class CallAnswerer:
         if pairing is None:
             await stream.send(pack(answer), patience)
             return answer.verdict != "refuse"
-        engaged = pairing.engaged
+        engaged = pairing.phase.outcome
         assert engaged is not None
         meeting = asyncio.ensure_future(self._meet(stream, pairing, offer, answer, incoming))
         del incoming  # the mean is computed in it, and it is gone with that
@@ -420,7 +422,7 @@ class CallAnswerer:
             return reply("busy", "this node is through with that round")
         if late is None and (pairing is None or pairing.key.round != offer.round):
             pairing, incoming = await self._held.hold(stream, offer)
-            taken = pairing is not None and pairing.engaged is not None  # the round may have been given up just now
+            taken = pairing is not None and pairing.phase.outcome is not None  # the round may have been given up just now
             if not taken and (late := instead()) is None:
                 state.turn_away(peer, offer.round, offer.fragment)
                 return reply("busy", "this node did not come to that round in time")
@@ -430,18 +432,19 @@ class CallAnswerer:
             return reply("passed", round=late)
         difference = pairing.attempt.contribution.differs(offer)
         if difference is not None:
-            if taken and pairing.engaged is not None and not pairing.engaged.done():
-                pairing.engaged.set_result(None)
+            if taken and (engaged := pairing.phase.outcome) is not None and not engaged.done():
+                engaged.set_result(None)
             return reply("refuse", difference)
         if not taken:
-            crossing = pairing.peer == peer and pairing.phase <= Phase.ACCEPTED
-            expected = pairing.peer == peer and pairing.phase == Phase.EXPECTING
-            unasked = pairing.phase == Phase.LISTENING and state.selector.accepts(peer, offer.round)
-            if pairing.engaged is not None or not (crossing or expected or unasked):
+            phase = pairing.phase
+            crossing = phase.peer == peer and phase.step <= Step.ACCEPTED
+            expected = phase.peer == peer and phase.step == Step.EXPECTING
+            unasked = phase.step == Step.LISTENING and state.selector.accepts(peer, offer.round)
+            if not (crossing or expected or unasked):
                 state.turn_away(peer, offer.round, offer.fragment)
                 return reply("busy")
             mine, theirs = (state.rank(one, offer.round) for one in (self._context.me, peer))
-            if crossing and pairing.phase != Phase.DIALING and theirs > mine:
+            if crossing and phase.step != Step.DIALING and theirs > mine:
                 # In case this node's call, for which it waits, was just turned away there.
                 state.turn_away(peer, offer.round, offer.fragment)
                 return reply("wait")

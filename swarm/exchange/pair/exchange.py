@@ -65,7 +65,7 @@ from shoal.swarm.exchange.contribution import (
     encode_contribution,
 )
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PROBE_S, PROBED, CallAnswerer, Caller, HeldCalls
-from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairSelector, PairState, Phase
+from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairSelector, PairState, Phase, Step
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.p2p.stream import first_of, race, running
 from shoal.swarm.wire.messages import Member
@@ -176,11 +176,11 @@ class PairMatchmaker:
                 if left <= 0:
                     break
                 called = loop.time()
-                received = await self._try(pairing, peer, left if peer == partner else min(left, PROBE_S))
+                received, failing = await self._try(pairing, peer, left if peer == partner else min(left, PROBE_S))
                 if received is not None or pairing.broken:
                     return received
                 if pairing.swarm_round <= pairing.key.round:
-                    if pairing.failing or not self.state.overlap:
+                    if failing or not self.state.overlap:
                         self._selector.tried(peer, pairing.key.round)
                     elif peer == partner and period < 2 * wait:
                         queue = deque(islice(queue, OTHERS))
@@ -192,45 +192,46 @@ class PairMatchmaker:
                     break
                 if loop.time() >= deadline and not self.state.overlap:
                     return None
-                if pairing.failing and pairing.needed.is_set() and loop.time() - called >= PROBED * self._timeouts.chunk:
+                if failing and pairing.needed.is_set() and loop.time() - called >= PROBED * self._timeouts.chunk:
                     return None  # its silence took the time that training waits for one that is gone
             if moved:
                 continue
             return await self._listen(pairing, min(deadline - loop.time(), linger))
 
-    async def _try(self, pairing: PairingAttempt, peer: str, seconds: float) -> PartnerContribution | None:
-        """Try one candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted."""
-        until = asyncio.get_running_loop().time() + seconds
+    async def _try(self, pairing: PairingAttempt, peer: str, seconds: float) -> tuple[PartnerContribution | None, bool]:
+        """Try one candidate: take its held call, or call it; meanwhile its call, or another's, may have been accepted.
+
+        Also return whether the own call ended with an error.
+        """
+        until, received, failing = asyncio.get_running_loop().time() + seconds, None, False
         if self.held.take(pairing, peer):
-            return await pairing.outcome(self._timeouts)
-        pairing.phase, pairing.peer, pairing.failing = Phase.DIALING, peer, False
+            return await pairing.outcome(self._timeouts), failing
+        mine = pairing.phase = Phase(Step.DIALING, peer)
         try:
-            received = await self.caller.call(pairing, peer, seconds)
+            received = await self.caller.call(pairing, mine, seconds)
+            if mine.step == Step.EXPECTING:
+                # It said that it was calling: a call that does not come soon comes from nobody that is still there.
+                await pairing.until_called(min(until, asyncio.get_running_loop().time() + self._timeouts.chunk))
         except (NetworkError, MessageError) as error:
             log.info("round %d: %s", pairing.key.round, error)
-            pairing.failing = True
+            failing = True
             if peer == pairing.partner:
                 pairing.attempt.failed(peer, error)
-            received = None
         finally:
-            if pairing.phase != Phase.EXPECTING:
-                pairing.phase = Phase.SEARCHING
-        if pairing.phase == Phase.EXPECTING:
-            # It said that it was calling: a call that does not come soon comes from nobody that is still there.
-            await pairing.until_called(min(until, asyncio.get_running_loop().time() + self._timeouts.chunk))
-            pairing.phase = Phase.SEARCHING
-        return received or await pairing.outcome(self._timeouts)
+            if pairing.phase is mine:
+                pairing.phase = Phase()
+        return received or await pairing.outcome(self._timeouts), failing
 
     async def _listen(self, pairing: PairingAttempt, seconds: float) -> PartnerContribution | None:
         """Let any other peer without a partner call, for ``seconds`` and until training needs the outcome."""
-        until, pairing.phase = asyncio.get_running_loop().time() + seconds, Phase.LISTENING
+        until = asyncio.get_running_loop().time() + seconds
         while True:
+            pairing.phase = Phase(Step.LISTENING)
             if self.state.overlap:
                 await race(pairing.called.wait(), pairing.needed.wait(), timeout=OVERLAPPED_S)
             await pairing.until_called(until)
             called, received = pairing.called.is_set(), await pairing.outcome(self._timeouts)
             if received is not None or pairing.broken or not (called and self.state.overlap):  # else the caller had gone on
-                pairing.phase = Phase.SEARCHING
                 return received
 
 

@@ -230,8 +230,8 @@ log = logging.getLogger(__name__)
 MAX_HELD = 64
 
 
-class Phase(IntEnum):
-    """What a meeting does with one ``peer``: the first four in this order."""
+class Step(IntEnum):
+    """The first four, of a call of this node's own, in this order."""
 
     DIALING = 1  # until its call is open, the peer's own counts: of two peers perhaps only one can reach the other
     OFFERING = 2
@@ -240,6 +240,17 @@ class Phase(IntEnum):
     EXPECTING = 5  # its call, for it said "wait"
     LISTENING = 6  # to any peer without a partner
     SEARCHING = 7
+
+
+@dataclass(eq=False)
+class Phase:
+    """What a meeting does just now. A call that is accepted takes the place of an own one that it crosses."""
+
+    step: Step = Step.SEARCHING
+    peer: str = ""
+    """The one that is called."""
+    outcome: asyncio.Future[PartnerContribution | None] | None = None
+    """Of the call of another that this node accepted."""
 
 
 @dataclass
@@ -251,21 +262,15 @@ class PairingAttempt:
     """Of the contribution among this node's own (`PairRounds`)."""
     partner: str | None = None
     """The computed partner: only its failures are counted, since other candidates may well be busy."""
-    phase: Phase = Phase.SEARCHING
-    peer: str = ""
-    """The one that was called last."""
-    engaged: asyncio.Future[PartnerContribution | None] | None = None
-    """Set as soon as a call was accepted; its result is the exchange's."""
+    phase: Phase = field(default_factory=Phase)
     called: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set together with ``engaged``."""
+    """Set while the phase is that of a call of another."""
     needed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once training waits for the outcome."""
     turned_away: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HELD))
     """Peers that called while this node was calling somebody else: it calls them back before it listens."""
     withdrawn: set[str] = field(default_factory=set)
     """Peers that ended a call of theirs as it was accepted; of each the first time is no failure."""
-    failing: bool = False
-    """The newest call ended with an error."""
     broken: bool = False
     """A transfer began and was not committed."""
     usual: bool = False
@@ -280,10 +285,10 @@ class PairingAttempt:
     @property
     def moving(self) -> bool:
         """Whether a call was accepted, by either side, and its transfer is under way."""
-        return self.engaged is not None or self.phase in (Phase.ACCEPTED, Phase.TRANSFERRING)
+        return self.phase.step in (Step.ACCEPTED, Step.TRANSFERRING)
 
     def engage(self) -> None:
-        self.engaged = asyncio.get_running_loop().create_future()
+        self.phase = Phase(Step.TRANSFERRING, outcome=asyncio.get_running_loop().create_future())
         self.called.set()
 
     async def until_called(self, until: float) -> None:
@@ -292,7 +297,7 @@ class PairingAttempt:
 
     async def outcome(self, timeouts: ExchangeTimeouts) -> PartnerContribution | None:
         """Wait for the end of an exchange in which this node was called; return None at once if it was not."""
-        engaged = self.engaged
+        engaged = self.phase.outcome
         if engaged is None:
             return None
         # The serving coroutine sets it in every case, within its own deadlines; the bound here only guards against its death.
@@ -302,7 +307,7 @@ class PairingAttempt:
             return engaged.result() if engaged.done() else None
         finally:
             engaged.cancel()  # if it is not done: the transfer is given up
-            self.engaged = None
+            self.phase = Phase()
             self.called.clear()
 
 

@@ -7,7 +7,7 @@ from shoal.optim import RoundKey
 from shoal.optim.exchange.base import Contribution, partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.pairing import Phase
+from shoal.swarm.exchange.pair.pairing import Step
 
 SWARM, MODEL = "a" * 52, "0" * 64
 
@@ -73,9 +73,8 @@ def test_who_is_left_over_and_listens_does_not_take_a_banned_caller(network, sch
     b.host.die()  # so a has nobody to call, and takes whoever calls, but not this one
     round = next(round for round in range(1000) if partner_of(0, round, bad.id, [a.id, b.id, bad.id]) == a.id)
     listener = a.start(round)
-    school.until(
-        lambda: getattr(a.exchange._matchmaker.state.under_way.get(0), "phase", None) == Phase.LISTENING
-    )  # None: not begun yet
+    meetings = a.exchange._matchmaker.state.under_way
+    school.until(lambda: 0 in meetings and meetings[0].phase.step == Step.LISTENING)
     caller = bad.start(round)
     school.until(lambda: refusals(caplog))
     assert values([listener, caller]) == [None, None]

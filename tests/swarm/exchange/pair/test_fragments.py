@@ -16,7 +16,7 @@ from shoal.swarm.exchange.context import FORGOTTEN, SHARE, TERMS, ExchangeTimeou
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, make_offer, receive_offer
 from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
-from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairSelector, Phase
+from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairSelector, Step
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.state.resync import in_step
 from shoal.swarm.wire.envelope import unpack
@@ -40,6 +40,10 @@ class Overlapping(Peer):
     def send(self, round, value=0.0, fragment=None, shape=(4,)):
         fragment = round % self.fragments if fragment is None else fragment
         return self.exchange.start(Contribution(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], 1.0, FLOAT32))
+
+    def listens(self, round):
+        pairing = self.exchange._matchmaker.state.under_way.get(round % self.fragments)
+        return pairing is not None and pairing.phase.step == Step.LISTENING
 
     @property
     def held(self):
@@ -173,10 +177,7 @@ def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twi
     round = next(r for r in range(1000) if partner_of(SEED, r, a.id, [a.id, partner.peer_id, later.id]) is None)
     handle = a.send(round, 1.0)
 
-    def listens():
-        return getattr(a.exchange._matchmaker.state.under_way.get(round % 4), "phase", None) == Phase.LISTENING
-
-    until(listens)
+    until(lambda: a.listens(round))
 
     async def call_and_go():
         context = PeerContext(partner, partner.identity, SWARM, MODEL, SEED, dict)
@@ -198,9 +199,9 @@ def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twi
     assert [value(handle.result()), value(other.result())] == [2.0, 2.0]
     round = next(r for r in range(round + 4, 1000, 4) if partner_of(SEED, r, a.id, [a.id, partner.peer_id, later.id]) is None)
     a.send(round)
-    until(listens)
+    until(lambda: a.listens(round))
     assert partner.submit(call_and_go()).result(LONG) == "accept"
-    until(lambda: a.exchange._matchmaker.state.under_way[round % 4].engaged is None)
+    until(lambda: a.exchange._matchmaker.state.under_way[round % 4].phase.outcome is None)
     assert not missed
     assert partner.submit(call_and_go()).result(LONG) == "accept"
     until(lambda: list(missed) == [partner.peer_id])
@@ -300,7 +301,7 @@ def test_training_that_needs_the_outcome_waits_for_nobody_who_has_not_come(netwo
     peers = [Overlapping(network, wait=0.2, overlap=True) for _ in range(3)]
     round = next(r for r in range(1000) if partner_of(SEED, r, peers[0].id, [peer.id for peer in peers]) is None)
     handle = peers[0].send(round, 1.0)
-    until(lambda: getattr(peers[0].exchange._matchmaker.state.under_way.get(round % 4), "phase", None) == Phase.LISTENING)
+    until(lambda: peers[0].listens(round))
     assert not handle.done()
     peers[1].host.die()
     late = peers[2].send(round, 3.0)
