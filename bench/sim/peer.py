@@ -29,6 +29,7 @@ from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.messages import Member
 from tests.sim.directory import EPOCH, SimDirectory
+from tests.sim.network import settled
 
 NAP_S = 1.0  # virtual seconds at most of inner steps that are taken together
 AGAIN_S = 5.0  # before a newcomer that got no weights asks again
@@ -158,7 +159,7 @@ class SimPeer:
     async def _settled(self, handle: Handle) -> None:
         if isinstance(handle, ExchangeHandle):
             began = self.world.network.loop.time()
-            await handle.settled()
+            await settled(handle)
             self._waited += self.world.network.loop.time() - began
 
     def _between_steps(self, member: TrainingMember) -> None:

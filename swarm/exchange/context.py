@@ -27,6 +27,13 @@ A node that is ahead of all others, because its checkpoint or its snapshot was, 
 to before its last exchange with them, nor on a stranger's word while one that it has met is there. After twice as many it goes back
 wherever they are. Of two peers that are all there are one goes back at once.
 
+`PairRounds` are the rounds that a node's meetings are in, when several are under way at once, one for each fragment. Round numbers
+grow by one with every fragment sent, so those of one fragment are ``fragments`` apart; a contribution that moves to another round
+keeps its remainder. All of a node's rounds move together: if the swarm is eight rounds further with one fragment, it is with all.
+So a node numbers what it sends itself, and adds one ``shift`` to get the swarm's round. The optimizer, in whose thread
+contributions are handed in, learns of a shift only when it applies an exchange; until then its numbers are lower. In a group a node
+is in the round that the optimizer counts (`RoundTracker`).
+
 **Peers that are passed over** (`PassedOver`), for a while, as if they were dead: those that wasted this node's rounds. A peer that
 breaks off again and again, or is never free, is passed over up to the next multiple of 8 rounds, and of 32 after each further
 failure in a row; one that costs training time (`TrainingTime`) for ever longer terms (`TERMS`). An honest peer on a bad link comes
@@ -39,13 +46,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict, deque
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median, median_high, median_low
 from typing import TYPE_CHECKING
 
 from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.pacing import slow_s
 from shoal.swarm.wire.messages import Member
 
@@ -137,11 +146,11 @@ class TrainingTime:
         self.timeouts, self._fragments = timeouts, fragments
         self._began: dict[int, float] = {}
         self._periods: dict[int, tuple[float, float]] = {}
-        self.holds: OrderedDict[str, float] = OrderedDict()
+        self.holds = Newest[str, float](PARTNERS)
         """Peer -> seconds for which the newest exchange with it held training."""
-        self.took: OrderedDict[str, float] = OrderedDict()
+        self.took = Newest[str, float](PARTNERS)
         """Peer -> seconds of the newest exchange with it in all."""
-        self._owed: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._owed = Newest[str, tuple[float, int]](PEERS)
         """Peer -> seconds that it had cost more than it gave, and the round of that."""
 
     def begin(self, now: float, fragment: int = 0) -> float:
@@ -184,22 +193,17 @@ class TrainingTime:
         """
         before = dict(self.holds)
         self.holds[peer] = held
-        self.holds.move_to_end(peer)
         usual = max(OFTEN * median_low(before.values()), FREE_S) if before else math.inf  # over a satellite the first ones are dear
         others = [seconds for other, seconds in self.took.items() if other != peer]
         often = median_low(others) if others else 0.0
         free = max(usual, often)
         if whole:
             self.took[peer] = max(took, held)
-            self.took.move_to_end(peer)
         costs = {peer: max(held - free, 0.0) if whole or not before else held}
         if others:  # training went on for rounds in which this fragment was not sent, so that nobody else was met with it
             costs[peer] += max(took - held - max(self.period(fragment), often), 0.0) / self._fragments
         if len(before) == 1 and peer not in before:
             costs |= {first: max(seconds - max(OFTEN * held, FREE_S), 0.0) for first, seconds in before.items()}
-        for table in (self.holds, self.took):
-            while len(table) > PARTNERS:
-                table.popitem(last=False)
         return {one: rounds for one, cost in costs.items() if (rounds := self.cost(one, round, fragment, cost))}
 
     def cost(self, peer: str, round: int, fragment: int, seconds: float) -> int:
@@ -208,8 +212,6 @@ class TrainingTime:
         owed, since = self._owed.pop(peer, (0.0, round))
         owed = max(owed - max(round - since, 0) * GIVES * period, 0.0) + seconds
         self._owed[peer] = owed, round
-        while len(self._owed) > PEERS:
-            self._owed.popitem(last=False)
         return math.ceil(owed / (GIVES * period)) if seconds and owed > max(COSTLY_S, COSTLY * period) else 0
 
     def _round_s(self, fragment: int) -> float:
@@ -234,11 +236,11 @@ class RoundEvidence:
         """Peers with which this node has exchanged -> the furthest round that they stated to it."""
         self._shared: dict[str, int] = {}
         """The round of the last exchange with each."""
-        self._said: dict[str, int] = {}
+        self._said = Newest[str, int](REMEMBERED)
         """Peers that it has not met -> the round that they stated to it last."""
         self._pushes: set[str] = set()
         """Those of them whose next word counts for more than the median."""
-        self._behind: dict[str, int] = {}
+        self._behind = Newest[str, int](REMEMBERED)
         """Peers that called for an earlier round than this node is in, since its last exchange -> that round."""
         self._alone = 0
         self._began: tuple[float, int] | None = None
@@ -296,8 +298,6 @@ class RoundEvidence:
             self._met[peer] = max(round, self._met[peer])
         else:
             self._said[peer] = round
-            while len(self._said) > REMEMBERED:
-                del self._said[next(iter(self._said))]
 
     def missed(self) -> None:
         """Note a round without an exchange."""
@@ -306,8 +306,6 @@ class RoundEvidence:
     def called(self, peer: str, round: int) -> None:
         """Note that ``peer`` wants to meet this node in ``round``, which is over here."""
         self._behind[peer] = round
-        while len(self._behind) > REMEMBERED:
-            del self._behind[next(iter(self._behind))]
 
     def _others(self) -> dict[str, int]:
         me, model = self._context.me, self._context.model
@@ -358,6 +356,170 @@ class RoundEvidence:
         return self._newest
 
 
+class PairRounds:
+    """The numbers of one node's rounds. Thread-safe: the training thread hands in, the host's loop begins and moves."""
+
+    def __init__(self, fragments: int, overlap: bool = False) -> None:
+        self.fragments, self.overlap = fragments, overlap
+        self._lock = threading.Lock()
+        self._handed_in = self._begun = -1
+        """The own numbers of the newest contribution, as the training thread and as the loop sees it."""
+        self._shift = self._known = 0
+        """From own numbers to the swarm's rounds, and to those that the optimizer counts."""
+        self._been: dict[int, int] = {}
+        """The furthest round of each fragment that this node has been in."""
+
+    @property
+    def next_round(self) -> int:
+        """The swarm's round of the next contribution."""
+        return self._handed_in + 1 + self._shift
+
+    @next_round.setter
+    def next_round(self, round: int) -> None:
+        """Note which round the optimizer will hand in next."""
+        with self._lock:
+            self._known = round - (self._handed_in + 1)
+            self._shift = max(self._shift, self._known)
+
+    def go_back(self, round: int) -> None:
+        with self._lock:
+            self._known = self._shift = round - (self._handed_in + 1)
+            self._been = {}
+
+    def hand_in(self, round: int) -> int:
+        """Return the own number of a contribution that the optimizer hands in for ``round``."""
+        with self._lock:
+            number = round - self._known
+            self._handed_in = max(self._handed_in, number)
+            return number
+
+    def leave_out(self) -> bool:
+        """Let the number of the next contribution go by without one; return True. What is in flight still moves with the rest."""
+        with self._lock:
+            self._handed_in += 1
+        return True
+
+    def begin(self, number: int, round: int, fragment: int) -> None:
+        """Note that the meeting of a contribution begins: from now on this node is in its round."""
+        self._begun = max(self._begun, number)
+        self._been[fragment] = max(round, self._been.get(fragment, 0))
+
+    def move(self, number: int, round: int, fragment: int) -> None:
+        """Note that a contribution moves to ``round``, and with it all that this node will send."""
+        with self._lock:
+            self._shift = max(self._shift, round - number)
+        self._been[fragment] = max(round, self._been.get(fragment, 0))
+
+    def instead(self, round: int, fragment: int, at: int | None) -> int | None:
+        """Return the round to which a caller with ``fragment`` should move, or None: it is met in ``round``, now or once this
+        node is there, or not at all (`through`). ``at``: the round of the meeting of that fragment that is under way here.
+        """
+        been, soon = self._been.get(fragment), self._begun + 1 + self._shift
+        if at is not None and at > round:
+            soon = at
+        elif self.overlap and been is not None:
+            soon = been
+        return round + self._up(soon - round, fragment) if round != at and round < soon else None
+
+    def through(self, round: int, fragment: int, at: int | None) -> bool:
+        """Return whether this node had its meeting in ``round`` and has not begun the next, or moved beyond and will not be there.
+
+        Where training goes on meanwhile, a caller for that round must not be sent ahead to the next one: it would be there before
+        the others, who would find it gone when they come, and be sent ahead themselves, ever further. So no peer moves to a round
+        that nobody has begun, and the numbers grow as the quickest peer counts.
+        """
+        been, soon = self._been.get(fragment), self._begun + 1 + self._shift
+        return self.overlap and been is not None and round != at and been <= round < soon
+
+    def within(self, wanted: int, fragment: int, mine: int, limit: int) -> int:
+        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but not beyond ``limit``.
+
+        It is one of the same fragment, whatever the peer answers.
+        """
+        return mine + max(min(wanted, limit) - mine, 0) // self._step(fragment) * self._step(fragment)
+
+    def _step(self, fragment: int) -> int:
+        # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
+        return self.fragments if fragment < self.fragments else 1
+
+    def _up(self, distance: int, fragment: int) -> int:
+        step = self._step(fragment)
+        return -(-distance // step) * step
+
+
+class RoundTracker:
+    """The rounds that a node has begun, joined and ended. Round numbers grow by one with every fragment sent, so those of one
+    fragment are ``fragments`` apart.
+
+    A peer that began in the middle may have other remainders than the swarm: it gets the swarm's as an answer.
+    """
+
+    def __init__(self, fragments: int) -> None:
+        self.fragments = fragments
+        self.next_round = 0
+        """One beyond the furthest round begun, or the round in which the node joined."""
+        self._begun: dict[int, int] = {}
+        self._over: dict[int, int] = {}
+        self._formed = Newest[tuple[int, int], None](REMEMBERED)
+        self._elsewhere: dict[tuple[int, int], str] = {}
+
+    def go_back(self, round: int) -> None:
+        self.next_round, self._begun, self._over = round, {}, {}
+        self._formed.clear()
+
+    def begin(self, round: int, fragment: int) -> None:
+        """Note that this node's contribution to ``round`` is there."""
+        self.next_round = max(self.next_round, round + 1)
+        self._begun[fragment] = max(round, self._begun.get(fragment, 0))
+
+    def join(self, round: int, fragment: int, leader: str) -> None:
+        """Note that this node waits at ``leader`` for its group."""
+        self._elsewhere[round, fragment] = leader
+
+    def leave(self, round: int, fragment: int) -> None:
+        """Note that it no longer waits there."""
+        self._elsewhere.pop((round, fragment), None)
+
+    def end(self, round: int, fragment: int) -> None:
+        """Note that this node's own part in ``round`` is over: its group was formed, or it has none."""
+        if round < self.next_round:  # else this node went back while it was in it
+            self._over[fragment] = max(round, self._over.get(fragment, 0))
+        self.leave(round, fragment)
+
+    def formed(self, round: int, fragment: int) -> None:
+        """Note that this node has formed the group, with its own contribution or without.
+
+        That has no effect on other rounds: otherwise two peers could send this node far away.
+        """
+        self._formed[round, fragment] = None
+
+    def leader(self, round: int, fragment: int) -> str | None:
+        """Return the leader at which this node itself waits in ``round``, if it does."""
+        return self._elsewhere.get((round, fragment))
+
+    def instead(self, round: int, fragment: int) -> int | None:
+        """Return the round to which a contribution to ``round`` should move, or None if it is neither late nor out of step."""
+        over, begun = self._over.get(fragment), self._begun.get(fragment)
+        if (over is not None and round <= over) or (round, fragment) in self._formed:
+            return max(round, over or 0, (begun or 0) - self.fragments) + self.fragments
+        if begun is not None and (round < begun or self._out_of_step(round, begun, fragment)):
+            return begun + self._up(max(round - begun, 0))
+        if begun is None and round < self.next_round:
+            return round + self._up(self.next_round - round)
+        return None
+
+    def _out_of_step(self, round: int, begun: int, fragment: int) -> bool:
+        # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
+        return fragment < self.fragments and (round - begun) % self.fragments != 0
+
+    def _up(self, distance: int) -> int:
+        return -(-distance // self.fragments) * self.fragments
+
+    def within(self, wanted: int, mine: int, limit: int) -> int:
+        """Return the round to move to from ``mine`` when a peer answers ``wanted``: that far, but not beyond ``limit``."""
+        return max(mine, wanted - self._up(max(wanted - limit, 0)))
+
+
 TERMS = (8, 32, 128, 512)  # up to the next multiple of so many rounds of each fragment
 BROKEN = 2  # of these terms for failures; the others are for peers that cost time
 FORGOTTEN = 64  # rounds after these
@@ -368,7 +530,7 @@ class PassedOver:
 
     def __init__(self, fragments: int) -> None:
         self._fragments = fragments
-        self.misses: OrderedDict[str, tuple[int, int, bool]] = OrderedDict()
+        self.misses = Newest[str, tuple[int, int, bool]](REMEMBERED)
         """Peer -> its failures in a row, the round of the last one, and whether it cost time. Rounds of all fragments count."""
         self._met = -1  # the newest round with an exchange
 
@@ -386,9 +548,6 @@ class PassedOver:
         while 1 < count < len(TERMS) and over > TERMS[count - 1] * self._fragments:  # not at first: this node itself may have slept
             count += 1
         self.misses[peer] = count, last, cost or over > 0
-        self.misses.move_to_end(peer)
-        while len(self.misses) > REMEMBERED:
-            self.misses.popitem(last=False)
 
     def met(self, peer: str, round: int) -> None:
         """Note an exchange with ``peer``."""

@@ -31,7 +31,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from shoal.optim.device import give_freed_back
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, OnDemand, RoundKey, slabs
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import RoundEvidence, TrainingTime
+from shoal.swarm.exchange.context import PairRounds, RoundEvidence, RoundTracker, TrainingTime
 from shoal.swarm.wire.envelope import CHUNK, FAILURES, MAX_BLAMED, MAX_WEIGHT, Failure, Sketch, chunks, digest
 from shoal.swarm.wire.messages import MAX_REFUSED, Offer
 
@@ -63,9 +63,9 @@ class Payload(ABC):
         """The digest of its chunks."""
         return digest(self.blocks())
 
-    @abstractmethod
     def blocks(self) -> Iterator[memoryview]:
         """Return its chunks of 1 MiB, the last shorter."""
+        return chunks(self.whole().numpy().data)
 
     @abstractmethod
     def whole(self) -> Tensor:
@@ -86,9 +86,6 @@ class EncodedPayload(Payload):
     def nbytes(self) -> int:
         return self._payload.numel()
 
-    def blocks(self) -> Iterator[memoryview]:
-        return chunks(self._payload.numpy().data)
-
     def whole(self) -> Tensor:
         return self._payload
 
@@ -105,9 +102,6 @@ class PairPayload(Payload):
     @property
     def nbytes(self) -> int:
         return self.message.nbytes
-
-    def blocks(self) -> Iterator[memoryview]:
-        return chunks(self.message.payload.numpy().data)
 
     def whole(self) -> Tensor:
         return self.message.payload
@@ -425,20 +419,10 @@ class ExchangeAttempt(Generic[R]):
 SLICE_S = 0.1
 
 
-class RoundCounter(Protocol):
-    """A holder of the number of a node's next round."""
-
-    next_round: int
-
-    def go_back(self, round: int) -> None:
-        """Note that the optimizer goes on in ``round``, though this node has been in later ones."""
-        ...
-
-
 class ExchangeBase(Exchange):
     """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
 
-    def __init__(self, host: Host, counter: RoundCounter, evidence: RoundEvidence, time: TrainingTime) -> None:
+    def __init__(self, host: Host, counter: PairRounds | RoundTracker, evidence: RoundEvidence, time: TrainingTime) -> None:
         self.host, self._evidence, self._counter, self._time = host, evidence, counter, time
         host.resource_manager.partner = evidence.knows
         self.moved = 0
@@ -536,17 +520,6 @@ class ExchangeHandle(Handle, Generic[R]):
         """Give the round up without waiting, so that the partner does not count a contribution that is dropped here."""
         self._attempt.commit.close()
         self._future.cancel()
-
-    async def settled(self) -> Mean | None:
-        """Do the same as ``result()`` in a coroutine on the host's loop, by the loop's clock."""
-        work = asyncio.wrap_future(self._future)
-        if not work.done():
-            self._attempt.commit.await_outcome()
-        await asyncio.wait({work}, timeout=self.limit)
-        if not work.done():
-            self.close()
-            await asyncio.wait({work})
-        return self._mean_of(self._attempt.commit.received if work.cancelled() else work.result())
 
     def _mean_of(self, received: R | None) -> Mean | None:
         if received is not None and self._mean is None:  # once, for it is computed in place

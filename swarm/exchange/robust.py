@@ -61,7 +61,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -79,6 +79,7 @@ from shoal.optim.exchange.averaging import (
     squared_distances,
 )
 from shoal.optim.exchange.base import Mean, RoundKey, combined, held_at_once, weighted_mean
+from shoal.swarm.p2p.limits import Newest
 
 Losses = Callable[[int, Sequence[Tensor], Sequence[Tensor]], tuple[float, float, float] | None]
 """Called with a fragment, the own contribution to it and another's. Returns the losses, on the same data, of the model with the own
@@ -162,7 +163,7 @@ class Newcomers:
         self.where = where
         self._lock = threading.Lock()
         self._exchanges = 0
-        self._known: OrderedDict[str, list[int]] = OrderedDict()
+        self._known = Newest[str, list[int]](KNOWN)
         """Of each peer the number of exchanges before it was seen, and of its contributions that counted."""
         self._recent: deque[str | None] = deque(maxlen=TAKEN)
 
@@ -186,10 +187,7 @@ class Newcomers:
         return share
 
     def _entry(self, peer: str) -> list[int]:
-        entry = self._known.setdefault(peer, [self._exchanges, 0])
-        self._known.move_to_end(peer)
-        if len(self._known) > KNOWN:
-            self._known.popitem(last=False)
+        entry = self._known[peer] = self._known.get(peer, [self._exchanges, 0])
         return entry
 
 
@@ -240,8 +238,8 @@ class DistanceScreen(UpdateScreen):
         self._measures = suspect > 0 or robust == "clipped-gossip"
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
         """Distances by fragment."""
-        self._radius: OrderedDict[tuple[int, str], tuple[float, float]] = OrderedDict()
-        self._rejected: OrderedDict[tuple[RoundKey, str], RejectedUpdate] = OrderedDict()
+        self._radius = Newest[tuple[int, str], tuple[float, float]](REMEMBERED)
+        self._rejected = Newest[tuple[RoundKey, str], RejectedUpdate](REMEMBERED)
         self._lock = threading.Lock()
         self.loss_check: LossCheck | None = None
         """Tries what is not too far away on data, if the node that has this screen has a model and data."""
@@ -273,8 +271,6 @@ class DistanceScreen(UpdateScreen):
         rejected = RejectedUpdate(key, peer, reason, unless)
         with self._lock:
             self._rejected[key, peer] = rejected
-            while len(self._rejected) > REMEMBERED:
-                self._rejected.popitem(last=False)
         return str(rejected)
 
     def _judge(self, key: RoundKey, peer: str, distance: float, norm: float) -> str | None:
@@ -282,8 +278,6 @@ class DistanceScreen(UpdateScreen):
         usual = median(list(seen)[-RECENT:]) if len(seen) >= LEAST else math.inf
         bound = self._bound(usual, norm)
         self._radius[key.fragment, peer] = distance, self.times * (median(seen) if len(seen) >= FIRST else math.inf)
-        while len(self._radius) > REMEMBERED:
-            self._radius.popitem(last=False)
         if STILL * norm < distance <= bound:
             seen.append(distance)
         elif distance > bound and (math.isfinite(usual) or self._sends == "displacement"):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from shoal.swarm.manifest import MANIFEST_PROTOCOL, Manifest, open_manifest
 from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.p2p.limits import ADMISSION_PROTOCOL, FREE
+from shoal.swarm.p2p.limits import ADMISSION_PROTOCOL, FREE, Newest
 from shoal.swarm.p2p.stream import first_of, short, stop
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import AdmissionReply, ManifestReply, ManifestRequest, Member
@@ -43,7 +42,7 @@ class AdmissionHandshake:
 
     def __init__(self, host: Host, access_policy: AccessPolicy) -> None:
         self._host, self._access_policy = host, access_policy
-        self._met: OrderedDict[str, float] = OrderedDict()  # peer -> when it saw our admission
+        self._met = Newest[str, float](MAX_MET)  # peer -> when it saw our admission
         host.serve(ADMISSION_PROTOCOL, self._answer)
 
     async def before(self, peer: str, protocol: str, addresses: Sequence[str], timeout: float) -> None:
@@ -69,9 +68,6 @@ class AdmissionHandshake:
         if problem := self._access_policy.refusal(peer, reply.admission):
             raise NetworkError(f"peer {short(peer)} is not met: {problem}")
         self._met[peer] = now
-        self._met.move_to_end(peer)
-        if len(self._met) > MAX_MET:
-            self._met.popitem(last=False)
 
     async def _answer(self, stream: Stream) -> None:
         reason = self._access_policy.refusal(stream.peer_id, await stream.receive(MAX_SHOWN, SMALL_S))

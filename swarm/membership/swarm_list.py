@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,20 +59,10 @@ FIRST, LONGEST = 10.0, 300.0  # seconds until a peer is dialled again
 
 
 class Reconnector:
-    """Schedule of the peers to dial again.
+    """Schedule of the peers to dial again: those that the host knows and the directory has not in view."""
 
-    ``known``: full multiaddrs of known peers; ``here``: the peers in view; ``left``: those that left lately; ``meet``: dials
-    addresses, and makes the peers that answer known to the DHT.
-    """
-
-    def __init__(
-        self,
-        known: Callable[[], Sequence[str]],
-        here: Callable[[], Collection[str]],
-        left: Callable[[], Collection[str]],
-        meet: Callable[[Sequence[str]], Awaitable[None]],
-    ) -> None:
-        self._known, self._here, self._left, self._meet = known, here, left, meet
+    def __init__(self, host: Host, directory: Directory) -> None:
+        self._host, self._directory = host, directory
         self._due: dict[str, tuple[float, float]] = {}
         """For each peer the time of its next dial, and the pause after that."""
         self._gone: set[str] = set()
@@ -80,10 +70,10 @@ class Reconnector:
     def due(self, now: float) -> list[str]:
         """Return the addresses to dial at ``now``, which count as dialled."""
         where: dict[str, list[str]] = {}
-        for address in self._known():
+        for address in self._host.known():
             where.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-        here = set(self._here())
-        self._gone = ((self._gone | set(self._left())) - here) & where.keys()
+        here = self._directory.everyone().keys()
+        self._gone = ((self._gone | self._directory.departed().keys()) - here) & where.keys()
         missing = where.keys() - here - self._gone
         # A peer that has just vanished may be restarting, so the first dial waits too.
         self._due = {peer: self._due.get(peer, (now + FIRST, FIRST)) for peer in missing}
@@ -99,7 +89,7 @@ class Reconnector:
             await asyncio.sleep(REDIAL_S)
             try:
                 if addresses := self.due(asyncio.get_running_loop().time()):
-                    await self._meet(addresses)
+                    await self._host.meet(addresses)
             except NetworkError as error:
                 log.debug("no lost peer was dialled: %s", error)
             except Exception:  # a bug must not keep the swarm apart
@@ -121,8 +111,7 @@ class SeedAnnouncer:
         self._swarm = swarm
         self._announced: Announcement | None = None
         self._running = host.submit(self._run())
-        reconnector = Reconnector(host.known, directory.everyone, directory.departed, host.meet)
-        self._looking = host.submit(reconnector.run())
+        self._looking = host.submit(Reconnector(host, directory).run())
 
     def report(self, timeout: float) -> None:
         """Report to all seeds now, within ``timeout`` seconds; a missing answer is no error. For any thread but the host's."""

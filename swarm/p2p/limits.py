@@ -28,13 +28,29 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from shoal.swarm.access import AccessPolicy
 from shoal.swarm.p2p.addresses import range_of
 from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
 
 MINUTE, HOUR = 60.0, 3600.0
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Newest(OrderedDict[K, V]):
+    """The ``most`` entries that were set last; older ones are forgotten, so that no peer can make it grow."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self.popitem(last=False)
 
 
 @dataclass(frozen=True)

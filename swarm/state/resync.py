@@ -38,7 +38,7 @@ import itertools
 import logging
 import random
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
@@ -54,6 +54,7 @@ from shoal.swarm.exchange.contribution import ExchangeStats, parameters_digest
 from shoal.swarm.membership.membership import OWN_LOOP, Membership
 from shoal.swarm.p2p.addresses import host_of, known_first, of_ranges
 from shoal.swarm.p2p.host import Host
+from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.state.selection import StateServer
 from shoal.swarm.state.snapshot import Peer, State
 from shoal.swarm.state.sync import PATIENCE_S, ModelDiffersError, StateQuery, begin_fetch, fetch_state
@@ -246,7 +247,7 @@ class DriftDetector:
 
     def __init__(self, me: str, model: str, most: int) -> None:
         self._me, self._model, self._most = me, model, most
-        self._own: OrderedDict[tuple[int, int], tuple[Sequence[float], float]] = OrderedDict()
+        self._own = Newest[tuple[int, int], tuple[Sequence[float], float]](REMEMBERED)
         self._last: dict[int, Sequence[float]] = {}
         self._moves: dict[int, deque[float]] = {}
         self._doubts = 0
@@ -265,8 +266,6 @@ class DriftDetector:
         moves = self._moves.get(fragment, ())
         least = PRECISION * max(abs(number) for number in sketch)
         self._own[round, fragment] = sketch, max(APART * median(moves), least) if moves else float("inf")
-        while len(self._own) > REMEMBERED:
-            self._own.popitem(last=False)
         self.newest = round, fragment, sketch
 
     def moved(self) -> None:

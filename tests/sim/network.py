@@ -27,7 +27,9 @@ from typing import Any, TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import NetworkError, ShoalError
+from shoal.swarm.exchange.contribution import ExchangeHandle
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream, short
@@ -366,3 +368,15 @@ class SimHost:
             self.busy[stream.peer_id] -= 1
             if not self.busy[stream.peer_id]:
                 del self.busy[stream.peer_id]
+
+
+async def settled(handle: ExchangeHandle[Any]) -> Mean | None:
+    """Do the same as ``handle.result()`` in a coroutine on the host's loop, by the loop's clock."""
+    work = asyncio.wrap_future(handle._future)
+    if not work.done():
+        handle._attempt.commit.await_outcome()
+    await asyncio.wait({work}, timeout=handle.limit)
+    if not work.done():
+        handle.close()
+        await asyncio.wait({work})
+    return handle._mean_of(handle._attempt.commit.received if work.cancelled() else work.result())

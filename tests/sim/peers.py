@@ -29,7 +29,7 @@ from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.wire.messages import Member
 from tests.records import member_of
-from tests.sim.network import SimHost, SimNetwork
+from tests.sim.network import SimHost, SimNetwork, settled
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
@@ -245,7 +245,7 @@ class SimPeer:
         await asyncio.wait({arrived, due}, return_when=asyncio.FIRST_COMPLETED)
         due.cancel()
         mine.needed, mine.slept = loop.time(), self.slept
-        mean = await handle.settled()
+        mean = await settled(handle)
         mine.ended, mine.mean = loop.time(), mean
         self.round = max(self.round, self.exchange.next_round)  # as `OuterSync` does
         self.exchange.next_round = self.round

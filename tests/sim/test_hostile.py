@@ -3,8 +3,7 @@ that lasts (`tests.sim.hostile`)."""
 
 import pytest
 
-from shoal.swarm.exchange.context import RoundEvidence
-from shoal.swarm.exchange.pair.pairing import PairRounds
+from shoal.swarm.exchange.context import PairRounds, RoundEvidence
 
 SEEDS, BLOCK, QUICK = 2000, 50, 50
 LATER = pytest.mark.slow(reason="ten minutes of a processor; the first fifty have swarms of every kind")

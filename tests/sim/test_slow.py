@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from shoal.swarm.exchange.context import TrainingTime
-from shoal.swarm.exchange.group.liveness import LivenessView
+from shoal.swarm.exchange.group.roster import LivenessView
 from tests.sim import peers
 from tests.sim.slow import rounds_of
 

@@ -31,12 +31,11 @@ from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
 from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
+from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, RoundTracker, TrainingTime
 from shoal.swarm.exchange.contribution import ExchangeAttempt, ExchangeBase, ExchangeHandle, encode_contribution
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog, GroupLeader, moved
-from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Attempt, Outcome, PeerStreams, Reduction
-from shoal.swarm.exchange.group.roster import HeartbeatChannel, Roster, open_roster, ready_message
+from shoal.swarm.exchange.group.roster import HeartbeatChannel, LivenessView, Roster, open_roster, ready_message
 from shoal.swarm.p2p.stream import Stream, first_of, short, stop
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import Message, Sketch, seal, unpack

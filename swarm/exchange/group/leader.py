@@ -20,20 +20,18 @@ import contextlib
 import itertools
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.optim.exchange.base import common, order
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import PeerContext, TrainingTime
+from shoal.swarm.exchange.context import PeerContext, RoundTracker, TrainingTime
 from shoal.swarm.exchange.contribution import BARRED
-from shoal.swarm.exchange.group.liveness import LivenessView, RoundTracker
 from shoal.swarm.exchange.group.reduction import fits
-from shoal.swarm.exchange.group.roster import HeartbeatChannel, difference, encode_roster
+from shoal.swarm.exchange.group.roster import HeartbeatChannel, LivenessView, difference, encode_roster
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.limits import StreamPlaces
+from shoal.swarm.p2p.limits import Newest, StreamPlaces
 from shoal.swarm.p2p.stream import first_of, running, short
 from shoal.swarm.wire.envelope import ENVELOPE, Message, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import (
@@ -64,7 +62,7 @@ class DecisionLog:
 
     def __init__(self, host: Host, identity: Identity, swarm: str) -> None:
         self._host, self._identity, self._swarm = host, identity, swarm
-        self._sealed: OrderedDict[bytes, bytes] = OrderedDict()
+        self._sealed = Newest[bytes, bytes](REMEMBERED)
         self._pending: dict[bytes, asyncio.Event] = {}
         host.serve(DECISION_PROTOCOL, self._answer)
 
@@ -83,8 +81,6 @@ class DecisionLog:
         pending = self._pending.pop(nonce, None)
         if pending is not None:
             pending.set()
-        while len(self._sealed) > REMEMBERED:
-            self._sealed.popitem(last=False)
 
     def open(self, sealed: bytes | None, leader: str, nonce: bytes) -> int | None:
         """Return the contributions in the mean, as bits, if this is the leader's decision on the group. Raises MessageError."""

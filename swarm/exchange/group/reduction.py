@@ -34,8 +34,7 @@ from shoal.optim.exchange.averaging import UpdateScreen, mean_of
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttempt
-from shoal.swarm.exchange.group.liveness import LivenessView
-from shoal.swarm.exchange.group.roster import Roster
+from shoal.swarm.exchange.group.roster import LivenessView, Roster
 from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import short, stop
 from shoal.swarm.wire.envelope import HashList, pack, unpack

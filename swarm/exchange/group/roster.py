@@ -1,16 +1,21 @@
-"""The members of a group and their signed ready messages; and the channel of each to its leader."""
+"""The members with which a round is formed, a group of them with their signed ready messages, and the channel of each to its
+leader.
+
+A round need not wait for all members in view, and a late peer moves to the round of the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from shoal.optim.exchange.base import counted_weights
+from shoal.optim.exchange.base import counted_weights, order
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.context import PassedOver, PeerContext, RoundEvidence
 from shoal.swarm.exchange.contribution import EncodedContribution
 from shoal.swarm.p2p.stream import short, stop
 from shoal.swarm.wire.envelope import M, Message, fresh_nonce, pack, pack_shapes, unpack, unseal
@@ -18,6 +23,102 @@ from shoal.swarm.wire.messages import MAX_PATIENCE, GroupAlive, GroupFormed, Gro
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.stream import Stream
+
+
+class LivenessView:
+    """The directory as a group sees it. ``fragments``: sent in turn."""
+
+    def __init__(self, context: PeerContext, fragments: int) -> None:
+        self.members, self._context, self._fragments = context.members, context, fragments
+        self.evidence = RoundEvidence(context, fragments)
+        self._absent: dict[str, float] = {}
+        """Peers that died or stayed away -> the time of issue of the record they had then."""
+        self._silent: dict[str, float] = {}
+        """Those that did not even answer as leaders: their processes sleep or are gone."""
+        self.late, self.costly, self._warned = PassedOver(fragments), PassedOver(fragments), PassedOver(fragments)
+        """Those for which rounds waited in vain, and which for a while none waits for; and those whose exchanges cost more training
+        time than they gave, and which for a while are in no group here."""
+
+    def here(self) -> set[str]:
+        return {peer for peer, member in self.members().items() if member.model == self._context.model} | {self._context.me}
+
+    def expected(self, round: int, slack: int = 0) -> set[str]:
+        """Return the peers for which ``round`` waits. An absent one has to renew its record first, and the dead never do.
+
+        One whose record states a round more than ``slack`` beyond this one has begun this round, and perhaps later ones, before: it
+        is on its way, or waits elsewhere, or will never come.
+        """
+        self._absent = self._unrenewed(self._absent)
+        return self._behind(round + slack) & self.hoped(round) - self._absent.keys()
+
+    def _behind(self, round: int) -> set[str]:
+        rounds = {peer: member.round for peer, member in self.members().items()}
+        return {peer for peer in self.here() if rounds.get(peer, 0) <= round}
+
+    def hoped(self, round: int) -> set[str]:
+        """Return the peers in view, this node included, that are not passed over in ``round``."""
+        return {peer for peer in self.here() if not (self.late.at(peer, round) or self.costly.at(peer, round))}
+
+    def order(self, seed: int, round: int) -> list[str]:
+        """Return the leaders of a round, best first. Silent ones come last: each would cost a part of everybody's patience
+        again.
+
+        Views differ for a moment, and then two may lead; a member that waits elsewhere answers so, and one of the groups is given
+        up.
+        """
+        self._silent = self._unrenewed(self._silent)
+        return sorted(
+            order(seed, round, self.hoped(round)), key=lambda peer: peer in self._silent
+        )  # sorted keeps the order of equals
+
+    def mark_absent(self, peers: Iterable[str]) -> None:
+        """Note peers that did not come or died in the middle: rounds would wait for them until their records expire."""
+        self._absent.update(self._issued(peers))
+
+    def mark_late(self, came: set[str], round: int) -> None:
+        """Note that ``round`` waited for others than those who ``came``: if these are most, the others are late. Few may be as well
+        in a group of their own while most are elsewhere.
+        """
+        if 2 * len(came) > len(self.here()):
+            for peer in self._behind(round + self._fragments) - came:
+                self.late.missed(peer, round, 1)
+
+    def mark_costly(self, peer: str, round: int) -> None:
+        """Note a peer that held this node's training for too long. The first time it may have slept."""
+        if peer in self._warned.misses:
+            self.costly.missed(peer, round, 1)
+        self._warned.missed(peer, round)
+
+    def mark_silent(self, peer: str) -> None:
+        """Note a peer that did not answer in time when it was to lead a round."""
+        if peer != self._context.me:
+            self._silent.update(self._issued([peer]))
+            self.mark_absent([peer])
+            self._context.look()  # it may have said that it leaves
+
+    def mark_awake(self, peer: str) -> None:
+        """Note a peer that brings a contribution, whatever its record states: the next round waits for it again."""
+        self._absent.pop(peer, None)
+        self._silent.pop(peer, None)
+        if self.late.once(peer) and peer not in self._warned.misses:  # it may have slept, that once
+            self._warned.missed(peer, self.late.misses.pop(peer)[1])
+
+    def _issued(self, peers: Iterable[str]) -> dict[str, float]:
+        records = self.members()
+        return {peer: records[peer].issued for peer in peers if peer in records}
+
+    def _unrenewed(self, peers: Mapping[str, float]) -> dict[str, float]:
+        now = self._issued(peers)
+        return {peer: issued for peer, issued in peers.items() if now.get(peer) == issued}
+
+    def barred(self, peers: Iterable[str]) -> list[str]:
+        """Return the barred ones of ``peers``. An unknown peer is not among them: it may be a newcomer."""
+        return [peer for peer in peers if peer != self._context.me and self._context.is_barred(peer)]
+
+    def addresses(self, peer: str) -> Sequence[str]:
+        member = self.members().get(peer)
+        return member.addresses if member is not None else ()
+
 
 _LENGTH = 2  # bytes before each ready message in a list
 

@@ -56,7 +56,7 @@ from shoal.optim.codecs.mod4 import Reading, for_pairs
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen, mean_of, pair_mean
 from shoal.optim.exchange.base import Contribution, Mean
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, PeerContext, RoundEvidence, TrainingTime
+from shoal.swarm.exchange.context import OVERLAPPED_S, ExchangeTimeouts, PairRounds, PeerContext, RoundEvidence, TrainingTime
 from shoal.swarm.exchange.contribution import (
     EncodedContribution,
     ExchangeAttempt,
@@ -64,8 +64,19 @@ from shoal.swarm.exchange.contribution import (
     ExchangeHandle,
     encode_contribution,
 )
-from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PROBE_S, PROBED, CallAnswerer, Caller, HeldCalls
-from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairSelector, PairState, Phase, Step
+from shoal.swarm.exchange.pair.calls import (
+    EXCHANGE_PROTOCOL,
+    PROBE_S,
+    PROBED,
+    CallAnswerer,
+    Caller,
+    HeldCalls,
+    PairingAttempt,
+    PairSelector,
+    PairState,
+    Phase,
+    Step,
+)
 from shoal.swarm.exchange.pair.transfer import Attempt, PairTransfer, PartnerContribution
 from shoal.swarm.p2p.stream import first_of, race, running
 from shoal.swarm.wire.messages import Member

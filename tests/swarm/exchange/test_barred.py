@@ -6,8 +6,8 @@ import torch
 from shoal.optim import RoundKey
 from shoal.optim.exchange.base import Contribution, partner_of
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.pair.calls import Step
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.pairing import Step
 
 SWARM, MODEL = "a" * 52, "0" * 64
 

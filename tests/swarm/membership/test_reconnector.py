@@ -1,6 +1,7 @@
 """Peers out of sight are dialled again, ever less often, a few at a time, unless they said goodbye."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.swarm_list import FIRST, LONGEST, REDIAL_S, TRIED, Reconnector
@@ -12,10 +13,11 @@ class Scene:
     def __init__(self, count):
         self.known = [f"/ip4/10.0.0.{number}/tcp/4001/p2p/{peer}" for number, peer in enumerate(PEERS[:count])]
         self.here, self.left = set(PEERS[:count]), set()
-        self.reconnector = Reconnector(lambda: self.known, lambda: self.here, lambda: self.left, self.meet)
+        host = SimpleNamespace(known=lambda: self.known)
+        self.reconnector = Reconnector(host, SimpleNamespace(everyone=self.members, departed=lambda: dict.fromkeys(self.left)))
 
-    async def meet(self, addresses):
-        raise AssertionError
+    def members(self):
+        return dict.fromkeys(self.here)
 
     def dialled(self, seconds):
         """(when, peer) of every dial."""

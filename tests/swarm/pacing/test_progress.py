@@ -14,7 +14,7 @@ from shoal.swarm.pacing import LATE_S, SLOW_S, SLOWEST, Progress, slow_s
 from tests.records import member_of
 from tests.sim.clock import VirtualLoop
 from tests.sim.isolation import isolated
-from tests.sim.network import Links, SimNetwork, Trace
+from tests.sim.network import Links, SimNetwork, Trace, settled
 
 MB = 1_000_000
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -88,7 +88,7 @@ def exchanged(network, kind, exchange=10.0, chunk=5.0):
         begun = [
             one.start(Contribution(RoundKey(SWARM, 0), [value], 1.0, FLOAT32)) for one, value in zip(exchanges, values, strict=True)
         ]
-        return await asyncio.gather(*(handle.settled() for handle in begun))
+        return await asyncio.gather(*map(settled, begun))
 
     began = network.loop.time()
     means = network.loop.run_until_complete(both())

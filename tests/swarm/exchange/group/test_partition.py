@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim.exchange.base import common
+from shoal.swarm.exchange.context import RoundTracker
 from shoal.swarm.exchange.group.leader import partition_into_groups
-from shoal.swarm.exchange.group.liveness import RoundTracker
 
 
 @given(st.sets(st.text(min_size=1), min_size=2, max_size=40), st.integers(2, 9), st.integers(0, 5), st.integers(0, 99))

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from shoal.optim import FLOAT32, Delayed, Every, RoundKey, Streaming
 from shoal.optim.exchange.base import Contribution, partner_of
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.exchange.context import FORGOTTEN, SHARE, TERMS, ExchangeTimeouts, PeerContext, TrainingTime
+from shoal.swarm.exchange.context import FORGOTTEN, SHARE, TERMS, ExchangeTimeouts, PairRounds, PeerContext, TrainingTime
 from shoal.swarm.exchange.contribution import encode_contribution
-from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, make_offer, receive_offer
+from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PairingAttempt, PairSelector, Step, make_offer, receive_offer
 from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
-from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairSelector, Step
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.state.resync import in_step
 from shoal.swarm.wire.envelope import unpack

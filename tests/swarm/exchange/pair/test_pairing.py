@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.optim.exchange.base import partner_of
 from shoal.swarm.exchange.context import PeerContext
-from shoal.swarm.exchange.pair.pairing import PairSelector
+from shoal.swarm.exchange.pair.calls import PairSelector
 
 SEED, MODEL = 3, "0" * 64
 

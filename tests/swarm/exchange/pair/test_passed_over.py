@@ -14,9 +14,8 @@ from shoal.optim.exchange.base import Contribution, groups, partner_of
 from shoal.swarm.exchange.context import BROKEN, FORGOTTEN, REMEMBERED, TERMS, ExchangeTimeouts, PassedOver, PeerContext
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as pair_exchange
-from shoal.swarm.exchange.pair.calls import make_offer
+from shoal.swarm.exchange.pair.calls import PairSelector, make_offer
 from shoal.swarm.exchange.pair.exchange import PairExchange
-from shoal.swarm.exchange.pair.pairing import PairSelector
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from tests.swarm.exchange.pair.test_pairing import MODEL, SEED, Directory, directory, selector
 

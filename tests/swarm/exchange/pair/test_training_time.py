@@ -17,12 +17,13 @@ from shoal.swarm.exchange.context import (
     PEERS,
     SEVERAL,
     ExchangeTimeouts,
+    PairRounds,
     PeerContext,
     RoundEvidence,
     TrainingTime,
 )
 from shoal.swarm.exchange.contribution import ExchangeAttempt, encode_contribution
-from shoal.swarm.exchange.pair.pairing import PairingAttempt, PairRounds, PairState
+from shoal.swarm.exchange.pair.calls import PairingAttempt, PairState
 from shoal.swarm.exchange.pair.transfer import PartnerContribution
 from shoal.swarm.identity import Identity
 
