@@ -47,7 +47,6 @@ from shoal.swarm.wire.envelope import CHUNK, FAILURES, MAX_BLAMED, MAX_WEIGHT, F
 from shoal.swarm.wire.messages import MAX_REFUSED, Offer
 
 if TYPE_CHECKING:
-    from shoal.optim.exchange.base import RoundKey
     from shoal.swarm.p2p.host import Host
 
 

@@ -16,12 +16,11 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.envelope import BodyAnnouncement, BodyReply, BodyRequest, BoundedQueue, Encoding
 from shoal.swarm.p2p.addresses import by_turns, range_of
 from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import pack, unpack
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
-    from shoal.swarm.p2p.stream import Stream
 
 BODY_PROTOCOL = "/shoal/body/1"
 MAX_BODIES = 64

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from shoal.swarm.access import MAX_SHOWN, AccessPolicy, Link, admission
 from shoal.swarm.errors import MessageError, NetworkError
@@ -24,13 +23,9 @@ from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import ADMISSION_PROTOCOL, FREE, Newest
-from shoal.swarm.p2p.stream import first_of, short, stop
+from shoal.swarm.p2p.stream import Stream, first_of, short, stop
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import AdmissionReply, ManifestReply, ManifestRequest, Member
-
-if TYPE_CHECKING:
-    from shoal.swarm.p2p.host import Host
-    from shoal.swarm.p2p.stream import Stream
 
 SMALL_S = 5.0  # seconds for one small message
 AGAIN_S = 300.0  # seconds after which a peer is shown the admission again: it may have been restarted meanwhile

@@ -38,7 +38,7 @@ from pydantic import Field
 
 from shoal.swarm.access import address_problem
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.membership.directory import CLOCK, HERE, TTL
+from shoal.swarm.membership.directory import CLOCK, HERE, TTL, Directory
 from shoal.swarm.p2p.addresses import host_of, range_of
 from shoal.swarm.p2p.limits import Counters, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
@@ -47,7 +47,6 @@ from shoal.swarm.wire.messages import Member, Record
 
 if TYPE_CHECKING:
     from shoal.swarm.identity import Identity
-    from shoal.swarm.membership.directory import Directory
     from shoal.swarm.p2p.host import Host
 
 SHUFFLE_PROTOCOL = "/shoal/shuffle/1"

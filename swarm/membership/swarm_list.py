@@ -47,7 +47,6 @@ from shoal.swarm.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from shoal.swarm.identity import Identity
     from shoal.swarm.membership.directory import Directory
     from shoal.swarm.p2p.host import Host
 

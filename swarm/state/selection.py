@@ -46,7 +46,7 @@ from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.context import LEAST_RATE
 from shoal.swarm.p2p.addresses import one_each, range_of
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.state.snapshot import (
     SMALL_S,
     ChunkServer,
@@ -68,7 +68,6 @@ from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
-    from shoal.swarm.p2p.stream import Stream
 
 STATE_PROTOCOL = "/shoal/state/2"
 ANSWER_S = 5.0  # seconds in which a peer that is awake says whether it will hand out its weights

@@ -42,14 +42,13 @@ from shoal.optim.exchange.base import OnDemand
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import BorrowedPayload
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import running, short
+from shoal.swarm.p2p.stream import Stream, running, short
 from shoal.swarm.pacing import slow_s
 from shoal.swarm.wire.envelope import CHUNK, pack, pack_shapes, unpack
 from shoal.swarm.wire.messages import ChunkReply, ChunkRequest, StateHeader
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
-    from shoal.swarm.p2p.stream import Stream
 
 LARGE = 16 << 20  # bytes from which on a snapshot is not held in memory
 ON_DISK = Path("/var/tmp")  # the usual folder may lie in memory itself

@@ -33,12 +33,11 @@ from shoal.swarm.gossip.bodies import BodyStore
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import SIGNATURE_SIZE, Identity, verify
 from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import KIB, Count, Message, PeerId, Reason, SwarmId, pack, unpack
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
-    from shoal.swarm.p2p.stream import Stream
 
 CONTEXT = "shoal/verification/1"
 MAX_RECORD = 2048  # bytes

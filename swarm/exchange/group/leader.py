@@ -32,7 +32,7 @@ from shoal.swarm.exchange.group.reduction import fits
 from shoal.swarm.exchange.group.roster import HeartbeatChannel, LivenessView, difference, encode_roster
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.limits import Newest, StreamPlaces
-from shoal.swarm.p2p.stream import first_of, running, short
+from shoal.swarm.p2p.stream import Stream, first_of, running, short
 from shoal.swarm.wire.envelope import ENVELOPE, Message, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import (
     MAX_GROUP,
@@ -48,7 +48,6 @@ from shoal.swarm.wire.messages import (
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
-    from shoal.swarm.p2p.stream import Stream
 
 DECISION_PROTOCOL = "/shoal/decision/1"
 REMEMBERED = 1024

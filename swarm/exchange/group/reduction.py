@@ -36,13 +36,12 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttempt
 from shoal.swarm.exchange.group.roster import LivenessView, Roster
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import short, stop
+from shoal.swarm.p2p.stream import Stream, short, stop
 from shoal.swarm.wire.envelope import HashList, pack, unpack
 from shoal.swarm.wire.messages import GroupHello
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
-    from shoal.swarm.p2p.stream import Stream
 
 PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
 MAX_HELD = 64  # callers from groups that this node does not know yet

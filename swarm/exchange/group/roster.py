@@ -11,18 +11,15 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from shoal.optim.exchange.base import counted_weights, order
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import PassedOver, PeerContext, RoundEvidence
 from shoal.swarm.exchange.contribution import EncodedContribution
-from shoal.swarm.p2p.stream import short, stop
+from shoal.swarm.p2p.stream import Stream, short, stop
 from shoal.swarm.wire.envelope import M, Message, fresh_nonce, pack, pack_shapes, unpack, unseal
 from shoal.swarm.wire.messages import MAX_PATIENCE, GroupAlive, GroupFormed, GroupReady
-
-if TYPE_CHECKING:
-    from shoal.swarm.p2p.stream import Stream
 
 
 class LivenessView:

@@ -43,13 +43,12 @@ from shoal.swarm.exchange.context import (
 from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
 from shoal.swarm.exchange.pair.transfer import Attempt, Incoming, PairTransfer, PartnerContribution, Withdrawn
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import first_of, race, running, short, stop
+from shoal.swarm.p2p.stream import Stream, first_of, race, running, short, stop
 from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Answer, Member, Offer
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
-    from shoal.swarm.p2p.stream import Stream
 
 
 log = logging.getLogger(__name__)

@@ -38,13 +38,12 @@ from shoal.optim.codecs.mod4 import Reading
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import ExchangeAttempt, Problem, Received
-from shoal.swarm.p2p.stream import short
+from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import KIB, HashList, M, Message, fresh_nonce, pack, unpack
 from shoal.swarm.wire.messages import Abort, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
 
 if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
-    from shoal.swarm.p2p.stream import Stream
 
 OUTCOME_PROTOCOL = "/shoal/outcome/1"
 REMEMBERED = 64  # outcomes remembered for callees that ask again, at once; each may name many refused blocks
