@@ -422,10 +422,8 @@ class ExchangeBase(Exchange):
     """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
 
     def __init__(self, host: Host, counter: PairRounds | RoundTracker, evidence: RoundEvidence, time: TrainingTime) -> None:
-        self.host, self._evidence, self._counter, self._time = host, evidence, counter, time
+        self.host, self._evidence, self._counter, self.time = host, evidence, counter, time
         host.resource_manager.partner = evidence.knows
-        self.moved = 0
-        """Bytes each way of the newest round."""
         self.until = float("inf")
         self.stats = ExchangeStats()
         """The outcomes of its exchanges."""
@@ -443,15 +441,6 @@ class ExchangeBase(Exchange):
     def partners(self) -> frozenset[str]:
         """The peers with which this node has exchanged: a record alone costs nothing, and counts for nobody's weights."""
         return self._evidence.partners
-
-    @property
-    def limit(self) -> float:
-        """Seconds that the newest round can take at most."""
-        return self.limit_of(self.moved, 0)
-
-    def limit_of(self, nbytes: int, fragment: int) -> float:
-        """Return the seconds that a round of ``fragment`` can take at most, in which ``nbytes`` bytes are moved each way."""
-        return self._time.limit(nbytes, fragment)
 
     @property
     def next_round(self) -> int:
@@ -477,19 +466,24 @@ class ExchangeBase(Exchange):
 
 
 class ExchangeHandle(Handle, Generic[R]):
-    """One round in flight: ``work`` runs on the host's loop and leaves its outcome in the attempt's commit state."""
+    """One round in flight: ``work`` runs on the host's loop and leaves its outcome in the commit state. ``nbytes``: each way."""
 
     def __init__(
-        self, exchange: ExchangeBase, attempt: ExchangeAttempt[R], work: Coroutine[Any, Any, R | None], mean: Callable[[R], Mean]
+        self,
+        exchange: ExchangeBase,
+        attempt: ExchangeAttempt[R],
+        work: Coroutine[Any, Any, R | None],
+        mean: Callable[[R], Mean],
+        nbytes: int,
     ) -> None:
-        self._exchange, self._attempt, self._make, self._moves = exchange, attempt, mean, exchange.moved
+        self._exchange, self._attempt, self._make, self._nbytes = exchange, attempt, mean, nbytes
         self._future: concurrent.futures.Future[R | None] = exchange.host.submit(work)
         self._mean: Mean | None = None
 
     @property
     def limit(self) -> float:
         """Seconds that ``result`` waits at most."""
-        return self._exchange.limit_of(self._moves, self._attempt.key.fragment)
+        return self._exchange.time.limit(self._nbytes, self._attempt.key.fragment)
 
     def done(self) -> bool:
         """Return whether ``result`` would return at once."""

@@ -414,6 +414,6 @@ class GroupExchange(ExchangeBase):
         """Begin a round. ValueError if it is of another run than this swarm, or if the codec refuses the tensors."""
         check_no_pair(contribution.codec)
         mine = replace(encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch())
-        self.moved = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
+        nbytes = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
-        return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean())
+        return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean(), nbytes)

@@ -280,11 +280,10 @@ class PairExchange(ExchangeBase):
     def start(self, contribution: Contribution) -> ExchangeHandle[PartnerContribution]:
         """Start looking for a partner. ValueError if the contribution is of another run than this swarm."""
         mine = encode_contribution(self._context.swarm, contribution)
-        self.moved = mine.payload.nbytes
         attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
         number = self._matchmaker.rounds.hand_in(mine.key.round)
         averaged = Averaged(self._screen, self._context.me, mine)
-        return ExchangeHandle(self, attempt, self._meet(attempt, number, averaged), averaged.learnt)
+        return ExchangeHandle(self, attempt, self._meet(attempt, number, averaged), averaged.learnt, mine.payload.nbytes)
 
     async def _meet(self, attempt: Attempt, number: int, averaged: Averaged) -> PartnerContribution | None:
         received = await self._matchmaker.meet(attempt, number)

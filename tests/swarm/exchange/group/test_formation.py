@@ -65,7 +65,7 @@ def test_the_patience_in_a_round_is_that_of_its_fragment(school):
             return super().patience(fragment)
 
     for peer in two:
-        peer.exchange._groups._time = peer.exchange._leader._time = Recording(peer.exchange._time.timeouts, 3)
+        peer.exchange._groups._time = peer.exchange._leader._time = Recording(peer.exchange.time.timeouts, 3)
     assert school.values([peer.start(2, 1.0, fragment=2) for peer in two]) == [1.0, 1.0]
     assert set(asked) == {("begin", 2), ("patience", 2)}
 
@@ -305,7 +305,7 @@ def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_f
     assert school.values([peer.start(0, 2.0) for peer in others]) == [2.0, 2.0]
     later = next(round for round in range(1, 100) if school.ranked(three, round)[0] is not third)
     for peer in others:
-        peer.exchange._time.timeouts = ExchangeTimeouts(60.0, 5.0, 20.0)
+        peer.exchange.time.timeouts = ExchangeTimeouts(60.0, 5.0, 20.0)
     handles = [peer.start(later, 3.0) for peer in others]
     assert [handle.result(60).weight for handle in handles] == [2.0, 2.0]
     assert third.exchange.next_round == 0
