@@ -24,9 +24,7 @@ from shoal.swarm.errors import ShoalError
 
 
 @click.group(
-    cls=Chapters,
-    epilog="\b\n" + epilogue(),
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    cls=Chapters, epilog="\b\n" + epilogue(), context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.version_option(package_name="shoal")
 def cli() -> None:

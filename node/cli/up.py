@@ -68,9 +68,7 @@ def up(file: Path | None, **flags: Any) -> int:
 
 
 @click.command(
-    cls=SettingsCommand,
-    settings=[NODE_FLAGS, RL_FLAGS, METRICS_FLAGS],
-    short_help="Join a swarm by its link and train with it.",
+    cls=SettingsCommand, settings=[NODE_FLAGS, RL_FLAGS, METRICS_FLAGS], short_help="Join a swarm by its link and train with it."
 )
 @click.argument("link", metavar="LINK|NAME")
 @titled(

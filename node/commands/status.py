@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.node.config.links import LINK
 from shoal.node.config.settings import default_identity_path
+from shoal.node.console import plural
 from shoal.node.console import table as grid
 from shoal.swarm.access import Link, issue
 from shoal.swarm.errors import AdmissionError, LinkError, printable
@@ -23,7 +24,7 @@ from shoal.swarm.membership.admission import connected, open_directory
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.overview import ASK_S, clock_problem, compare_clocks, overview, totals_said
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.topics.status import lag_label, reach_label
+from shoal.swarm.topics.status import lag_label, reach_label, tokens_label
 
 # ``shoal invite``: issue an invitation to an invitation-only swarm.
 
@@ -154,7 +155,7 @@ def read_status(link: Link) -> dict[str, Any]:
 def table(report: dict[str, Any]) -> str:
     """Return the report in words: a table, and below it the health report in sentences."""
     about = "about " if report["totals"]["sampled"] else ""
-    title = f"{report['name']}: {report['task']} with {report['method']}, {about}{_peers(report['peers'])}"
+    title = f"{report['name']}: {report['task']} with {report['method']}, {about}{plural(report['peers'], 'peer')}"
     shown = grid(COLUMNS, map(_cells, report["members"][:MOST]), words=WORDS, width=170, title=title)
     # One line each, whatever the terminal's width, so that sentences can be copied.
     muon = ["Inner optimizer: Muon and AdamW (`shoal doctor LINK --parameters` names what each trains)."]
@@ -174,7 +175,7 @@ def _cells(member: dict[str, Any]) -> list[str]:
         str(member["step"]),
         "-" if member["loss"] is None else f"{member['loss']:.4f}",
         _seconds(member["step_s"]),
-        _tokens(member["tokens_per_s"], member["mfu"]),
+        tokens_label(member["tokens_per_s"], member["mfu"]),
         _seconds(member["exchange_s"]),
         _seconds(member["wait_s"]),
         lag_label(member["lag"], member["lag_auto"], member["late"]),
@@ -190,7 +191,7 @@ def tally_table(tally: dict[str, Any]) -> str:
     if not tally["partners"]:
         return "Nobody has confirmed work of this node yet: partners sign for it within seconds of an exchange."
     rows = [(short(one["peer"]), one["range"], *_work(one)) for one in tally["of"][:MOST]]
-    total = (_peers(tally["partners"]), f"{tally['ranges']:,} in all", *_work(tally))
+    total = (plural(tally["partners"], "peer"), f"{tally['ranges']:,} in all", *_work(tally))
     said = "Signed by those partners. Keys cost nothing, so several can be one person's; address ranges cost more."
     return f"{grid(TALLY, [*rows, total], words=('peer', 'range'), width=120)}\n{said}"
 
@@ -205,17 +206,8 @@ def link_line(link: str, *, invite_only: bool) -> str:
     return f"Link{', to look (its creator invites members: shoal invite)' if invite_only else ''}: {link}"
 
 
-def _peers(count: int) -> str:
-    return f"{count:,} peer{'' if count == 1 else 's'}"
-
-
 def _seconds(value: float | None) -> str:
     return f"{value:.3g} s" if value else "-"
-
-
-def _tokens(tokens_per_s: float, mfu: float | None) -> str:
-    """Return tokens a second without waiting, and the share of the GPU's peak where it is known."""
-    return "-" if not tokens_per_s else f"{tokens_per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
 
 
 def _failed(member: dict[str, Any]) -> str:

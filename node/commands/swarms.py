@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from shoal.node.config.settings import ConfigError, default_identity_path
-from shoal.node.console import dumps
+from shoal.node.console import dumps, plural
 from shoal.node.console import table as grid
 from shoal.node.plan import amount
 from shoal.node.tasks.text_size import listed_parameters
@@ -112,11 +112,6 @@ JOIN = "Join one by its name or the beginning of its id: shoal join NAME"
 SAID = "Bootstrap nodes say how many peers there are, a member what is sent and how much memory it takes."
 
 
-def link_of(found: PublicSwarm) -> Link:
-    """Return a link by which one joins it: by way of the seed and the members that it named. Raises LinkError."""
-    return Link(found.swarm, found.addresses[:1]).also(found.addresses[1:])
-
-
 def report(found: PublicSwarm) -> dict[str, Any]:
     """Return a swarm ready for JSON: sizes in bytes; ``memory`` is None where it was not measured."""
     params = listed_parameters(found.options, found.params) if found.title.task == "text" else found.params
@@ -131,7 +126,7 @@ def report(found: PublicSwarm) -> dict[str, Any]:
         "round_bytes": found.round_bytes,
         "memory": found.memory or None,
         "device": found.device,
-        "link": str(link_of(found)),
+        "link": str(Link(found.swarm, found.addresses[:1]).also(found.addresses[1:])),  # by the seed and the members that it named
     }
 
 
@@ -193,7 +188,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
 
 
 def _peers(count: int) -> str:
-    return f"{count} or more peers" if count >= MAX_MEMBERS else f"{count} peer{'' if count == 1 else 's'}"
+    return f"{count} or more peers" if count >= MAX_MEMBERS else plural(count, "peer")
 
 
 def _count(number: int) -> str:

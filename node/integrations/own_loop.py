@@ -21,7 +21,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,7 @@ class Run:
                 version=SHOAL_VERSION,
             )
         )  # fmt: skip
-        with self._sinks, Metrics(self.folder / FILE, log.warning, self._sinks) as self._metrics:
+        with closing(self._sinks), closing(Metrics(self.folder / FILE, log.warning, self._sinks)) as self._metrics:
             self._metrics.write("start", peer=membership.identity.peer_id, name=self._node.name, steps=self.step)
             session.on_report = self._after_round
             failure: str | None = None

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from shoal.node.console import dumps, finite
@@ -99,12 +98,6 @@ class Sinks:
             if one_line(second) != one_line(error):  # else all is said
                 self._say(f"{sink.name} did not end well either ({one_line(second)}).")
 
-    def __enter__(self) -> Sinks:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
 
 def one_line(error: Exception) -> str:
     text = " ".join((getattr(error, "strerror", None) or str(error)).split()).rstrip(".")
@@ -169,14 +162,10 @@ class Metrics:
         MetricsError: the file cannot be opened or written.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        say: Callable[[str], None] | None = None,
-        sinks: Sinks | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._path, self._say, self._sinks, self._clock = path, say, sinks, clock
+    _clock = staticmethod(time.monotonic)
+
+    def __init__(self, path: Path, say: Callable[[str], None] | None = None, sinks: Sinks | None = None) -> None:
+        self._path, self._say, self._sinks = path, say, sinks
         self._failing = False
         self._lock = threading.Lock()  # of the file: `note` is for any thread
         self._written = self._clock()
@@ -245,12 +234,6 @@ class Metrics:
             about = self._path.lstat()
             if stat.S_ISREG(about.st_mode) and about.st_size == 0:  # a device has no size either, and root may remove it
                 self._path.unlink()
-
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _ends_in_mid_line(path: Path) -> bool:

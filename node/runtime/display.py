@@ -9,38 +9,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
+import rich.progress
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from shoal.node.console import plural
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.swarm.errors import printable
 
+if TYPE_CHECKING:
+    from shoal.node.training.trainer import Progress
+
 LINE_EVERY_S = 10.0
-
-
-class Display(Protocol):
-    """A display of a run. All calls return at once and may come from any thread."""
-
-    def start(self, total_steps: int) -> None:
-        """Begin; ``total_steps`` of 0 means without end."""
-
-    def update(self, step: int, loss: float, steps_per_s: float, tokens_per_s: float = 0.0, mfu: float | None = None) -> None:
-        """Show an inner step: the number of steps done, its training loss in nats, and the speed without waiting."""
-
-    def round(self, info: RoundRecord) -> None:
-        """Show a round."""
-
-    def activity(self, text: str) -> None:
-        """Show what the node has been doing for a while, such as an evaluation."""
-
-    def message(self, text: str) -> None:
-        """Show one line about an event."""
-
-    def close(self) -> None:
-        """End and leave the terminal as it was; a second call does nothing."""
 
 
 def _number(value: float | None, form: str) -> str:
@@ -54,7 +37,7 @@ def per_second(tokens_per_s: float, mfu: float | None) -> str:
 
 def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
     """Return a lag in inner steps for people: whether the node chose it, and whether an exchange came later than expected."""
-    return f"{lag} step{'' if lag == 1 else 's'}" + (" (auto)" if auto else "") + (" (late)" if late else "")
+    return plural(lag, "step") + (" (auto)" if auto else "") + (" (late)" if late else "")
 
 
 def describe(info: RoundRecord) -> str:
@@ -69,7 +52,10 @@ def describe(info: RoundRecord) -> str:
 
 
 class LineDisplay:
-    """A display in plain lines: one for each round and message, and one on the progress every ten seconds."""
+    """A display of a run in plain lines: one for each round and message, and one on the progress every ten seconds.
+
+    All calls return at once and may come from any thread.
+    """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
@@ -77,31 +63,36 @@ class LineDisplay:
         self._next = clock() + LINE_EVERY_S
 
     def start(self, total_steps: int) -> None:
+        """Begin; ``total_steps`` of 0 means without end."""
         self._total = total_steps
         self._next = self._clock() + LINE_EVERY_S
 
-    def update(self, step: int, loss: float, steps_per_s: float, tokens_per_s: float = 0.0, mfu: float | None = None) -> None:
+    def update(self, progress: Progress) -> None:
         """Print at most every ten seconds."""
         if self._clock() >= self._next:
             self._next = self._clock() + LINE_EVERY_S
             of = f" of {self._total}" if self._total else ""
-            tokens = f", {per_second(tokens_per_s, mfu)}" if tokens_per_s > 0 else ""
-            self.message(f"step {step}{of}: loss {_number(loss, '.4f')}, {_number(steps_per_s, '.1f')} steps/s{tokens}")
+            speed = progress.rates
+            tokens = f", {per_second(speed.tokens_per_s, speed.mfu)}" if speed.tokens_per_s > 0 else ""
+            loss = _number(progress.loss, ".4f")
+            self.message(f"step {progress.step}{of}: loss {loss}, {_number(speed.steps_per_s, '.1f')} steps/s{tokens}")
 
     def round(self, info: RoundRecord) -> None:
         self.message(describe(info))
 
     def activity(self, text: str) -> None:
+        """Show what the node has been doing for a while, such as an evaluation."""
         self.message(text)
 
     def message(self, text: str) -> None:
+        """Show one line about an event."""
         print(printable(text), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Do nothing."""
+        """End and leave the terminal as it was; a second call does nothing."""
 
 
-class _ProgressAndRound(Progress):
+class _ProgressAndRound(rich.progress.Progress):
     """A progress bar, and below it the tokens a second and the newest round, in as many lines as they need."""
 
     tokens = ""
@@ -119,7 +110,7 @@ class LiveDisplay:
     """A progress bar and the newest round on the last lines; messages scroll above."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = _ProgressAndRound(
+        self._bar = _ProgressAndRound(
             TextColumn("step {task.completed:.0f}{task.fields[of]}"),
             BarColumn(bar_width=16),
             TimeRemainingColumn(),
@@ -130,28 +121,31 @@ class LiveDisplay:
 
     def start(self, total_steps: int) -> None:
         of = f" of {total_steps}" if total_steps else ""
-        self._task = self._progress.add_task("", total=total_steps or None, loss="-", speed="-", of=of)
-        self._progress.start()
+        self._task = self._bar.add_task("", total=total_steps or None, loss="-", speed="-", of=of)
+        self._bar.start()
 
-    def update(self, step: int, loss: float, steps_per_s: float, tokens_per_s: float = 0.0, mfu: float | None = None) -> None:
+    def update(self, progress: Progress) -> None:
         """Move the bar."""
         if self._task is not None:
-            self._progress.tokens = per_second(tokens_per_s, mfu) if tokens_per_s > 0 else ""
-            speed = _number(steps_per_s, ".1f")
-            self._progress.update(self._task, completed=step, loss=_number(loss, ".3f"), speed=speed)
+            speed, loss = progress.rates, _number(progress.loss, ".3f")
+            self._bar.tokens = per_second(speed.tokens_per_s, speed.mfu) if speed.tokens_per_s > 0 else ""
+            self._bar.update(self._task, completed=progress.step, loss=loss, speed=_number(speed.steps_per_s, ".1f"))
 
     def round(self, info: RoundRecord) -> None:
-        self._progress.newest = describe(info)
+        self._bar.newest = describe(info)
 
     def activity(self, text: str) -> None:
-        self._progress.newest = printable(text)
+        self._bar.newest = printable(text)
 
     def message(self, text: str) -> None:
         """Print ``text`` above the bar, in one line whatever the terminal's width, so that a link can be copied."""
-        self._progress.console.print(Text(printable(text)), soft_wrap=True)  # Text: a stranger's name is no rich markup
+        self._bar.console.print(Text(printable(text)), soft_wrap=True)  # Text: a stranger's name is no rich markup
 
     def close(self) -> None:
-        self._progress.stop()
+        self._bar.stop()
+
+
+Display = LineDisplay | LiveDisplay
 
 
 def make_display(stream: TextIO | None = None) -> Display:
@@ -185,26 +179,17 @@ def processor_time() -> Callable[[], float]:
 class Activity:
     """The activity of the thread that makes it. While its block lasts, another thread calls `beat`.
 
-    Args:
-        metrics: gets an event ``activity`` whenever it got no other for `BEAT_S` seconds.
-        display: shows it.
-        clock, busy: seconds that have passed, and seconds for which the thread had a processor.
+    ``metrics`` gets an event ``activity`` whenever it got no other for `BEAT_S` seconds, and ``display`` shows it.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        display: Display,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        busy: Callable[[], float] | None = None,
-    ) -> None:
-        self._metrics, self._display, self._clock = metrics, display, clock
-        self._busy = busy or processor_time()
-        self._now, self._since, self._bounded = "starting", clock(), False
+    _clock = staticmethod(time.monotonic)
+
+    def __init__(self, metrics: Metrics, display: Display) -> None:
+        self._metrics, self._display, self._busy = metrics, display, processor_time()
+        self._now, self._since, self._bounded = "starting", self._clock(), False
         self._phases: list[dict[str, str | float]] | None = []
         self._phase("starting")
-        self._last = (clock(), self._busy(), (0, 0))
+        self._last = (self._clock(), self._busy(), (0, 0))
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self.progress: Callable[[], tuple[int, int]] = lambda: (0, 0)

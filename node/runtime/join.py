@@ -28,13 +28,12 @@ from shoal.node.tasks.text import TextTask
 from shoal.node.training import resources
 from shoal.node.training.inner_step import parameter_split, resolved
 from shoal.node.training.trainer import Trainer
-from shoal.optim import OuterOptimizer, RoundInfo
+from shoal.optim import RoundInfo
 from shoal.swarm.exchange.robust import DistanceScreen, LossCheck
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import TASK_NAME, Manifest, OuterSettings, Terms, TrainSettings
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.training.factories import LossTrial, steps_of_rounds
-from shoal.swarm.training.session_setup import waiting_for
 from shoal.swarm.training.shard import least_used
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import Member
@@ -70,7 +69,6 @@ class LinkFile:
 
 
 AWAIT_S = 20.0  # seconds that a node waits in a silent swarm that it returns to: two searches, and two readings of the directory
-WAITING_S = 10.0  # seconds between two reminders that peers are missing
 
 
 def task_options(settings: Settings) -> dict[str, int | float | str | bool]:
@@ -151,22 +149,6 @@ def await_others(membership: Membership, log: Callable[[str], None], should_stop
             "nobody answered: going on without a partner from the checkpoint; others find this node again, or by the link "
             f"{membership.link()}"
         )
-
-
-def wait_for_peers(
-    membership: Membership, opt: OuterOptimizer, link_file: LinkFile, log: Callable[[str], None], should_stop: Callable[[], bool]
-) -> None:
-    """Wait until as many peers are there as the swarm wants at its start. Returns at once if it is under way."""
-    directory, wanted = membership.directory, membership.manifest.start_when
-    while opt.round == 0 and not should_stop():
-        if directory.wait_for(wanted, WAITING_S, should_stop):
-            return
-        if any(member.state == "training" and member.round > 0 for member in directory.members().values()):
-            return
-        link_file.refresh()
-        if line := membership.news():
-            log(line)
-        log(waiting_for(wanted - directory.size()))
 
 
 def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, Member], peer: str) -> Shard:

@@ -6,6 +6,7 @@ that joins has its network started first, and imports the rest while the daemon 
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from shoal.node.checkpoint import folder as checkpoints
@@ -41,7 +42,11 @@ class NodeRun(RunOptions):
         with identity.lock():  # the host holds it from its start on; this is to learn of another node before the model is made
             pass
         log, path = self.display.message, self.folder / METRICS
-        with open_sinks(node, log) as sinks, Metrics(path, log, sinks) as metrics, Activity(metrics, self.display) as activity:
+        with (
+            closing(open_sinks(node, log)) as sinks,
+            closing(Metrics(path, log, sinks)) as metrics,
+            Activity(metrics, self.display) as activity,
+        ):
             membership = None
             if link is None:
                 self._prepare()

@@ -30,14 +30,10 @@ class RefusalLog:
     ``count`` returns the number so far for each reason, ``write`` writes to the metrics, ``log`` shows the user a line.
     """
 
-    def __init__(
-        self,
-        count: Callable[[], dict[str, int]],
-        write: Callable[..., None],
-        log: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._count, self._write, self._log, self._clock = count, write, log, clock
+    _clock = staticmethod(time.monotonic)
+
+    def __init__(self, count: Callable[[], dict[str, int]], write: Callable[..., None], log: Callable[[str], None]) -> None:
+        self._count, self._write, self._log = count, write, log
         self._written: dict[str, int] = {}
         self._logged: dict[str, int] = {}
         self._next = float("-inf")

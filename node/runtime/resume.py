@@ -133,12 +133,7 @@ def summary(result: Result, folder: Path, training_loss: float | None) -> list[s
         f"training went on for {lag_words(result.lag, result.lag_auto)} during an exchange; {result.late} of {result.tried} came "
         f"later, and training waited {result.wait_s:.1f} s for the network"
     ]
-    return [
-        end,
-        *(speed if result.tokens else []),
-        *(overlapped if result.lag else []),
-        f"{files}; {resume}",
-    ]
+    return [end, *(speed if result.tokens else []), *(overlapped if result.lag else []), f"{files}; {resume}"]
 
 
 def save(result: Result, folder: Path, say: Callable[[str], None]) -> None:

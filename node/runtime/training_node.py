@@ -8,10 +8,8 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.writer import CheckpointWriter, room_maker
@@ -32,14 +30,12 @@ from shoal.node.runtime.join import (
     make_trainer,
     new_manifest,
     try_partners,
-    wait_for_peers,
 )
 from shoal.node.runtime.refusal_log import RefusalLog, rejections
 from shoal.node.runtime.resume import Result, SavedRun, save, summary
 from shoal.node.runtime.run_options import RunOptions, create
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources
-from shoal.node.training.throughput import Rates
 from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.user_code import out_of_memory
 from shoal.node.verify.start import make_terms, start_verification
@@ -52,8 +48,9 @@ from shoal.swarm.membership.membership import Membership
 from shoal.swarm.state.resync import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status import StatusReporter
-from shoal.swarm.training.factories import announced_speeds, make_exchange, make_screen
+from shoal.swarm.training.factories import Rates, announced_speeds, make_exchange, make_screen
 from shoal.swarm.training.member import TrainingMember
+from shoal.swarm.training.session_setup import until_started, waiting_for
 from shoal.swarm.training.shard import settled
 
 if TYPE_CHECKING:
@@ -61,40 +58,7 @@ if TYPE_CHECKING:
     from shoal.node.verify.service import Verification
 
 
-# The parts of a node, built before it trains.
-
 UNLISTED = "this swarm is public, but no bootstrap node is named that could list it: start again with --bootstrap and its address"
-
-
-@dataclass(frozen=True)
-class NodeParts:
-    """A node in its swarm, ready to train."""
-
-    settings: Settings
-    """The user's, with the swarm's in place of the outer, train and task settings."""
-    device: torch.device
-    membership: Membership
-    trainer: Trainer
-    member: TrainingMember
-    sharing: RolloutSharing | None
-    """Present where rollouts are shared."""
-    verification: Verification | None
-    """Present where nodes verify each other."""
-    result: Result
-    metrics: Metrics
-    refusals: RefusalLog
-    status: StatusReporter
-
-
-def share_rollouts(
-    settings: Settings, task: Task, membership: Membership, write: Callable[..., None], notify: Callable[[str], None]
-) -> RolloutSharing | None:
-    """Return the running sharing of the task's rollouts; None if it has none. Arguments as of ``RolloutSharing``."""
-    if settings.task.hooks != RL:
-        return None
-    from shoal.node.rl.rollout_sharing import RolloutSharing
-
-    return RolloutSharing(task, membership, write, notify, settings.node.ram)
 
 
 def announce_publicly(membership: Membership, params: int, device: str, log: Callable[[str], None], *, created: bool) -> None:
@@ -113,18 +77,18 @@ def announce_publicly(membership: Membership, params: int, device: str, log: Cal
 # The baseline that a run is compared with: the same steps without any exchange.
 
 
-def train_alone(parts: NodeParts, stop: Callable[[], bool]) -> float | None:
+def train_alone(settings: Settings, trainer: Trainer, stop: Callable[[], bool]) -> float | None:
     """Return the held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped.
 
-    The node's own trainer, whose run is over, loses its gradients and the state of its inner optimizer: with both in memory a node
-    that just fits its machine would not fit any more.
+    ``trainer``, whose run is over, loses its gradients and the state of its inner optimizer: with both in memory a node that just
+    fits its machine would not fit any more.
     """
-    train, own = parts.settings.train, parts.trainer.opt
+    train, own = settings.train, trainer.opt
     own.zero_grad()
     for state in own.inner.state.values():
         state.clear()
-    alone = Trainer(make_task(parts.settings), OuterSettings(method="none"), train, own=train, device=parts.device)
-    alone.connect(Alone(), "alone", parts.trainer.shard)
+    alone = Trainer(make_task(settings), OuterSettings(method="none"), train, own=train, device=trainer.device)
+    alone.connect(Alone(), "alone", trainer.shard)
     try:
         alone.run(stop=stop)
         return None if stop() else alone.evaluate()
@@ -151,6 +115,7 @@ def compute_last() -> None:
 
 
 KEEP = 3  # checkpoints, the newest ones
+WAITING_S = 10.0  # seconds between two reminders that peers are missing
 SETTLE_S = 3.0  # seconds to read who else came, before the first step
 HURRY_S = 3.0  # seconds that a round in flight may still take once the node is asked to stop
 
@@ -158,179 +123,177 @@ HURRY_S = 3.0  # seconds that a round in flight may still take once the node is 
 class TrainingNode:
     """A node that has its folder, key and metrics: the rest of its life. ``saved``: the checkpoint that it begins from."""
 
+    membership: Membership
+    trainer: Trainer
+    member: TrainingMember
+    sharing: RolloutSharing | None
+    """Present where rollouts are shared."""
+    verification: Verification | None
+    """Present where nodes verify each other."""
+    result: Result
+    refusals: RefusalLog
+    status: StatusReporter
+
     def __init__(
         self, options: RunOptions, identity: Identity, saved: SavedRun | None, sinks: Sinks, metrics: Metrics, activity: Activity
     ) -> None:
-        self.settings, self.link, self.display, self.shutdown = options.settings, options.link, options.display, options.shutdown
-        self.on_link, self.baseline, self.keep_rounds, self.ranks = (
-            options.on_link, options.baseline, options.keep_rounds, options.ranks,
-        )  # fmt: skip
+        self.options, self.display, self.shutdown, self.ranks = options, options.display, options.shutdown, options.ranks
+        self.settings = options.settings
+        """The user's; once there is a trainer, with the swarm's in place of the outer, train and task settings."""
         self.folder, node, copies = options.folder, self.settings.node, resources.room_for_copy(self.settings.node.ram)
         room, notify = room_maker(self.folder, node.disk), self.display.message
         self.saver = CheckpointWriter(self.folder, keep=KEEP, state=self._state, notify=notify, room=room, copies=copies)
-        self._identity, self._saved, self._sinks, self._metrics, self._activity = identity, saved, sinks, metrics, activity
-        self._membership: Membership | None = None
-        self._parts: NodeParts | None = None
+        self._identity, self._saved, self._sinks, self.metrics, self._activity = identity, saved, sinks, metrics, activity
         self._rates = Rates()
         self._loss: float | None = None
         self._seen: set[str] | None = None  # the members when this node chose its shard; None: it did not choose
         self._newcomer = False  # begins with the weights of a swarm that is under way
 
-    @property
-    def parts(self) -> NodeParts:
-        assert self._parts is not None
-        return self._parts
-
     # -- building ----------------------------------------------------------------------------------------------------------
 
     def run(self, membership: Membership | None) -> Result:
         """Create a swarm, if this node has joined none; train and leave. ShoalError for what the user can mend."""
-        device = resolve_device(self.settings.node.device) if self.ranks is None else self.ranks.device
-        make_current(device)
-        settings, trainer = self.settings, None
-        if membership is None:
-            settings, trainer, membership = self._create(self._identity, self._saved, device)
+        self.device = resolve_device(self.settings.node.device) if self.ranks is None else self.ranks.device
+        make_current(self.device)
+        joined = membership is not None
+        self.membership = self._create() if membership is None else membership
         try:
-            self._membership = membership
-            self._link_file = LinkFile(self.folder, membership)
-            if trainer is None:
-                settings, trainer = self._entered(settings, membership.manifest, device)
+            self._link_file = LinkFile(self.folder, self.membership)
+            if joined:
+                self._enter(self.membership.manifest)
             with ExitStack() as closing:
-                self._parts = self._build(settings, device, membership, trainer, self._saved, self._sinks, self._metrics, closing)
+                self._build(closing)
                 closing.callback(self.display.close)
                 result = self._train()
                 if self.ranks is not None:
                     self.ranks.end()
                 return result
         finally:
-            membership.close()
+            self.membership.close()
 
-    def _create(self, identity: Identity, saved: SavedRun | None, device: torch.device) -> tuple[Settings, Trainer, Membership]:
-        settings = self.settings
+    def _create(self) -> Membership:
+        saved, settings = self._saved, self.settings
         if saved is not None and settings.node.resume:
             resume.check_same_outer(settings.outer, saved)
-            settings, trainer = self._entered(settings, saved.manifest, device)
+            self._enter(saved.manifest)
             sealed = saved.sealed
         else:
             stranger = None  # who may have signed the sizes
             if saved is not None:
                 stranger = None if settings.task.model_fields_set else saved.manifest
                 settings = continued(settings, saved.manifest)
-            settings = for_new_swarm(settings)
+            self.settings = settings = for_new_swarm(settings)
             task = make_task(settings)
-            check_size(task, settings, device.type, self.display.message, stranger)
-            trainer = self._make_trainer(settings, task, device)
+            check_size(task, settings, self.device.type, self.display.message, stranger)
+            self._make_trainer(task)
+            trainer = self.trainer
             terms, model = make_terms(settings, trainer.task), model_digest(trainer.params)
             agreed, fragments = trainer.task.agreed_options(), trainer.whole.fragments
             if (settings.outer.fragments or 0) > fragments:
                 self.display.message(f"the model has {fragments} layers, so a round has {fragments} fragments")
-            sealed = new_manifest(settings, identity, model, terms, agreed, fragments)
-        return settings, trainer, create(settings, identity, sealed)
+            sealed = new_manifest(settings, self._identity, model, terms, agreed, fragments)
+        return create(self.settings, self._identity, sealed)
 
-    def _entered(self, settings: Settings, manifest: Manifest, device: torch.device) -> tuple[Settings, Trainer]:
+    def _enter(self, manifest: Manifest) -> None:
         with self._activity.doing("loading the model"):
-            settings, task = enter(settings, manifest, device.type, self.display.message)
-        return settings, self._make_trainer(settings, task, device, manifest.train)
+            self.settings, task = enter(self.settings, manifest, self.device.type, self.display.message)
+        self._make_trainer(task, manifest.train)
 
-    def _make_trainer(self, settings: Settings, task: Task, device: torch.device, swarm: TrainSettings | None = None) -> Trainer:
+    def _make_trainer(self, task: Task, swarm: TrainSettings | None = None) -> None:
+        def speeds() -> list[float]:
+            return announced_speeds(self.membership)
+
         with self._activity.doing("loading the model"):
-            return make_trainer(settings, task, device, self.ranks, self.display.message, self._on_round, self._speeds, swarm)
+            self.trainer = make_trainer(
+                self.settings, task, self.device, self.ranks, self.display.message, self._on_round, speeds, swarm
+            )
 
-    def _speeds(self) -> list[float]:
-        assert self._membership is not None
-        return announced_speeds(self._membership)
-
-    def _build(
-        self,
-        settings: Settings,
-        device: torch.device,
-        membership: Membership,
-        trainer: Trainer,
-        saved: SavedRun | None,
-        sinks: Sinks,
-        metrics: Metrics,
-        closing: ExitStack,
-    ) -> NodeParts:
+    def _build(self, closing: ExitStack) -> None:
         """Find this node's place among the members, take over weights, and make the parts; nothing is announced yet.
 
         ``closing`` gets what ends each part that runs beside training, also if a later part cannot be made.
         """
-        host, directory, outer, opt = membership.host, membership.directory, settings.outer, trainer.whole
-        sinks.begin(about(settings, membership, device))
+        settings, membership, trainer, log = self.settings, self.membership, self.trainer, self.display.message
+        host, outer, opt, name, task = membership.host, settings.outer, trainer.whole, settings.node.name, trainer.task
+        self._sinks.begin(about(settings, membership, self.device))
         model = model_digest(trainer.params)
-        own = self._own_run(settings, membership, saved)
+        own = self._own_run()
         traffic = host.traffic
         self._activity.progress = lambda: (opt.steps, traffic.sent + traffic.received)
         with self._activity.doing("fetching the swarm's weights", bounded=True):
-            state = self._swarm_state(settings, membership, trainer, model, came_from_elsewhere=saved is not None and own is None)
-        shard = self._shard(settings, membership, own)  # now, for others that came meanwhile have theirs
+            state = self._swarm_state(model, came_from_elsewhere=self._saved is not None and own is None)
+        shard = self._shard(own)  # now, for others that came meanwhile have theirs
         screen = make_screen(outer)
         exchange = make_exchange(
             membership, outer, screen, seed=settings.train.seed, model=model, fragments=opt.fragments, overlap=opt.lag > 0
         )
-        name, task, log = settings.node.name, trainer.task, self.display.message
-        member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=directory)
-        member.serve()
-        if (sharing := share_rollouts(settings, task, membership, self._note, log)) is not None:
-            closing.callback(sharing.close)
-        if (verification := start_verification(settings, membership, task)) is not None:
-            closing.callback(verification.close)
+        self.member = TrainingMember(
+            membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=membership.directory
+        )
+        self.member.serve()
+        self.sharing = None
+        if settings.task.hooks == RL:
+            from shoal.node.rl.rollout_sharing import RolloutSharing
+
+            self.sharing = RolloutSharing(task, membership, self._note, log, settings.node.ram)
+            closing.callback(self.sharing.close)
+        self.verification = start_verification(settings, membership, task)
+        if self.verification is not None:
+            closing.callback(self.verification.close)
         trainer.connect(exchange, membership.swarm, shard)
         try_partners(trainer, screen, log)
         closing.callback(trainer.close)
-        self._begin_from(state, saved, settings, membership, trainer, member)
+        self._begin_from(state)
         params = sum(parameter.numel() for parameter in trainer.params)
-        result = Result(
-            name, host.peer_id, membership.swarm, outer.method, str(device), str(shard), params, fragments=opt.fragments
+        self.result = Result(
+            name, host.peer_id, membership.swarm, outer.method, str(self.device), str(shard), params, fragments=opt.fragments
         )
-        announce_publicly(membership, params, device.type, log, created=self.link is None)
-        refusals = RefusalLog(membership.refused, metrics.write, log)
-        member.reporter = status = StatusReporter(membership, name, folder=self.folder)
-        self._activity.on_change = status.doing
-        closing.callback(status.close)
-        return NodeParts(settings, device, membership, trainer, member, sharing, verification, result, metrics, refusals, status)
+        announce_publicly(membership, params, self.device.type, log, created=self.options.link is None)
+        self.refusals = RefusalLog(membership.refused, self.metrics.write, log)
+        self.member.reporter = self.status = StatusReporter(membership, name, folder=self.folder)
+        self._activity.on_change = self.status.doing
+        closing.callback(self.status.close)
 
-    def _own_run(self, settings: Settings, membership: Membership, saved: SavedRun | None) -> SavedRun | None:
-        """Read the directory; return ``saved`` if it is of this swarm."""
-        if self.link is not None:
-            membership.directory.refresh(10.0)
-        own = resume.own_run(saved, membership.swarm, settings.node)
-        if self.link is not None and own is not None:
-            await_others(membership, self.display.message, lambda: self.shutdown.requested)
+    def _own_run(self) -> SavedRun | None:
+        """Read the directory; return the checkpoint if it is of this swarm."""
+        if self.options.link is not None:
+            self.membership.directory.refresh(10.0)
+        own = resume.own_run(self._saved, self.membership.swarm, self.settings.node)
+        if self.options.link is not None and own is not None:
+            await_others(self.membership, self.display.message, lambda: self.shutdown.requested)
         return own
 
-    def _shard(self, settings: Settings, membership: Membership, own: SavedRun | None) -> Shard:
+    def _shard(self, own: SavedRun | None) -> Shard:
         """Return the shard to train on. Others hear of it seconds later, when this node is announced."""
-        if own is not None and settings.node.shard is None:
+        directory, asked = self.membership.directory, self.settings.node.shard
+        if own is not None and asked is None:
             return own.shard
-        if self.link is not None:
+        if self.options.link is not None:
             with suppress(NetworkError):  # it was read when this node came
-                membership.directory.refresh(10.0)
-        members = membership.directory.members()
-        self._seen = set(members) if settings.node.shard is None else None
-        return choose_shard(settings, membership.manifest, members, membership.host.peer_id)
+                directory.refresh(10.0)
+        members = directory.members()
+        self._seen = set(members) if asked is None else None
+        return choose_shard(self.settings, self.membership.manifest, members, self.membership.host.peer_id)
 
     def _settle(self) -> None:
         """Take another shard if a node that came at the same moment took this node's too, and goes first."""
-        p, member = self.parts, self.parts.member
+        member, directory = self.member, self.membership.directory
         if self._seen is None:
             return
         with suppress(NetworkError):
-            p.membership.directory.refresh(SETTLE_S)
-        shard = settled(p.membership.directory.members(), member.shard, p.result.peer, self._seen)
+            directory.refresh(SETTLE_S)
+        shard = settled(directory.members(), member.shard, self.result.peer, self._seen)
         if shard != member.shard:
             self.display.message(f"another node that came at the same moment has shard {member.shard}: this one takes {shard}")
-            p.trainer.connect(member.exchange, p.membership.swarm, shard)
-            member.shard, p.result.shard = shard, str(shard)
+            self.trainer.connect(member.exchange, self.membership.swarm, shard)
+            member.shard, self.result.shard = shard, str(shard)
 
-    def _swarm_state(
-        self, settings: Settings, membership: Membership, trainer: Trainer, model: str, *, came_from_elsewhere: bool
-    ) -> State | None:
+    def _swarm_state(self, model: str, *, came_from_elsewhere: bool) -> State | None:
         """Fetch the swarm's weights; None if all begin from those of its random seed, or if this node shares no weights."""
         # A node that shares rollouts and no weights may have another model, and starts from its own weights.
-        if self.link is None or (settings.task.hooks == RL and settings.outer.method == "none"):
+        if self.options.link is None or (self.settings.task.hooks == RL and self.settings.outer.method == "none"):
             return None
-        state = catch_up(membership, model, trainer.whole)
+        state = catch_up(self.membership, model, self.trainer.whole)
         if state is None and came_from_elsewhere:
             raise CheckpointError(
                 "No peer of this swarm has finished a round, and all begin from the weights of its seed: create a swarm that "
@@ -338,51 +301,45 @@ class TrainingNode:
             )
         return state
 
-    def _begin_from(
-        self,
-        state: State | None,
-        saved: SavedRun | None,
-        settings: Settings,
-        membership: Membership,
-        trainer: Trainer,
-        member: TrainingMember,
-    ) -> None:
+    def _begin_from(self, state: State | None) -> None:
+        saved, membership, trainer = self._saved, self.membership, self.trainer
         if saved is not None:
             for line in resume.restore(trainer, saved, membership.swarm):
                 self.display.message(line)
             if saved.swarm == membership.swarm and state is not None and not resume.is_newer(state, trainer.whole):
                 state = None
         self._newcomer = saved is None and state is not None
-        member.begin(state)
+        self.member.begin(state)
         if state is not None:
             self.display.message(f"took over the swarm's weights at round {state.round // trainer.whole.fragments}")
             others, met = membership.directory.members().values(), membership.host.met
-            if said := follow_schedule(trainer, settings, membership.manifest, state.round, others, met):
+            if said := follow_schedule(trainer, self.settings, membership.manifest, state.round, others, met):
                 self.display.message(said)
 
     def _state(self) -> dict[str, Any]:
-        membership = self.parts.membership
-        return {"swarm": membership.swarm, "manifest": membership.sealed.hex(), "trainer": self.parts.trainer.state()}
+        return {"swarm": self.membership.swarm, "manifest": self.membership.sealed.hex(), "trainer": self.trainer.state()}
 
     # -- running -----------------------------------------------------------------------------------------------------------
 
     def _train(self) -> Result:
-        p = self.parts
-        result, trainer, host = p.result, p.trainer, p.membership.host
-        self.shutdown.orderly(lambda: p.member.exchange.hurry(HURRY_S))
-        p.member.announce("waiting")
-        self.on_link(p.membership.link())
+        result, trainer, host = self.result, self.trainer, self.membership.host
+        self.shutdown.orderly(lambda: self.member.exchange.hurry(HURRY_S))
+        self.member.announce("waiting")
+        self.options.on_link(self.membership.link())
         self._link_file.refresh()
         with self._activity.doing("waiting for peers"):
-            wait_for_peers(p.membership, trainer.opt, self._link_file, self.display.message, lambda: self.shutdown.requested)
+            for missing in until_started(self.membership, trainer.opt, WAITING_S, lambda: self.shutdown.requested):
+                self._link_file.refresh()
+                self._say_news()
+                self.display.message(waiting_for(missing))
         if not self._newcomer:  # an evaluation takes as long as dozens of steps, and the swarm is under way
             result.loss_first = self._loss = self._evaluate()
         self._settle()
-        p.member.start_counting()
-        p.member.announce("training", result.loss_first)
-        p.metrics.write("start", **asdict(result))
-        self.display.start(p.settings.train.steps)
-        if p.verification is not None:
+        self.member.start_counting()
+        self.member.announce("training", result.loss_first)
+        self.metrics.write("start", **asdict(result))
+        self.display.start(self.settings.train.steps)
+        if self.verification is not None:
             compute_last()
         self.saver.due = self.ranks is not None  # what started them starts them again if one dies, from here
         try:
@@ -397,14 +354,14 @@ class TrainingNode:
                 self._save_whole_step()
             raise
         finally:
-            p.member.leave(self._loss, *astuple(self._rates))
+            self.member.leave(self._loss, self._rates)
         result.interrupted = self.shutdown.requested
         result.steps, result.restarts = trainer.opt.steps, host.restarts
-        result.wait_s = p.member.exchange.waited
-        result.note_lag(**p.member.lag_report.details())
+        result.wait_s = self.member.exchange.waited
+        result.note_lag(**self.member.lag_report.details())
         result.note_rates(trainer.throughput)
         result.bytes_sent, result.bytes_received = host.traffic.sent, host.traffic.received
-        result.refused = p.refusals.now()
+        result.refused = self.refusals.now()
         with self._activity.doing("saving", bounded=True):
             result.not_saved = self.saver.last(result.steps)
         if result.not_saved is not None:
@@ -412,16 +369,16 @@ class TrainingNode:
         if not result.interrupted:
             result.loss_last = self._evaluate()
             result.task = {} if result.loss_last is None else trainer.task.extra_results(result.loss_last)
-            if self.baseline:
+            if self.options.baseline:
                 self.display.message("training the same once more without any exchange, to compare")
                 with self._activity.doing("training alone, to compare"):
-                    result.loss_local = train_alone(p, lambda: self.shutdown.requested)
+                    result.loss_local = train_alone(self.settings, trainer, lambda: self.shutdown.requested)
                 result.interrupted = self.shutdown.requested
-        if p.sharing is not None:
-            result.rl = p.sharing.report(result.loss_first, result.loss_last)
-        if p.verification is not None:
-            result.verify = p.verification.report()
-        p.metrics.write("end", **asdict(result))
+        if self.sharing is not None:
+            result.rl = self.sharing.report(result.loss_first, result.loss_last)
+        if self.verification is not None:
+            result.verify = self.verification.report()
+        self.metrics.write("end", **asdict(result))
         save(result, self.folder, self.display.message)
         for line in summary(result, self.folder, self._loss):
             self.display.message(line)
@@ -430,54 +387,51 @@ class TrainingNode:
     def _save_whole_step(self) -> None:
         """Save the weights of the last step, which are whole though what came after it failed."""
         with self._activity.doing("saving", bounded=True):
-            step = self.parts.trainer.opt.steps
+            step = self.trainer.opt.steps
             self.display.message(self.saver.last(step) or f"step {step} was whole and is saved: --resume goes on from it")
 
     def _evaluate(self) -> float | None:
         # Ranks that evaluate together have no time to hand out weights, of which each holds a part.
-        still = self.parts.member.at_rest() if self.ranks is None else nullcontext()
+        still = self.member.at_rest() if self.ranks is None else nullcontext()
         with self._activity.doing("evaluating"), still:
-            return self.parts.trainer.evaluate()
+            return self.trainer.evaluate()
 
     def _on_progress(self, progress: Progress) -> None:
-        p = self.parts
-        host, self_report = p.membership.host, p.member.self_report
+        host, self_report = self.membership.host, self.member.self_report
         self._rates, self._loss = progress.rates, progress.loss
-        self.display.update(progress.step, progress.loss, *astuple(progress.rates))
+        self.display.update(progress)
         for sentence in self_report.events():
             self.display.message(sentence)
             suspected = self_report.absence.suspected
-            p.metrics.write("partition", said=sentence, missing=list(suspected.names) if suspected is not None else [])
-        for sentence in [*self_report.news(), *p.member.lag_report.events()]:
+            self.metrics.write("partition", said=sentence, missing=list(suspected.names) if suspected is not None else [])
+        for sentence in [*self_report.news(), *self.member.lag_report.events()]:
             self.display.message(sentence)
-        p.member.announce("training", self._loss, *astuple(self._rates))
+        self.member.announce("training", self._loss, self._rates)
         self._link_file.refresh()
-        p.metrics.live(
+        self.metrics.live(
             "progress", step=progress.step, loss=progress.loss, tokens=progress.tokens, **asdict(progress.rates),
-            members=len(p.membership.directory.members()), bytes_sent=host.traffic.sent,
-            bytes_received=host.traffic.received, restarts=host.restarts, lag=p.trainer.opt.lag,
+            members=len(self.membership.directory.members()), bytes_sent=host.traffic.sent,
+            bytes_received=host.traffic.received, restarts=host.restarts, lag=self.trainer.opt.lag,
         )  # fmt: skip
 
     def _after_step(self) -> None:
-        p = self.parts
-        opt, every = p.trainer.whole, p.settings.train.eval_every
+        opt, every = self.trainer.whole, self.settings.train.eval_every
         self._activity.stepped()
-        if p.trainer.plan is not None:
-            self.display.message(p.trainer.plan.compared())
-            p.trainer.plan = None
-        if p.member.after_step():
+        if self.trainer.plan is not None:
+            self.display.message(self.trainer.plan.compared())
+            self.trainer.plan = None
+        if self.member.after_step():
             self.display.message(f"missed a round, and took over the swarm's weights at round {opt.round // opt.fragments}")
-        if p.verification is not None:
-            p.verification.tell(self.display.message, self._note)
+        if self.verification is not None:
+            self.verification.tell(self.display.message, self._note)
         self.saver.turn(opt.steps)  # not in the middle of the step: scheduler and gradients must fit
         if every and opt.steps % every == 0:
-            p.metrics.write("evaluation", step=opt.steps, loss=self._evaluate())
+            self.metrics.write("evaluation", step=opt.steps, loss=self._evaluate())
 
     def _on_round(self, info: RoundInfo) -> None:
-        p = self.parts
         # A partner may have been reassigned to another bucket during the round.
-        result, report, members = p.result, p.member.on_round(info), p.membership.directory.everyone()
-        partner = next((peer for peer in info.members if peer != p.membership.host.peer_id), None)
+        result, report, members = self.result, self.member.on_round(info), self.membership.directory.everyone()
+        partner = next((peer for peer in info.members if peer != self.membership.host.peer_id), None)
         member, rejected = members.get(partner) if partner else None, len(report.rejected)
         over = info.key.fragment >= result.fragments - 1  # of its round: the last fragment, or the last average
         result.tried, result.rounds = result.tried + 1, result.rounds + over
@@ -485,7 +439,7 @@ class TrainingNode:
         for line in rejections(report.rejected, members):
             self.display.message(line)
         result.suspicious += rejected
-        result.pairs_none += partner is None and not rejected and p.settings.outer.method != "none"
+        result.pairs_none += partner is None and not rejected and self.settings.outer.method != "none"
         record = RoundRecord(
             round=info.key.round,
             fragment=info.key.fragment,
@@ -499,28 +453,31 @@ class TrainingNode:
             lag=info.lag,
             late=info.late,
             wait_s=report.wait_s,
-            loss=p.trainer.round_loss(),
-            weights=resume.digest_of(p.trainer.whole, info.key.fragment),
+            loss=self.trainer.round_loss(),
+            weights=resume.digest_of(self.trainer.whole, info.key.fragment),
             suspicious=rejected,
-            tokens=p.trainer.whole.tokens,
+            tokens=self.trainer.whole.tokens,
             tokens_per_s=self._rates.tokens_per_s,
             mfu=self._rates.mfu,
         )
-        p.metrics.round(record)
-        p.member.report_round(info, report, record.loss)
-        if p.verification is not None:
-            p.status.verified(counted := p.verification.counted())
-            p.metrics.live("checks", **counted)
-        if p.sharing is None or partner is not None:  # where rollouts are shared, a round without a partner is usual
+        self.metrics.round(record)
+        self.member.report_round(info, report, record.loss)
+        if self.verification is not None:
+            self.status.verified(counted := self.verification.counted())
+            self.metrics.live("checks", **counted)
+        if self.sharing is None or partner is not None:  # where rollouts are shared, a round without a partner is usual
             self.display.round(record)
-        if self.keep_rounds and over:
-            resume.keep(p.trainer.whole, self.folder, result.rounds)
-        every = p.settings.node.checkpoint_every_rounds
+        if self.options.keep_rounds and over:
+            resume.keep(self.trainer.whole, self.folder, result.rounds)
+        every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= over and every > 0 and result.rounds % every == 0
-        p.refusals.look()
-        if line := p.membership.news():
+        self.refusals.look()
+        self._say_news()
+
+    def _say_news(self) -> None:
+        if line := self.membership.news():
             self.display.message(line)
 
     def _note(self, event: str, **fields: Any) -> None:
-        self.parts.metrics.write(event, **fields)
-        self.parts.status.event(event, **fields)
+        self.metrics.write(event, **fields)
+        self.status.event(event, **fields)

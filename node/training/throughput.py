@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from shoal.swarm.training.factories import StepRate
+from shoal.swarm.training.factories import Rates, StepRate
 
 # Published peaks of devices, by which model FLOPs utilisation is measured. A device that is not listed has none: no guesses.
 #
@@ -75,16 +74,6 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
     # The older question is an error in torch 2.9 and later where the format was chosen in the newer way.
     tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     return peak_flops(torch.cuda.get_device_name(device), dtype, tf32=tf32)
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Speed of training, without the time spent waiting for others."""
-
-    steps_per_s: float = 0.0
-    tokens_per_s: float = 0.0
-    mfu: float | None = None
-    """Share of the device's peak, of 1; None where the peak is not known."""
 
 
 class FlopCount:

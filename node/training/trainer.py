@@ -27,12 +27,12 @@ from shoal.node.training.inner_step import InnerStep, Schedule, make_inner
 from shoal.node.training.inner_step import TrainingError as TrainingError
 from shoal.node.training.loader import Loader
 from shoal.node.training.resources import DevicePlan
-from shoal.node.training.throughput import FlopCount, Rates, Throughput, repeated
+from shoal.node.training.throughput import FlopCount, Throughput, repeated
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo, method_named
 from shoal.optim.device import copies_beside
 from shoal.optim.inner import repeated_blocks
 from shoal.swarm.manifest import OuterSettings, TrainSettings
-from shoal.swarm.training.factories import make_outer, round_length
+from shoal.swarm.training.factories import Rates, make_outer, round_length
 
 # Recomputing the activations of a model's repeated blocks (checkpointing) in the backward pass.
 
@@ -175,11 +175,6 @@ class Progress:
     """Tokens trained on so far, with those before a resume."""
     rates: Rates
     """Over the last reports."""
-
-    @property
-    def steps_per_s(self) -> float:
-        """Inner steps a second, without the time spent waiting for others."""
-        return self.rates.steps_per_s
 
 
 class _MeanLoss:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, TypeAdapter, ValidationError, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from shoal.node.console import dumps
 from shoal.swarm.errors import ShoalError
@@ -56,14 +56,6 @@ class Described(_Event):
     task: Annotated[str, Field(max_length=1024)]
     method: Annotated[str, Field(max_length=64)]
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
-
-    @model_serializer(mode="wrap")
-    def _plain(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the fields; ``fragments`` only where there are several, as recordings of before they were named."""
-        fields: dict[str, Any] = handler(self)
-        if self.fragments == 1:
-            fields.pop("fragments", None)
-        return fields
 
 
 class Connected(_Event):
@@ -155,16 +147,6 @@ def times(count: int) -> str:
 
 def fault_label(kind: str, count: int) -> str:
     return f"{FAULTS[kind][1] if kind in FAULTS else kind} {count:,}"
-
-
-def invalid_sentence(name: str, count: int, checked: int) -> str:
-    """Return a sentence about a claim that the peer ``name`` checked and found invalid."""
-    return f"{name} checked a claim of another peer and found it invalid: {count:,} of {checked:,} checks so far"
-
-
-def banned_sentence(name: str, by: str) -> str:
-    """Return a sentence about a verdict: enough verifiers found the claims of ``name`` invalid."""
-    return f"{name} is banned, as {by} reports: too many of its claims were found invalid"
 
 
 MAX_POINTS = 512  # of each curve; a curve that is full keeps every other point
@@ -599,9 +581,11 @@ class SwarmView:
                 self._note("fault", fault_sentence(status.name, fault, count))
             peer.faults[fault] = count
         if (status.invalid or 0) > (before.invalid or 0):
-            self._note("verdict", invalid_sentence(status.name, status.invalid or 0, status.checked or 0))
+            so_far = f"{status.invalid or 0:,} of {status.checked or 0:,} checks so far"
+            self._note("verdict", f"{status.name} checked a claim of another peer and found it invalid: {so_far}")
         for banned in set(status.banned) - set(before.banned):
-            self._note("verdict", banned_sentence(self.name(banned[-TAIL:]), status.name))
+            name = self.name(banned[-TAIL:])
+            self._note("verdict", f"{name} is banned, as {status.name} reports: too many of its claims were found invalid")
 
     def _round(self, peer: Peer, done: RoundStatus, fragments: int) -> None:
         me, place = peer.status.peer, (done.step, done.round)
@@ -637,10 +621,6 @@ class SwarmView:
     def here(self) -> list[Peer]:
         """Return the peers that take part, as far as known."""
         return [peer for peer in self.peers.values() if peer.here]
-
-    def pairs(self, rounds: int = 0) -> dict[tuple[str, str], int]:
-        """Count the exchanges of each pair, by the ends of their ids; in the newest ``rounds`` rounds if that is not 0."""
-        return self.meetings.pairs(rounds)
 
     def confirmed(self) -> dict[str, dict[str, Any]]:
         """Return what others confirm of each peer's work: the numbers of `Work`, of partners, and of their address ranges."""

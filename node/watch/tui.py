@@ -16,9 +16,10 @@ from textual.containers import Container
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, RichLog, Static
 
+from shoal.node.console import plural
 from shoal.node.watch.source import EventSource
 from shoal.node.watch.swarm_view import Event, SwarmView, fault_label, mean_curve
-from shoal.swarm.topics.status import TAIL, lag_label, reach_label
+from shoal.swarm.topics.status import TAIL, lag_label, reach_label, tokens_label
 
 # A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no markup is parsed.
 
@@ -88,22 +89,9 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]
 RECENT = 32  # rounds of which the picture of exchanges is
 SHADES = " ░▒▓█"
 COLUMNS = (
-    "peer",
-    "state",
-    "round",
-    "step",
-    "loss",
-    "with",
-    "steps/s",
-    "tokens/s",
-    "lag",
-    "reach",
-    "up",
-    "down",
-    "reward",
-    "faults",
+    "peer", "state", "round", "step", "loss", "with", "steps/s", "tokens/s", "lag", "reach", "up", "down", "reward", "faults",
     "heard",
-)
+)  # fmt: skip
 
 
 def number(value: float | None, form: str = ".3f") -> str:
@@ -117,14 +105,6 @@ def nbytes(value: float) -> str:
             break
         value /= 1000
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def tokens(per_s: float, mfu: float | None) -> str:
-    return "-" if not per_s else f"{per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
-
-
-def plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def headline(view: SwarmView) -> str:
@@ -175,7 +155,7 @@ def peer_rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
                     number(status.loss),
                     ", ".join(view.name(tail) for tail in peer.partners[:3]) + (" …" if len(peer.partners) > 3 else "") or "-",
                     number(status.steps_per_s, ".1f"),
-                    tokens(status.tokens_per_s, status.mfu),
+                    tokens_label(status.tokens_per_s, status.mfu),
                     lag_label(status.lag, status.lag_auto, status.late),
                     reach_label(status.reach, status.throughput),
                     nbytes(peer.sent_rate) + "/s",
@@ -200,7 +180,7 @@ def exchanges(view: SwarmView, width: int, height: int) -> Text:
     shown = view.rows()[: max(min(height - 1, (width - 10) // 2), 0)]
     if not shown:
         return Text("nobody yet", style="dim")
-    counts = view.pairs(RECENT)
+    counts = view.meetings.pairs(RECENT)
     most = max(counts.values(), default=0)
     tails = [key[-TAIL:] for key, _ in shown]
     text = Text(no_wrap=True, overflow="crop")

@@ -27,7 +27,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.gossip import Gossip, Handler
-from shoal.swarm.membership.directory import State
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
 from shoal.swarm.topics.tally import NAME, Receipts, Tally, Work
@@ -50,9 +49,7 @@ from shoal.swarm.wire.envelope import (
     Share,
     SwarmId,
     Token,
-    rate,
     real,
-    share,
 )
 
 ROUNDS = 6  # in one status, so that a watcher who misses some still sees every round
@@ -70,6 +67,11 @@ Tail = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{8}$")]
 def lag_label(lag: int, auto: bool, late: int) -> str:
     """Return the inner steps that training goes on during an exchange, for people; - where it waits for each."""
     return "-" if not lag else f"{lag}" + (" auto" if auto else "") + (f", {late} late" if late else "")
+
+
+def tokens_label(tokens_per_s: float, mfu: float | None) -> str:
+    """Return tokens a second without waiting, and the share of the GPU's peak where it is known, for people."""
+    return "-" if not tokens_per_s else f"{tokens_per_s:,.0f}" + ("" if mfu is None else f" ({100 * mfu:.0f} % MFU)")
 
 
 def reach_label(reach: str, throughput: float) -> str:
@@ -246,23 +248,11 @@ class StatusReporter:
         place = range_met(author, member.addresses, self._membership.host.met)
         self.tally.take(receipts, self._receipts.topic.sealed, place)
 
-    def progress(
-        self,
-        state: State,
-        round: int,
-        step: int,
-        loss: float | None,
-        steps_per_s: float,
-        tokens_per_s: float = 0.0,
-        mfu: float | None = None,
-        lag: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Note the progress of training. ``lag``: fields of `Status` about it (``LagReport.details``)."""
+    def progress(self, now: Mapping[str, Any]) -> None:
+        """Note the progress of training: the fields of `Status` about it."""
         with self._lock:
-            before = self._now["state"]
-            self._now = {"state": state, "round": round, "step": step, "loss": real(loss), "steps_per_s": rate(steps_per_s)}
-            self._now |= {"tokens_per_s": rate(tokens_per_s), "mfu": share(mfu), **(lag or {})}
-        if state != before:
+            before, self._now = self._now, dict(now)
+        if now["state"] != before["state"]:
             self._publisher.hint()
         if self._clock() - self._saved >= SAVE_S and not self._saver.is_alive():
             self._saved = self._clock()

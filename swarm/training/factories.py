@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median_high, median_low
@@ -139,6 +140,16 @@ def make_outer(
             f"The outer optimizer's state cannot be kept in files in {str(slow_device)!r} ({error.strerror}): free some space, "
             "or choose another folder (--offload)."
         ) from error
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed of training, without the time spent waiting for others."""
+
+    steps_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    mfu: float | None = None
+    """Share of the device's peak, of 1; None where the peak is not known."""
 
 
 WINDOW = 20  # reports over which the speed is measured

@@ -37,6 +37,7 @@ from shoal.swarm.state.resync import DriftDetector, Resynchronizer, in_step
 from shoal.swarm.state.selection import StateServer
 from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, State
 from shoal.swarm.topics.status import StatusReporter
+from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.envelope import Failure, Sketch, rate, real, share
 from shoal.swarm.wire.messages import MAX_MISSING, Member
@@ -92,11 +93,7 @@ class PartitionDetector:
         self.suspected: SuspectedPartition | None = None
 
     def look(
-        self,
-        members: Mapping[str, Member],
-        left: Collection[str],
-        now: float,
-        belongs: Callable[[str], bool] = lambda peer: True,
+        self, members: Mapping[str, Member], left: Collection[str], now: float, belongs: Callable[[str], bool] = lambda peer: True
     ) -> list[str]:
         """Note the members in view and those that left on purpose; return what to report, in sentences.
 
@@ -398,6 +395,8 @@ class LagReport:
 
 
 LEAVE_S = 2.0  # seconds to tell the swarm that this node leaves
+STANDING = Rates()
+PROGRESS = ("state", "round", "step", "loss", "steps_per_s")  # what a member's record and its status both have
 FAILED: dict[Failure, str] = {
     "unreachable": "could not be reached",
     "timeout": "did not answer in time",
@@ -502,23 +501,15 @@ class TrainingMember:
             "version": SHOAL_VERSION,
         }
 
-    def announce(
-        self,
-        state: DirectoryState,
-        loss: float | None = None,
-        steps_per_s: float = 0.0,
-        tokens_per_s: float = 0.0,
-        mfu: float | None = None,
-    ) -> None:
+    def announce(self, state: DirectoryState, loss: float | None = None, rates: Rates = STANDING) -> None:
         """Publish where training is and how fast: to those who watch, and in the directory. Returns at once."""
-        opt = self._opt
+        fields = self.fields(state, loss, rates.steps_per_s)
+        speed = {"tokens_per_s": rate(rates.tokens_per_s), "mfu": share(rates.mfu), **self.lag_report.details()}
         if self.reporter is not None:
-            lag = self.lag_report.details()
-            self.reporter.progress(state, opt.round, opt.steps, loss, steps_per_s, tokens_per_s, mfu, lag)
+            self.reporter.progress({name: fields[name] for name in PROGRESS} | speed)
         if self._publisher is not None:
             details = {} if self._sync is None else self.self_report.details()
-            details |= {"tokens_per_s": rate(tokens_per_s), "mfu": share(mfu), **self.lag_report.details()}
-            self._publisher.announce(**self.fields(state, loss, steps_per_s), details=details)
+            self._publisher.announce(**fields, details=details | speed)
 
     def start_counting(self) -> None:
         """Leave the bytes sent and received up to now out of the first round."""
@@ -575,10 +566,8 @@ class TrainingMember:
         """Return a block in which the slow weights stay as they are: who asks for them meanwhile gets them at once."""
         return self.sync.at_rest()
 
-    def leave(
-        self, loss: float | None = None, steps_per_s: float = 0.0, tokens_per_s: float = 0.0, mfu: float | None = None
-    ) -> None:
+    def leave(self, loss: float | None = None, rates: Rates = STANDING) -> None:
         """Announce that this node leaves, so that nobody waits for it; without an answer its record expires."""
-        self.announce("leaving", loss, steps_per_s, tokens_per_s, mfu)
+        self.announce("leaving", loss, rates)
         if self._publisher is not None:
             self._publisher.leave(LEAVE_S)

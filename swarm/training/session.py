@@ -49,6 +49,7 @@ from shoal.swarm.state.resync import check_model
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.factories import (
     LossTrial,
+    Rates,
     StepRate,
     announced_speeds,
     make_exchange,
@@ -124,8 +125,8 @@ class Session:
         """Called after each exchange of this node, with what it cost, before the optimizer's own ``on_round``."""
         self._loss: float | None = None
         self._speed, self._announced, self._round = StepRate(), 0.0, -1
-        self._since, self._waited, self._rate = 0, 0.0, 0.0
-        self._tokens, self._tokens_speed, self._tokens_rate = 0, StepRate(), 0.0
+        self._since, self._waited, self._rates = 0, 0.0, Rates()
+        self._tokens, self._tokens_speed = 0, StepRate()
         self._finished = self._closed = False
 
     @property
@@ -141,7 +142,7 @@ class Session:
     @property
     def rates(self) -> tuple[float, float]:
         """Recent inner steps and tokens a second, without what was spent waiting for others."""
-        return self._rate, self._tokens_rate
+        return self._rates.steps_per_s, self._rates.tokens_per_s
 
     @property
     def progress(self) -> int:
@@ -341,7 +342,7 @@ class Session:
     def _announce(self, state: DirectoryState) -> None:
         assert self._member is not None
         self._measure(self._member)
-        self._member.announce(state, self._loss, self._rate, self._tokens_rate)
+        self._member.announce(state, self._loss, self._rates)
 
     def _measure(self, member: TrainingMember) -> None:
         opt = self._opt
@@ -349,9 +350,8 @@ class Session:
         now, waited = time.monotonic(), member.exchange.waited
         if opt.steps > self._since:
             busy = now - self._announced - (waited - self._waited)
-            self._rate = self._speed.add(opt.steps - self._since, busy)
-            self._tokens_rate = self._tokens_speed.add(opt.tokens - self._tokens, busy)
-            self._tokens = opt.tokens
+            steps, tokens, self._tokens = opt.steps - self._since, opt.tokens - self._tokens, opt.tokens
+            self._rates = Rates(self._speed.add(steps, busy), self._tokens_speed.add(tokens, busy))
         self._announced, self._round, self._since, self._waited = now, opt.round, opt.steps, waited
 
     def report(self, loss: float) -> None:
@@ -420,7 +420,7 @@ class Session:
         try:
             if self._member is not None:
                 self._measure(self._member)
-                self._member.leave(self._loss, self._rate, self._tokens_rate)
+                self._member.leave(self._loss, self._rates)
         finally:
             self._closed = True
             if self._member is not None and self._member.reporter is not None:

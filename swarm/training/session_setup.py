@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,6 +140,17 @@ def waiting_for(missing: int) -> str:
     return f"waiting for {missing} more peer{'' if missing == 1 else 's'}: share the link"
 
 
+def until_started(
+    membership: Membership, opt: OuterOptimizer, look_s: float, stopped: Callable[[], bool] = lambda: False
+) -> Iterator[int]:
+    """Yield how many peers are missing, every ``look_s`` seconds, until they are there or others train already, or ``stopped``."""
+    directory, wanted = membership.directory, membership.manifest.start_when
+    while opt.round == 0 and not stopped() and not directory.wait_for(wanted, look_s, stopped):
+        if any(member.state == "training" and member.round > 0 for member in directory.members().values()):
+            return
+        yield wanted - directory.size()
+
+
 def begin(
     membership: Membership,
     model: str,
@@ -210,21 +221,17 @@ def _weights(membership: Membership, model: str, opt: OuterOptimizer, announce: 
 
 
 def _wait_for_start(membership: Membership, opt: OuterOptimizer, member: TrainingMember, *, first: bool) -> None:
-    directory, wanted = membership.directory, membership.manifest.start_when
-    began, company = time.monotonic(), _Company(membership)
+    wanted, began, company = membership.manifest.start_when, time.monotonic(), _Company(membership)
     reminder, end = began + REMIND_S, began + PATIENCE_S
-    while opt.round == 0 and not directory.wait_for(wanted, LOOK_S):
-        others = directory.members().values()
-        if any(other.state == "training" and other.round > 0 for other in others):
-            return
+    for missing in until_started(membership, opt, LOOK_S):
         if not first:
             company.check()
         member.sync.offer()  # newcomers may wait for these weights
-        here = directory.size()
         if time.monotonic() >= end:
-            raise SessionError(f"Only {here} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again.")
+            came = wanted - missing
+            raise SessionError(f"Only {came} of {wanted} peers came within {PATIENCE_S:g} s: share the link, and try again.")
         if time.monotonic() >= reminder:
-            log.warning("%s", waiting_for(wanted - here))
+            log.warning("%s", waiting_for(missing))
             reminder += REMIND_S
 
 

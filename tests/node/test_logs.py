@@ -11,6 +11,7 @@ from shoal.node.checkpoint.folder import steps
 
 WRITES = """
 import logging, sys, click
+from types import SimpleNamespace
 from rich.console import Console
 from shoal.node.console import drop_lost_output, is_lost, log_to_stderr
 from shoal.node.runtime.display import LiveDisplay, make_display
@@ -28,7 +29,7 @@ for number in range(3):
     Console().print("table")
     for display in displays:
         display.message("a message")
-        display.update(number, 1.0, 2.0)
+        display.update(SimpleNamespace(step=number, loss=1.0, rates=SimpleNamespace(steps_per_s=2.0, tokens_per_s=0.0)))
 for display in displays:
     display.close()
 open(sys.argv[1], "w").write(f"{is_lost(sys.stdout)} {is_lost(sys.stderr)}")

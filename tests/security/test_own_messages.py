@@ -29,6 +29,7 @@ from shoal.swarm.state.snapshot import State, encode, make
 from shoal.swarm.state.sync import LAST_ROUND
 from shoal.swarm.topics.attestation import LogReply, LogServer
 from shoal.swarm.topics.status import StatusReporter
+from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.member import SelfReport, TrainingMember
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.envelope import FAILURES, MAX_COUNT, Message, pack, seal, unpack, unseal
@@ -74,9 +75,9 @@ def test_a_record_holds_whatever_training_comes_to(loss, speed, tokens, mfu, rou
     )
     status = member.reporter = StatusReporter(watched(), "anna")
     if leaving:
-        member.leave(loss, speed, tokens, mfu)
+        member.leave(loss, Rates(speed, tokens, mfu))
     else:
-        member.announce("training", loss, speed, tokens, mfu)
+        member.announce("training", loss, Rates(speed, tokens, mfu))
     found = recorded(said[0])
     shown = status.status()
     assert unpack(pack(shown), type(shown)) == shown

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from contextlib import closing
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ needs_wandb = pytest.mark.skipif(
 
 def tell(sink):
     said = []
-    with Sinks([sink], said.append) as sinks:
+    with closing(Sinks([sink], said.append)) as sinks:
         sinks.begin(ABOUT)
         for number, (name, fields) in enumerate(EVENTS):
             sinks.event(name, 1_000.5 + number, fields)
@@ -65,7 +66,7 @@ def test_a_folder_for_tensorboard_that_is_none(tmp_path):
 @needs_tensorboard
 def test_a_full_disk_is_one_sentence(tmp_path, capfd):
     sink, said = TensorBoardFile(tmp_path, "anna"), []
-    with Sinks([sink], said.append) as sinks:
+    with closing(Sinks([sink], said.append)) as sinks:
         sinks.begin(ABOUT)
         sink._records.close()
         sink._records._writer = open("/dev/full", "wb")  # noqa: SIM115
@@ -160,7 +161,7 @@ def test_a_run_that_wandb_ends_costs_one_sentence(tmp_path, monkeypatch):
     stand, said = Stand(), []
     sink = run_with(stand, monkeypatch, tmp_path)
     stand.log = lambda values: (_ for _ in ()).throw(ConnectionError("the service is gone"))
-    with Sinks([sink], said.append) as sinks:
+    with closing(Sinks([sink], said.append)) as sinks:
         sinks.begin(ABOUT)
         for name, fields in EVENTS:
             sinks.event(name, 0.0, fields)

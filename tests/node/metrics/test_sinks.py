@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from contextlib import closing
 
 import pytest
 
@@ -39,7 +40,7 @@ class Fake:
 
 def test_a_sink_gets_every_event_plain_and_the_live_ones_besides(tmp_path):
     fake, said = Fake(), []
-    with Sinks([fake], said.append) as sinks:
+    with closing(Sinks([fake], said.append)) as sinks:
         sinks.begin(ABOUT)
         metrics = Metrics(tmp_path / "metrics.jsonl", said.append, sinks)
         metrics.write("evaluation", step=3, loss=float("nan"))
@@ -70,7 +71,7 @@ def test_a_sink_that_fails_is_told_of_once_and_the_others_go_on(tmp_path):
 @pytest.mark.parametrize("failing", [("close",), ("round", "close")])
 def test_a_sink_that_does_not_end_well_is_one_line_more(failing):
     said = []
-    with Sinks([Fake(*failing)], said.append) as sinks:
+    with closing(Sinks([Fake(*failing)], said.append)) as sinks:
         sinks.event("round", 0.0, {})
     assert "(the server is gone)" in said[-1]
     assert not any("\n" in line for line in said)
@@ -89,7 +90,7 @@ def test_a_missing_package_names_the_extra(extra, tmp_path, monkeypatch):
 
 def test_without_a_setting_there_is_no_sink_and_no_sentence():
     said = []
-    with open_sinks(load().node, said.append) as sinks:
+    with closing(open_sinks(load().node, said.append)) as sinks:
         sinks.begin(ABOUT)
         sinks.event("round", 0.0, {})
     assert said == []

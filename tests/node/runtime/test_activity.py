@@ -8,6 +8,7 @@ import time
 import pytest
 
 from shoal.node.metrics.log import Metrics
+from shoal.node.runtime import display
 from shoal.node.runtime.display import BEAT_S, Activity, processor_time
 
 
@@ -22,11 +23,14 @@ class Shown:
 class Node:
     """An activity by clocks of the test."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, monkeypatch):
         self.now = self.used = 0.0
         self.path, self.shown = folder / "metrics.jsonl", Shown()
-        self.metrics = Metrics(self.path, clock=lambda: self.now)
-        self.activity = Activity(self.metrics, self.shown, clock=lambda: self.now, busy=lambda: self.used)
+        for kind in (Metrics, Activity):
+            monkeypatch.setattr(kind, "_clock", lambda one: self.now)
+        monkeypatch.setattr(display, "processor_time", lambda: lambda: self.used)
+        self.metrics = Metrics(self.path)
+        self.activity = Activity(self.metrics, self.shown)
 
     def pass_time(self, seconds, used=0.0):
         self.now += seconds
@@ -38,8 +42,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path):
-    node = Node(tmp_path)
+def node(tmp_path, monkeypatch):
+    node = Node(tmp_path, monkeypatch)
     yield node
     node.metrics.close()
 

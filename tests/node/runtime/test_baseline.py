@@ -1,7 +1,6 @@
 """Training alone, to compare: the memory of the run that is over is given back first."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -25,8 +24,7 @@ def test_the_run_that_is_over_gives_back_gradients_and_optimizer_state_and_keeps
     trainer.params[0].grad = torch.ones_like(trainer.params[0])
     assert any(trainer.opt.inner.state.values())
     before = [parameter.detach().clone() for parameter in trainer.params]
-    parts = SimpleNamespace(settings=settings, trainer=trainer, device=torch.device("cpu"), shard=shard)
-    assert train_alone(parts, stop) is not None
+    assert train_alone(settings, trainer, stop) is not None
     assert not any(trainer.opt.inner.state.values())
     assert all(parameter.grad is None for parameter in trainer.params)
     assert all(torch.equal(old, new) for old, new in zip(before, trainer.params, strict=True))

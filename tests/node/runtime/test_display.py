@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ from shoal.node.console import ExitCode, epilogue
 from shoal.node.metrics.log import Metrics, MetricsError, RoundRecord
 from shoal.node.runtime.display import LINE_EVERY_S, LineDisplay, LiveDisplay, describe, make_display
 from shoal.node.runtime.resume import Result, summary
+from shoal.node.training.trainer import Progress
+from shoal.swarm.training.factories import Rates
+
+
+def progress(step, loss, *rates):
+    return Progress(step, loss, 0, Rates(*rates))
 
 
 def info(**changes):
@@ -40,7 +47,7 @@ def read(path):
 
 def test_lines_are_whole_json_without_nan(tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
-    with Metrics(path) as metrics:
+    with closing(Metrics(path)) as metrics:
         metrics.round(info(loss=math.nan))
         metrics.write("end", losses=[1.0, math.inf], more={"x": -math.inf})
         first, second = read(path)  # before the file is closed
@@ -55,7 +62,7 @@ def test_lines_are_whole_json_without_nan(tmp_path):
 def test_appends_after_a_line_that_was_cut_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "roun')
-    with Metrics(path) as metrics:
+    with closing(Metrics(path)) as metrics:
         metrics.write("start", peers=4)
     assert json.loads(path.read_text().splitlines()[1])["peers"] == 4
 
@@ -120,17 +127,17 @@ def test_lines_name_the_round_and_hold_progress_back():
     stream = io.StringIO()
     display = LineDisplay(stream, clock=lambda: now[0])
     display.start(1000)
-    display.update(1, 5.0, 100.0)
+    display.update(progress(1, 5.0, 100.0))
     display.round(info())
     display.round(info(partner=None, members=1, loss=math.nan, why="bert broke off"))
     display.round(info(loss=None))
     display.round(info(round=14, fragment=2, fragments=4))
     display.round(info(round=16, fragment=4, fragments=4))
     now[0] = LINE_EVERY_S
-    display.update(2, 4.5, 100.0)
-    display.update(3, 4.0, 100.0)
+    display.update(progress(2, 4.5, 100.0))
+    display.update(progress(3, 4.0, 100.0))
     now[0] += LINE_EVERY_S
-    display.update(4, 4.5, 100.0, 51_200.0, 0.414)
+    display.update(progress(4, 4.5, 100.0, 51_200.0, 0.414))
     display.close()
     assert stream.getvalue().splitlines() == [
         "round 3 with bob: loss 2.5000, up 0.54 MB, down 0.54 MB, wait 0.25 s",
@@ -148,7 +155,7 @@ def test_live_display_does_not_obey_a_name(total):
     stream = io.StringIO()
     display = LiveDisplay(Console(file=stream, force_terminal=True, width=160))
     display.start(total)
-    display.update(10, 2.0, 50.0)
+    display.update(progress(10, 2.0, 50.0))
     display.round(info(partner="[red]eve[/red]\x1b[2J\n"))
     display.message("[bold]joined[/nonsense]\x1b]0;title\x07")
     display.close()
@@ -163,7 +170,7 @@ def test_the_live_display_shows_the_total_and_the_whole_round_on_a_usual_termina
     stream = io.StringIO()
     display = LiveDisplay(Console(file=stream, force_terminal=True, width=80))
     display.start(2000)
-    display.update(1234, 2.0, 50.0, 123_456.7, 0.4)
+    display.update(progress(1234, 2.0, 50.0, 123_456.7, 0.4))
     display.round(info(round=123, partner="a-machine-in-the-lab"))
     display.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())

@@ -225,22 +225,22 @@ def test_a_newcomer_looks_who_holds_which_shard_after_it_has_taken_over_the_weig
 
     dealt = []
     node = TrainingNode.__new__(TrainingNode)
-    node.link, node._activity = (
-        Link("a" * 52, (f"/ip4/1.1.1.1/tcp/1/p2p/{ME.peer_id}",)),
-        SimpleNamespace(doing=lambda *_, **__: nullcontext(), progress=None),
-    )
-    node._swarm_state, node._own_run = download, lambda *_: None
+    node.options = SimpleNamespace(link=Link("a" * 52, (f"/ip4/1.1.1.1/tcp/1/p2p/{ME.peer_id}",)))
+    node.settings, node.device, node.display = load(None, {}), None, SimpleNamespace(message=None)
+    node._activity = SimpleNamespace(doing=lambda *_, **__: nullcontext(), progress=None)
+    node._saved, node._sinks = None, SimpleNamespace(begin=lambda about: None)
+    node._swarm_state, node._own_run = download, lambda: None
     directory = SimpleNamespace(refresh=lambda seconds: None, members=lambda: dict(view))
-    membership = SimpleNamespace(
+    node.membership = SimpleNamespace(
         host=SimpleNamespace(traffic=None, peer_id=ME.peer_id), directory=directory, manifest=manifest(), swarm="a" * 52
     )
     for name in ("about", "model_digest", "make_screen", "TrainingMember"):
         monkeypatch.setattr(training_node, name, lambda *_, **__: None)
     monkeypatch.setattr(training_node, "make_exchange", exchange)
     monkeypatch.setattr(training_node, "choose_shard", lambda *given: dealt.append((len(given[2]), choose_shard(*given))))
-    trainer = SimpleNamespace(whole=SimpleNamespace(fragments=1, lag=0), params=[])
+    node.trainer = SimpleNamespace(whole=SimpleNamespace(fragments=1, lag=0), params=[], task=None)
     with pytest.raises(Dealt):
-        node._build(load(None, {}), None, membership, trainer, None, SimpleNamespace(begin=lambda about: None), None, None)
+        node._build(None)
     assert dealt == [(3, Shard(3, 4, 5))]
 
 
@@ -319,12 +319,11 @@ def test_before_its_first_step_a_node_settles_its_shard_with_those_that_came_at_
     def refresh(seconds):
         view[other] = SimpleNamespace(peer=other, shard=0, shards=2, state="waiting")
 
-    membership = SimpleNamespace(directory=SimpleNamespace(refresh=refresh, members=lambda: view), swarm="a" * 52)
-    trainer = SimpleNamespace(connect=lambda exchange, run, shard: connected.append((exchange, run, shard)))
-    member, result = SimpleNamespace(shard=Shard(0, 2, 5), exchange="its"), SimpleNamespace(peer="me", shard="0/2")
-    node._parts = SimpleNamespace(membership=membership, trainer=trainer, member=member, result=result)
+    node.membership = SimpleNamespace(directory=SimpleNamespace(refresh=refresh, members=lambda: view), swarm="a" * 52)
+    node.trainer = SimpleNamespace(connect=lambda exchange, run, shard: connected.append((exchange, run, shard)))
+    node.member, node.result = SimpleNamespace(shard=Shard(0, 2, 5), exchange="its"), SimpleNamespace(peer="me", shard="0/2")
     node._settle()
-    assert (member.shard, result.shard) == (expected, f"{expected.index}/2")
+    assert (node.member.shard, node.result.shard) == (expected, f"{expected.index}/2")
     moved = expected.index == 1
     assert connected == [("its", "a" * 52, expected)] * moved
     assert said == ["another node that came at the same moment has shard 0/2: this one takes 1/2"] * moved

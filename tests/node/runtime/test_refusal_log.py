@@ -1,6 +1,7 @@
 """The refusals of a node: written when they change, logged at most once a minute, and read from its metrics afterwards."""
 
 import json
+from contextlib import closing
 
 import pytest
 from click.testing import CliRunner
@@ -13,9 +14,10 @@ from tests.clocks import Clock
 NOW = 1_800_000_000.0
 
 
-def test_what_changed_is_noted_at_once_and_said_once_a_minute():
+def test_what_changed_is_noted_at_once_and_said_once_a_minute(monkeypatch):
     counts, events, logged, clock = {}, [], [], Clock()
-    refusals = RefusalLog(lambda: dict(counts), lambda event, **fields: events.append((event, fields)), logged.append, clock)
+    monkeypatch.setattr(RefusalLog, "_clock", lambda refusals: clock())
+    refusals = RefusalLog(lambda: dict(counts), lambda event, **fields: events.append((event, fields)), logged.append)
     refusals.look()
     assert (events, logged) == ([], [])
     counts |= {"rate": 3, "forged": 1, "overflow": 0}
@@ -66,7 +68,7 @@ def test_the_newest_run_is_told_of_late_and_in_all(folder):
 
 
 def test_a_run_that_refused_nothing(tmp_path):
-    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+    with closing(Metrics(tmp_path / "metrics.jsonl")) as metrics:
         metrics.write("start", name="x")
     found = read_refusals(tmp_path / "metrics.jsonl")
     assert found["total"] == found["recent"] == {}

@@ -162,7 +162,7 @@ def test_the_rate_of_steps_leaves_out_what_is_done_between_them(monkeypatch):
     monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
     made = trainer(Timed())
     assert made.run(on_progress=seen.append, after_step=save) == 10.0 * STEPS
-    assert [progress.steps_per_s for progress in seen] == [1.0] * STEPS
+    assert [progress.rates.steps_per_s for progress in seen] == [1.0] * STEPS
 
 
 def test_the_loss_of_a_round_is_the_mean_over_its_steps():

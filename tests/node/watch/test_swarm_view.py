@@ -113,8 +113,8 @@ def test_each_round_is_taken_once_however_often_it_is_told(authors):
     )
     assert view.peers[anna.peer].loss.points == [(n, 4.0 / (n + 1)) for n in range(5)]
     pair = tuple(sorted((anna.tail, bert.tail)))
-    assert view.pairs() == {pair: 5}  # both told each of them
-    assert view.pairs(rounds=2) == {pair: 2}
+    assert view.meetings.pairs() == {pair: 5}  # both told each of them
+    assert view.meetings.pairs(rounds=2) == {pair: 2}
     assert view.name(bert.tail) == "bert"
 
 
@@ -204,7 +204,7 @@ def test_it_is_bounded(monkeypatch):
         view.take(author.heard(*(author.round(n, authors[:3]) for n in range(6)), at=NOW + number))
         view.take(MessageRefused(time=NOW, reason=f"reason-{number}"))
     assert [peer.status.name for peer in view.peers.values()] == [f"peer-{number}" for number in range(4, 9)]
-    assert sum(view.pairs().values()) == 7
+    assert sum(view.meetings.pairs().values()) == 7
     for number in range(200):
         view.take(MessageRefused(time=NOW, reason=f"made-up-{number}"))
     assert len(view.refused) <= 65

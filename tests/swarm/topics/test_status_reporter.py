@@ -41,6 +41,10 @@ def over(status_reporter, number, members, **changes):
     status_reporter.round(members, **{**usual, **changes})
 
 
+def progress(round, step, loss, steps_per_s, **more):
+    return {"state": "training", "round": round, "step": step, "loss": loss, "steps_per_s": steps_per_s, **more}
+
+
 @pytest.fixture
 def status_reporter():
     return StatusReporter(membership(), "anna")
@@ -67,7 +71,7 @@ def test_before_anything_happened_it_waits(status_reporter):
 def test_the_newest_rounds_are_told_with_their_partners(status_reporter):
     for number in range(ROUNDS + 3):
         over(status_reporter, number, [ME, PEERS[1]])
-    status_reporter.progress("training", 9, 90, 1.25, 4.0, 2048.0, 0.4, {"lag": 7, "lag_auto": True, "late": 2})
+    status_reporter.progress(progress(9, 90, 1.25, 4.0, tokens_per_s=2048.0, mfu=0.4, lag=7, lag_auto=True, late=2))
     status = status_reporter.status()
     assert (status.tokens_per_s, status.mfu) == (2048.0, 0.4)
     assert (status.lag, status.lag_auto, status.late) == (7, True, 2)
@@ -89,7 +93,7 @@ def test_training_does_not_wait_for_the_disk_that_takes_the_tally(tmp_path):
     status_reporter.tally.save = save
     for seconds in (SAVE_S - 1, SAVE_S, 2 * SAVE_S, 3 * SAVE_S):
         now[0] = seconds
-        status_reporter.progress("training", 1, 1, 1.0, 1.0)
+        status_reporter.progress(progress(1, 1, 1.0, 1.0))
     assert writing.wait(10)
     assert saves == [status_reporter._saver]  # one at a time, and not before it is time
     disk.set()
@@ -128,7 +132,6 @@ def test_reinforcement_learning_and_verification_are_told(status_reporter):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_is_left_out(status_reporter, bad):
-    status_reporter.progress("training", 1, 1, bad, bad, bad, bad)
     over(status_reporter, 1, [ME, PEERS[1]], loss=bad)
     status_reporter.event("rl", round=1, reward=bad, own=1, foreign=0, worth=None, loss=0.1, used=[], shared=0)
     status = status_reporter.status()

@@ -8,6 +8,7 @@ from shoal.optim import RoundInfo, RoundKey
 from shoal.swarm.exchange.contribution import ExchangeStats
 from shoal.swarm.exchange.robust import PATIENCE, Newcomers
 from shoal.swarm.p2p.stream import short
+from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.member import LEAVE_S, TrainingMember
 from shoal.swarm.training.shard import Shard
 
@@ -81,9 +82,10 @@ def test_before_it_serves_a_member_announces_no_details_and_without_a_reporter_s
 def test_leaving_is_announced_first_with_the_last_loss_and_speed(world):
     world.serve()
     world.member.reporter = Recorder("reporter", world.calls)
-    world.member.leave(1.5, 2.0, 64.0, 0.5)
+    world.member.leave(1.5, Rates(2.0, 64.0, 0.5))
     assert [name for name, _, _ in world.calls] == ["reporter.progress", "directory.announce", "directory.leave"]
-    assert world.calls[0][1] == ("leaving", 3, 30, 1.5, 2.0, 64.0, 0.5, LAG)
+    now = {"state": "leaving", "round": 3, "step": 30, "loss": 1.5, "steps_per_s": 2.0, "tokens_per_s": 64.0, "mfu": 0.5, **LAG}
+    assert world.calls[0][1] == (now,)
     fields = world.calls[1][2]
     assert (fields["state"], fields["loss"], fields["steps_per_s"]) == ("leaving", 1.5, 2.0)
     assert fields["details"] == {**world.details, "tokens_per_s": 64.0, "mfu": 0.5, **LAG}

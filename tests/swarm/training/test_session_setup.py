@@ -38,7 +38,7 @@ class Swarm:
     def size(self):
         return 1
 
-    def wait_for(self, count, seconds):
+    def wait_for(self, count, seconds, should_stop=None):
         self.now += seconds
         return False
 
