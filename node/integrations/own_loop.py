@@ -33,7 +33,7 @@ from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.settings import NodeSettings
-from shoal.node.metrics.log import About, Metrics, RoundRecord
+from shoal.node.metrics.log import About, Metrics, RoundRecord, progress_fields
 from shoal.node.metrics.sinks import open_sinks
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.optim.outer.inner import Inner
@@ -224,13 +224,8 @@ class Run:
             session.report(loss)
         now = time.monotonic()
         if now - self._shown >= PROGRESS_S:
-            self._shown, (steps_per_s, tokens_per_s) = now, session.rates
-            traffic = session.membership.host.traffic
-            metrics.live(
-                "progress", step=self.step, loss=loss, tokens=opt.tokens, steps_per_s=steps_per_s, tokens_per_s=tokens_per_s,
-                members=len(session.membership.directory.members()), bytes_sent=traffic.sent, bytes_received=traffic.received,
-                restarts=session.membership.host.restarts, lag=opt.lag,
-            )  # fmt: skip
+            self._shown = now
+            metrics.live("progress", **progress_fields(session.membership, opt, self.step, loss, session.rates))
         self._saver.due |= self._every > 0 and self.step % self._every == 0
         self._saver.turn(self.step)
 
@@ -246,11 +241,5 @@ class Run:
         session, opt, metrics = self._begun()
         partner = next((peer for peer in info.members if peer != session.membership.identity.peer_id), None)
         losses, self._losses = self._losses, []
-        metrics.round(
-            RoundRecord(
-                round=info.key.round, fragment=info.key.fragment, fragments=opt.fragments, step=self._base + info.step,
-                members=max(len(info.members), 1), partner=partner, bytes_sent=report.sent, bytes_received=report.received,
-                lag=info.lag, late=info.late, wait_s=report.wait_s, loss=sum(losses) / len(losses) if losses else None,
-                weights=None, suspicious=len(report.rejected), tokens=opt.tokens, tokens_per_s=session.rates[1],
-            )
-        )  # fmt: skip
+        loss = sum(losses) / len(losses) if losses else None
+        metrics.round(RoundRecord.of(info, report, opt, session.rates, partner=partner, loss=loss, before=self._base))

@@ -15,10 +15,16 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.node.console import dumps, finite
 from shoal.swarm.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.optim import OuterOptimizer, RoundInfo
+    from shoal.swarm.membership.membership import Membership
+    from shoal.swarm.training.factories import Rates
+    from shoal.swarm.training.member import RoundReport
 
 Fields = Mapping[str, Any]
 Value = None | bool | int | float | str | Sequence["Value"] | Mapping[str, "Value"]
@@ -150,6 +156,28 @@ class RoundRecord:
     """Of late, without waiting for others."""
     mfu: float | None = None
     """Recent model FLOPs utilisation, of 1; None where the device's peak is not known."""
+
+    @classmethod
+    def of(
+        cls, info: RoundInfo, report: RoundReport, opt: OuterOptimizer, rates: Rates, *, partner: str | None, loss: float | None,
+        weights: str | None = None, before: int = 0,
+    ) -> RoundRecord:  # fmt: skip
+        """Return the record of the exchange of ``info``. ``before``: inner steps that ``opt`` does not count, of earlier runs."""
+        return cls(
+            round=info.key.round, fragment=info.key.fragment, fragments=opt.fragments, step=before + info.step,
+            members=max(len(info.members), 1), partner=partner, why=report.why, bytes_sent=report.sent,
+            bytes_received=report.received, lag=info.lag, late=info.late, wait_s=report.wait_s, loss=loss, weights=weights,
+            suspicious=len(report.rejected), tokens=opt.tokens, tokens_per_s=rates.tokens_per_s, mfu=rates.mfu,
+        )  # fmt: skip
+
+
+def progress_fields(membership: Membership, opt: OuterOptimizer, step: int, loss: float | None, rates: Rates) -> dict[str, Any]:
+    """Return the fields of the event ``progress``."""
+    host = membership.host
+    return {
+        "step": step, "loss": loss, "tokens": opt.tokens, **asdict(rates), "members": len(membership.directory.members()),
+        "bytes_sent": host.traffic.sent, "bytes_received": host.traffic.received, "restarts": host.restarts, "lag": opt.lag,
+    }  # fmt: skip
 
 
 class Metrics:

@@ -15,7 +15,7 @@ from shoal.node.checkpoint.folder import CheckpointError
 from shoal.node.checkpoint.writer import CheckpointWriter, room_maker
 from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
-from shoal.node.metrics.log import Metrics, RoundRecord, Sinks
+from shoal.node.metrics.log import Metrics, RoundRecord, Sinks, progress_fields
 from shoal.node.metrics.sinks import about
 from shoal.node.plan import memory_of, work_of
 from shoal.node.runtime import resume
@@ -397,7 +397,7 @@ class TrainingNode:
             return self.trainer.evaluate()
 
     def _on_progress(self, progress: Progress) -> None:
-        host, self_report = self.membership.host, self.member.self_report
+        self_report = self.member.self_report
         self._rates, self._loss = progress.rates, progress.loss
         self.display.update(progress)
         for sentence in self_report.events():
@@ -408,11 +408,8 @@ class TrainingNode:
             self.display.message(sentence)
         self.member.announce("training", self._loss, self._rates)
         self._link_file.refresh()
-        self.metrics.live(
-            "progress", step=progress.step, loss=progress.loss, tokens=progress.tokens, **asdict(progress.rates),
-            members=len(self.membership.directory.members()), bytes_sent=host.traffic.sent,
-            bytes_received=host.traffic.received, restarts=host.restarts, lag=self.trainer.opt.lag,
-        )  # fmt: skip
+        fields = progress_fields(self.membership, self.trainer.opt, progress.step, progress.loss, progress.rates)
+        self.metrics.live("progress", **fields)
 
     def _after_step(self) -> None:
         opt, every = self.trainer.whole, self.settings.train.eval_every
@@ -440,35 +437,18 @@ class TrainingNode:
             self.display.message(line)
         result.suspicious += rejected
         result.pairs_none += partner is None and not rejected and self.settings.outer.method != "none"
-        record = RoundRecord(
-            round=info.key.round,
-            fragment=info.key.fragment,
-            fragments=result.fragments,
-            step=info.step,
-            members=max(len(info.members), 1),
-            partner=member.name if member is not None else partner,
-            why=report.why,
-            bytes_sent=report.sent,
-            bytes_received=report.received,
-            lag=info.lag,
-            late=info.late,
-            wait_s=report.wait_s,
-            loss=self.trainer.round_loss(),
-            weights=resume.digest_of(self.trainer.whole, info.key.fragment),
-            suspicious=rejected,
-            tokens=self.trainer.whole.tokens,
-            tokens_per_s=self._rates.tokens_per_s,
-            mfu=self._rates.mfu,
-        )
+        opt, loss = self.trainer.whole, self.trainer.round_loss()
+        named, weights = member.name if member is not None else partner, resume.digest_of(opt, info.key.fragment)
+        record = RoundRecord.of(info, report, opt, self._rates, partner=named, loss=loss, weights=weights)
         self.metrics.round(record)
-        self.member.report_round(info, report, record.loss)
+        self.member.report_round(info, report, loss)
         if self.verification is not None:
             self.status.verified(counted := self.verification.counted())
             self.metrics.live("checks", **counted)
         if self.sharing is None or partner is not None:  # where rollouts are shared, a round without a partner is usual
             self.display.round(record)
         if self.options.keep_rounds and over:
-            resume.keep(self.trainer.whole, self.folder, result.rounds)
+            resume.keep(opt, self.folder, result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= over and every > 0 and result.rounds % every == 0
         self.refusals.look()

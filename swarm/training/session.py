@@ -125,7 +125,9 @@ class Session:
         """Called after each exchange of this node, with what it cost, before the optimizer's own ``on_round``."""
         self._loss: float | None = None
         self._speed, self._announced, self._round = StepRate(), 0.0, -1
-        self._since, self._waited, self._rates = 0, 0.0, Rates()
+        self._since, self._waited = 0, 0.0
+        self.rates = Rates()
+        """Recent speed, without what was spent waiting for others."""
         self._tokens, self._tokens_speed = 0, StepRate()
         self._finished = self._closed = False
 
@@ -138,11 +140,6 @@ class Session:
     def membership(self) -> Membership:
         """The node itself: its network, the manifest and the directory. For what the session does not offer."""
         return self._membership
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Recent inner steps and tokens a second, without what was spent waiting for others."""
-        return self._rates.steps_per_s, self._rates.tokens_per_s
 
     @property
     def progress(self) -> int:
@@ -342,7 +339,7 @@ class Session:
     def _announce(self, state: DirectoryState) -> None:
         assert self._member is not None
         self._measure(self._member)
-        self._member.announce(state, self._loss, self._rates)
+        self._member.announce(state, self._loss, self.rates)
 
     def _measure(self, member: TrainingMember) -> None:
         opt = self._opt
@@ -351,7 +348,7 @@ class Session:
         if opt.steps > self._since:
             busy = now - self._announced - (waited - self._waited)
             steps, tokens, self._tokens = opt.steps - self._since, opt.tokens - self._tokens, opt.tokens
-            self._rates = Rates(self._speed.add(steps, busy), self._tokens_speed.add(tokens, busy))
+            self.rates = Rates(self._speed.add(steps, busy), self._tokens_speed.add(tokens, busy))
         self._announced, self._round, self._since, self._waited = now, opt.round, opt.steps, waited
 
     def report(self, loss: float) -> None:
@@ -420,7 +417,7 @@ class Session:
         try:
             if self._member is not None:
                 self._measure(self._member)
-                self._member.leave(self._loss, self._rates)
+                self._member.leave(self._loss, self.rates)
         finally:
             self._closed = True
             if self._member is not None and self._member.reporter is not None:
