@@ -118,7 +118,6 @@ def new_manifest(
             "and its class one of ASCII letters."
         )
     manifest = Manifest(
-        name=settings.swarm.name,
         created=time.time(),
         creator=identity.peer_id,
         task=label,
@@ -128,12 +127,7 @@ def new_manifest(
         verify=settings.verify,
         terms=terms,
         model=model,
-        start_when=settings.swarm.start_when,
-        shards=settings.swarm.shards,
-        invite_only=settings.swarm.invite_only,
-        public=settings.swarm.public,
-        bucket=settings.swarm.bucket,
-        epoch_s=settings.swarm.epoch_s,
+        **dict(settings.swarm),
     )
     return seal(manifest, identity)
 

@@ -69,47 +69,38 @@ def new_swarm(
     identity: Identity,
     params: Sequence[Tensor],
     *,
-    name: str,
     seed: int,
-    start_when: int,
-    shards: int,
-    invite_only: bool,
     outer: dict[str, Any],
     model: nn.Module | None = None,
-    bucket: int = 0,
-    epoch_s: float = EPOCH_S,
+    **settings: Any,
 ) -> bytes:
     """Return the sealed manifest of a swarm of own loops. SessionError names the first setting that cannot be used.
 
     ``model`` is what is cut into fragments by layer; without one the parameters are cut evenly. ``outer`` may name the modules of
-    each in ``fragments``; then, and without a model, the manifest has the fragment of each parameter.
+    each in ``fragments``; then, and without a model, the manifest has the fragment of each parameter. ``settings``: further ones
+    of the `Manifest`, such as its ``name``.
     """
-    if not bucket and epoch_s != EPOCH_S:
+    if not settings.get("bucket") and settings.get("epoch_s", EPOCH_S) != EPOCH_S:
         raise SessionError("The setting epoch_s is one of buckets: leave it out, or set bucket too, such as 64.")
     try:
         named = outer.get("fragments")
         parts = [] if named is None or isinstance(named, int) else _cut(named, params)
-        settings = OuterSettings.model_validate({**outer, "fragments": len(parts)} if parts else outer).resolved()
+        averaging = OuterSettings.model_validate({**outer, "fragments": len(parts)} if parts else outer).resolved()
         if not parts:
-            settings = settings.fitted(possible(settings.fragments or 1, model, params))
-            number = settings.fragments or 1
+            averaging = averaging.fitted(possible(averaging.fragments or 1, model, params))
+            number = averaging.fragments or 1
             parts = _cut(even(params, number), params) if model is None and number > 1 else []
-        if settings.method == "none":
+        if averaging.method == "none":
             raise SessionError("The method 'none' averages with no peer, so it needs no swarm: leave it out, or choose another.")
         manifest = Manifest(
-            name=name,
             created=time.time(),
             creator=identity.peer_id,
             task=OWN_LOOP,
-            outer=settings,
+            outer=averaging,
             train=TrainSettings(seed=seed),
             model=model_digest(params),
             fragment_of=tuple(next(n for n, part in enumerate(parts) if at in part) for at in range(len(params)) if parts),
-            start_when=start_when,
-            shards=shards,
-            invite_only=invite_only,
-            bucket=bucket,
-            epoch_s=epoch_s,
+            **settings,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
