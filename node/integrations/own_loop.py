@@ -33,12 +33,11 @@ from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.settings import NodeSettings
-from shoal.node.metrics.log import About, Metrics, RoundRecord, progress_fields
-from shoal.node.metrics.sinks import open_sinks
+from shoal.node.metrics.log import Metrics, RoundRecord, progress_fields
+from shoal.node.metrics.sinks import about, open_sinks
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.optim.outer.inner import Inner
 from shoal.swarm.errors import ShoalError
-from shoal.swarm.membership.membership import SHOAL_VERSION
 from shoal.swarm.training.member import RoundReport
 from shoal.swarm.training.session import Session
 
@@ -189,16 +188,9 @@ class Run:
         if self._session is not None:
             raise RunError("A run is recorded once: make another Run for the next session.")
         self._session, self._opt, self._base = session, opt, self.step - opt.steps
-        membership = session.membership
-        self._sinks.begin(
-            About(
-                swarm=membership.manifest.name, swarm_id=membership.swarm, node=self._node.name, peer=membership.identity.peer_id,
-                method=session.settings.method, task=membership.manifest.task, device=str(opt.parameters[0].device),
-                version=SHOAL_VERSION,
-            )
-        )  # fmt: skip
+        self._sinks.begin(about(self._node.name, session.membership, opt.parameters[0].device))
         with closing(self._sinks), closing(Metrics(self.folder / FILE, log.warning, self._sinks)) as self._metrics:
-            self._metrics.write("start", peer=membership.identity.peer_id, name=self._node.name, steps=self.step)
+            self._metrics.write("start", peer=session.membership.identity.peer_id, name=self._node.name, steps=self.step)
             session.on_report = self._after_round
             failure: str | None = None
             try:
@@ -207,7 +199,7 @@ class Run:
                 failure = self._saver.last(self.step)
             finally:
                 session.on_report = None
-                traffic = membership.host.traffic
+                traffic = session.membership.host.traffic
                 self._metrics.write("end", steps=self.step, bytes_sent=traffic.sent, bytes_received=traffic.received)
         if failure is not None:
             raise CheckpointError(failure)

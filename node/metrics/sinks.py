@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.node.config.settings import NodeSettings, Settings
+from shoal.node.config.settings import NodeSettings
 from shoal.node.console import MAX_PORT, parse_address, require
 from shoal.node.metrics.log import About, Fields, MetricsError, MetricsSink, Sinks, number, one_line
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
@@ -170,19 +170,13 @@ def open_sinks(node: NodeSettings, say: Callable[[str], None]) -> Sinks:
     return Sinks(sinks, say)
 
 
-def about(settings: Settings, membership: Membership, device: object) -> About:
-    """Return the description of the run for sinks."""
-    manifest = membership.manifest
+def about(node: str, membership: Membership, device: object) -> About:
+    """Return the description of the run of the node of that name, for sinks."""
+    manifest, peer = membership.manifest, membership.identity.peer_id
     return About(
-        swarm=manifest.name,
-        swarm_id=membership.swarm,
-        node=settings.node.name,
-        peer=membership.host.peer_id,
-        method=settings.outer.method,
-        task=manifest.task,
-        device=str(device),
-        version=SHOAL_VERSION,
-    )
+        swarm=manifest.name, swarm_id=membership.swarm, node=node, peer=peer, method=manifest.outer.method, task=manifest.task,
+        device=str(device), version=SHOAL_VERSION,
+    )  # fmt: skip
 
 
 def of_demo(node: NodeSettings, number: int) -> NodeSettings:

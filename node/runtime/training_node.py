@@ -215,7 +215,7 @@ class TrainingNode:
         """
         settings, membership, trainer, log = self.settings, self.membership, self.trainer, self.display.message
         host, outer, opt, name, task = membership.host, settings.outer, trainer.whole, settings.node.name, trainer.task
-        self._sinks.begin(about(settings, membership, self.device))
+        self._sinks.begin(about(name, membership, self.device))
         model = model_digest(trainer.params)
         own = self._own_run()
         traffic = host.traffic
