@@ -46,11 +46,11 @@ def _default_identity() -> Path:
     return default_identity_path()
 
 
-def _print_identity(found: Any, as_json: bool) -> None:
+def _print_identity(key: Any, as_json: bool) -> None:
     if as_json:
-        click.echo(dumps({"peer": found.peer_id, "path": str(found.path)}))
+        click.echo(dumps({"peer": key.peer_id, "path": str(key.path)}))
     else:
-        click.echo(f"{found.peer_id}\n{found.path}")
+        click.echo(f"{key.peer_id}\n{key.path}")
 
 
 @click.command(short_help="Print a link to the swarm of a node here.")
@@ -70,10 +70,10 @@ def link(name: str | None, folder: Path | None, as_json: bool) -> None:
     """
     from shoal.node.commands.status import current_link, folder_of
 
-    found = current_link(folder_of(name, folder))
-    for note in found["notes"]:
+    newest = current_link(folder_of(name, folder))
+    for note in newest["notes"]:
         click.echo(note, err=True)
-    click.echo(dumps(found) if as_json else found["link"])
+    click.echo(dumps(newest) if as_json else newest["link"])
 
 
 @click.command(short_help="Print an invitation to an invite-only swarm.")
@@ -148,8 +148,8 @@ def swarms(seeds: tuple[str, ...], as_json: bool) -> None:
 
     addresses = known_seeds(seeds)
     waiting("asking the bootstrap nodes")
-    found = list_swarms(addresses)
-    click.echo(dumps(found) if as_json else table(found))
+    listed = list_swarms(addresses)
+    click.echo(dumps(listed) if as_json else table(listed))
 
 
 def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
@@ -164,13 +164,13 @@ def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
     listed = list_swarms(addresses)
     for problem in listed["problems"]:
         click.echo(problem, err=True)
-    found = chosen(name.strip(), listed["swarms"])
-    click.echo(described(found), err=True)
+    swarm = chosen(name.strip(), listed["swarms"])
+    click.echo(described(swarm), err=True)
     if not yes:
         if not sys.stdin.isatty():
-            raise LinkError(f"Nobody can be asked whether to join {found['name']!a} here: pass --yes, or pass its link.")
+            raise LinkError(f"Nobody can be asked whether to join {swarm['name']!a} here: pass --yes, or pass its link.")
         click.confirm("Join it?", abort=True, err=True)
-    return str(found["link"])
+    return str(swarm["link"])
 
 
 @click.command(short_help="Show the reputation and bans of a swarm's peers.")
@@ -227,9 +227,9 @@ def status(link: str | None, folder: Path | None, mine: bool, as_json: bool) -> 
         report["refused"] = read_refusals(folder / "metrics.jsonl")
         lines.append(sentence(report["refused"]))
         if parsed is None and (folder / LINK).exists():
-            found = current_link(folder)
-            report |= {"link": found["link"], "invite_only": found["invite_only"]}
-            lines.append(link_line(found["link"], invite_only=found["invite_only"]))
+            newest = current_link(folder)
+            report |= {"link": newest["link"], "invite_only": newest["invite_only"]}
+            lines.append(link_line(newest["link"], invite_only=newest["invite_only"]))
     if parsed is not None:
         from shoal.node.commands.status import read_status, table
 

@@ -34,8 +34,8 @@ MAX_LIFE_S = 10 * 366 * 86_400
 
 def seconds(text: str) -> float:
     """Return the seconds in ``text``, such as 30m, 12h, 7d or 2w. Raises AdmissionError."""
-    found = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
-    life = int(found[1]) * UNITS[found[2]] if found else 0
+    parts = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
+    life = int(parts[1]) * UNITS[parts[2]] if parts else 0
     if not 0 < life <= MAX_LIFE_S:
         raise AdmissionError(f"--expires {text[:40]!a} is no time up to ten years: write it such as 30m, 12h, 7d or 2w.")
     return float(life)
@@ -98,9 +98,9 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
         raise LinkError("No folder runs/NAME here has a link: name the folder of a node with --folder, or start one (shoal join).")
     try:
         with path.open(encoding="utf-8") as file:
-            found = json.loads(file.read(MAX_BYTES))
-        link, age = str(Link.parse(str(found["link"]))), (time.time() if now is None else now) - float(found["written"])
-        name, invite_only = str(found["name"]), bool(found["invite_only"])
+            saved = json.loads(file.read(MAX_BYTES))
+        link, age = str(Link.parse(str(saved["link"]))), (time.time() if now is None else now) - float(saved["written"])
+        name, invite_only = str(saved["name"]), bool(saved["invite_only"])
     except FileNotFoundError:
         raise LinkError(f"There is no link in {str(path.parent)!r}: name the folder of a node, such as runs/NAME.") from None
     except OSError as error:
@@ -119,8 +119,8 @@ def current_link(folder: Path | None, now: float | None = None) -> dict[str, Any
 
 
 def _newest(runs: Path) -> Path | None:
-    found = [(path.stat().st_mtime, path) for path in runs.glob(f"*/{LINK}")]
-    return max(found)[1] if found else None
+    files = [(path.stat().st_mtime, path) for path in runs.glob(f"*/{LINK}")]
+    return max(files)[1] if files else None
 
 
 def _ago(seconds: float) -> str:
@@ -146,10 +146,10 @@ def read_status(link: Link) -> dict[str, Any]:
         answered = [address for address in link.bootstrap if address.rpartition("/p2p/")[2] in host.met]  # not the dead
         lasting = lasting_link(link.swarm, members, seeds=host.seeds(), met=host.met, otherwise=answered)
         seen = clocks.result(2 * ASK_S)
-    found = overview(link.swarm, manifest, members, time.time(), size)
+    view = overview(link.swarm, manifest, members, time.time(), size)
     problem = clock_problem(seen)
-    found |= {"link": str(lasting), "invite_only": manifest.invite_only}
-    return {**found, "findings": [*([f"{problem[:1].upper()}{problem[1:]}"] if problem else []), *found["findings"]]}
+    view |= {"link": str(lasting), "invite_only": manifest.invite_only}
+    return {**view, "findings": [*([f"{problem[:1].upper()}{problem[1:]}"] if problem else []), *view["findings"]]}
 
 
 def table(report: dict[str, Any]) -> str:

@@ -112,21 +112,21 @@ JOIN = "Join one by its name or the beginning of its id: shoal join NAME"
 SAID = "Bootstrap nodes say how many peers there are, a member what is sent and how much memory it takes."
 
 
-def report(found: PublicSwarm) -> dict[str, Any]:
+def report(one: PublicSwarm) -> dict[str, Any]:
     """Return a swarm ready for JSON: sizes in bytes; ``memory`` is None where it was not measured."""
-    params = listed_parameters(found.options, found.params) if found.title.task == "text" else found.params
+    params = listed_parameters(one.options, one.params) if one.title.task == "text" else one.params
     return {
-        "name": found.title.name,
-        "swarm": found.swarm,
-        "task": found.title.task,
-        "needs_task": found.title.task.partition(":")[0] not in BUILT_IN,
-        "method": found.title.method,
-        "peers": found.peers,
+        "name": one.title.name,
+        "swarm": one.swarm,
+        "task": one.title.task,
+        "needs_task": one.title.task.partition(":")[0] not in BUILT_IN,
+        "method": one.title.method,
+        "peers": one.peers,
         "params": params,
-        "round_bytes": found.round_bytes,
-        "memory": found.memory or None,
-        "device": found.device,
-        "link": str(Link(found.swarm, found.addresses[:1]).also(found.addresses[1:])),  # by the seed and the members that it named
+        "round_bytes": one.round_bytes,
+        "memory": one.memory or None,
+        "device": one.device,
+        "link": str(Link(one.swarm, one.addresses[:1]).also(one.addresses[1:])),  # by the seed and the members that it named
     }
 
 
@@ -137,10 +137,10 @@ def list_swarms(seeds: Sequence[str]) -> dict[str, Any]:
         StartupError: the network daemon does not start.
         NetworkError: no seed answers.
     """
-    found, problems = asyncio.run(look(seeds))
+    public, problems = asyncio.run(look(seeds))
     if len(problems) == len(seeds):
         raise NetworkError("No bootstrap node answers: " + " ".join(problems))
-    return {"seeds": list(seeds), "swarms": [report(one) for one in found], "problems": problems}
+    return {"seeds": list(seeds), "swarms": [report(one) for one in public], "problems": problems}
 
 
 def chosen(name: str, swarms: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -43,30 +43,30 @@ OLDEST_TORCH = (2, 7)
 
 def python(visit: Visit, tell: Tell) -> str:
     """Check the version of Python; return it and the platform."""
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    build = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info[:2] < OLDEST_PYTHON:  # pip does not check a checkout
-        raise FaultError(f"this is Python {found}: install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer.")
+        raise FaultError(f"this is Python {build}: install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer.")
     place = platform.system(), platform.machine()
     if place == ("Darwin", "arm64"):
-        raise Note(f"{found}: all packages have wheels for it, but it was not run by us; say how it went.")
+        raise Note(f"{build}: all packages have wheels for it, but it was not run by us; say how it went.")
     if place not in (("Linux", "x86_64"), ("Linux", "aarch64")):
-        raise Note(f"{found}: PyTorch or the network daemon has no wheel for it; take Linux or Apple silicon, or WSL or Docker.")
-    return found
+        raise Note(f"{build}: PyTorch or the network daemon has no wheel for it; take Linux or Apple silicon, or WSL or Docker.")
+    return build
 
 
 def torch(visit: Visit, tell: Tell) -> str:
     """Check that PyTorch can be imported."""
     try:
-        import torch as found
+        import torch as installed
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
         first = str(error).split("\n")[0][:200]
         raise FaultError(f"PyTorch cannot be imported ({first}): reinstall it with `pip install torch`.") from error
-    numbers = tuple(int(part) for part in found.__version__.split("+")[0].split(".")[:2])
+    numbers = tuple(int(part) for part in installed.__version__.split("+")[0].split(".")[:2])
     if numbers < OLDEST_TORCH:
-        raise FaultError(f"this is PyTorch {found.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} or newer.")
-    kinds = {"CUDA": found.version.cuda, "ROCm": found.version.hip, "XPU": getattr(found.version, "xpu", None)}
+        raise FaultError(f"this is PyTorch {installed.__version__}: install {'.'.join(map(str, OLDEST_TORCH))} or newer.")
+    kinds = {"CUDA": installed.version.cuda, "ROCm": installed.version.hip, "XPU": getattr(installed.version, "xpu", None)}
     made = next((f"for {kind} {version}" for kind, version in kinds.items() if version), "for no GPU but Apple's")
-    return f"{found.__version__}, {made}"
+    return f"{installed.__version__}, {made}"
 
 
 def device(visit: Visit, tell: Tell) -> str:
@@ -96,12 +96,12 @@ def device(visit: Visit, tell: Tell) -> str:
 def memory(visit: Visit, tell: Tell) -> str:
     """Check the free main memory."""
     free, total = free_memory()
-    found = f"{free / GB:.1f} of {total / GB:.1f} GB free"
+    available = f"{free / GB:.1f} of {total / GB:.1f} GB free"
     if free < MIN_MEMORY:
-        raise FaultError(f"only {found}, less than a node with the smallest model needs: end other programs.")
+        raise FaultError(f"only {available}, less than a node with the smallest model needs: end other programs.")
     if free < SMALL_MEMORY:
-        raise Note(f"{found}: enough for a small model only, of which a node holds about seven copies.")
-    return found
+        raise Note(f"{available}: enough for a small model only, of which a node holds about seven copies.")
+    return available
 
 
 def disk(visit: Visit, tell: Tell) -> str:
@@ -148,10 +148,10 @@ def swarm(visit: Visit, tell: Tell) -> str:
         raise FaultError("this swarm is by invitation only, and the link has none: ask its creator for one (`shoal invite`).")
     host.call(host.meet(visit.reached), 15.0)
     visit.directory = open_directory(visit.identity, host, visit.link, visit.manifest)
-    found = visit.manifest
-    named = found.outer.resolved()
+    manifest = visit.manifest
+    named = manifest.outer.resolved()
     about = in_view(visit.members(), visit.directory.size())
-    return f"{found.name!r} trains {found.task} by {named.method}, {named.codec}{about}"
+    return f"{manifest.name!r} trains {manifest.task} by {named.method}, {named.codec}{about}"
 
 
 def in_view(members: Mapping[str, Member], size: int) -> str:
@@ -189,14 +189,14 @@ def bucket(visit: Visit, tell: Tell) -> str:
     """Check, in a swarm of buckets, that each member that answered has its record where those of its bucket look for it."""
     from shoal.swarm.membership.dht import is_in_its_bucket
 
-    found, link, host = visit.agreed(), visit.link, visit.running()
-    if not found.bucket:
+    manifest, link, host = visit.agreed(), visit.link, visit.running()
+    if not manifest.bucket:
         return "no buckets: every member reads all others"
     assert link is not None
     peers = list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in visit.reached))[:ASKED]
     if not peers:
         raise Skip("no member answered whose bucket could be read.")
-    epoch, missing = int(visit.now() // found.epoch_s), []
+    epoch, missing = int(visit.now() // manifest.epoch_s), []
     for peer in peers:
         if not host.call(is_in_its_bucket(host.get, link.swarm, peer, epoch), BUCKET_S):
             missing.append(short(peer))
@@ -265,13 +265,13 @@ def _split(visit: Visit, task: Task, built: nn.Module, tell: Tell) -> Split:
     from shoal.optim.inner import split
 
     try:
-        found = split(built, task.hidden_matrices(built))
+        division = split(built, task.hidden_matrices(built))
     except ValueError as error:
         raise FaultError(f"the optimizer muon cannot train this model: {error}.") from error
     if visit.parameters:
-        for optimizer, named in (("muon", found.muon), ("adamw", found.adamw)):
+        for optimizer, named in (("muon", division.muon), ("adamw", division.adamw)):
             tell(CheckOutcome(optimizer, "ok", ", ".join(f"{name} ({size:,})" for name, size in named.items()) or "nothing"))
-    return found
+    return division
 
 
 def checks(visit: Visit) -> list[Check]:

@@ -262,10 +262,10 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
             problem = "no answer from here, but the peer answers at another of its addresses"
         tell(CheckOutcome(f"peer {address}", "note" if problem else "ok", problem or "answers"))
     # Each peer once: when one of its addresses works the others do not matter.
-    found = {address.rpartition("/p2p/")[2]: address for address, problem in problems.items() if not problem}
-    for address in found.values():
+    answering = {address.rpartition("/p2p/")[2]: address for address, problem in problems.items() if not problem}
+    for address in answering.values():
         _sort(visit, address)
-    if not found:
+    if not answering:
         raise FaultError("no bootstrap peer can be reached: see the lines above, or get a new link from somebody in the swarm.")
     if not visit.reached:
         raise FaultError(
@@ -360,9 +360,9 @@ def dialled(visit: Visit, tell: Tell) -> str:
         visit.outcome = outcome
         if outcome == "reached":
             return f"{short(seen.peer)} connected back to {seen.address} port {number}"
-        if (found := _by_router(visit, seen)) is not None:
+        if (opened := _by_router(visit, seen)) is not None:
             visit.opened = seen.address
-            return f"{short(seen.peer)} connected back to {seen.address} port {found}, which the router opened (UPnP or NAT-PMP)"
+            return f"{short(seen.peer)} connected back to {seen.address} port {opened}, which the router opened (UPnP or NAT-PMP)"
         said = _NOT_REACHED[str(outcome)].format(peer=short(seen.peer), address=seen.address, port=number)
         raise Note(
             f"{said}: open it in the firewall and forward it in the router, or rely on a bootstrap node with --relay; a node that "

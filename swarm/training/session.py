@@ -304,11 +304,11 @@ class Session:
                 "The session and its optimizer must have the same ranks: hand in ranks= where the session is made, and to the "
                 "optimizer too, or make that by s.optimizer(inner)."
             )
-        found = config_diff(opt, self._expected())
-        if found is not None:
+        unlike = config_diff(opt, self._expected())
+        if unlike is not None:
             knobs = ", ".join(f"{name}={value}" for name, value in self.settings.knobs().items())
             raise SessionError(
-                f"The optimizer does not average as the swarm does: {found}; the swarm has {self.settings.method} with {knobs}, "
+                f"The optimizer does not average as the swarm does: {unlike}; the swarm has {self.settings.method} with {knobs}, "
                 f"codec {self.settings.codec}, so make it so, or by s.optimizer(inner)."
             )
 
