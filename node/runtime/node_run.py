@@ -15,8 +15,9 @@ from shoal.node.console import ExitCode, uncollected
 from shoal.node.metrics.log import Metrics
 from shoal.node.metrics.sinks import open_sinks
 from shoal.node.runtime.display import Activity
-from shoal.node.runtime.run_options import METRICS, RunOptions, join
+from shoal.node.runtime.run_options import METRICS, RunOptions, network
 from shoal.swarm.identity import Identity
+from shoal.swarm.membership.membership import join
 
 if TYPE_CHECKING:
     from shoal.node.config.settings import Settings
@@ -53,7 +54,8 @@ class NodeRun(RunOptions):
             else:
                 own = saved if saved is not None and saved.swarm == link.swarm else None
                 with activity.doing("joining the swarm", bounded=True):
-                    membership = join(self.settings, identity, link, None if own is None else own.sealed, self._prepare)
+                    sealed = None if own is None else own.sealed
+                    membership = join(identity, link, network(self.settings), sealed, self._prepare)
             from shoal.node.runtime.training_node import TrainingNode
 
             return TrainingNode(self, identity, saved, sinks, metrics, activity).run(membership)

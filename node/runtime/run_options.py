@@ -27,8 +27,7 @@ from shoal.node.training.resources import shares
 from shoal.swarm.access import Link
 from shoal.swarm.errors import LinkError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership import membership
-from shoal.swarm.membership.membership import Membership, NetworkOptions
+from shoal.swarm.membership.membership import NetworkOptions
 
 if TYPE_CHECKING:
     from shoal.node.parallel.ranks import NodeRanks
@@ -114,26 +113,6 @@ def end_with_parent(parent: int, poll_s: float = 0.5) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="shoal-parent-watch", daemon=True).start()
-
-
-# The network of a node by its settings: what it creates a swarm or joins one with. Loads nothing that trains.
-
-
-def create(settings: Settings, identity: Identity, sealed: bytes) -> Membership:
-    """Start the first node of the swarm of ``sealed``. AdmissionError if that is by invitation only, and another peer's."""
-    return membership.create(identity, sealed, network(settings))
-
-
-def join(
-    settings: Settings, identity: Identity, link: Link, sealed: bytes | None = None, meanwhile: Callable[[], object] = lambda: None
-) -> Membership:
-    """Start a node in the swarm of ``link``. ``sealed``: the manifest, if it was a member before; then no peer need answer.
-
-    ``meanwhile``: as for `Host.start`.
-
-    Raises ShoalError: as ``membership.join``.
-    """
-    return membership.join(identity, link, network(settings), sealed, meanwhile)
 
 
 def network(settings: Settings) -> NetworkOptions:

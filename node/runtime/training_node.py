@@ -33,7 +33,7 @@ from shoal.node.runtime.join import (
 )
 from shoal.node.runtime.refusal_log import RefusalLog, rejections
 from shoal.node.runtime.resume import Result, SavedRun, save, summary
-from shoal.node.runtime.run_options import RunOptions, create
+from shoal.node.runtime.run_options import RunOptions, network
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources
 from shoal.node.training.trainer import Progress, Trainer
@@ -44,7 +44,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings
-from shoal.swarm.membership.membership import Membership
+from shoal.swarm.membership.membership import Membership, create
 from shoal.swarm.state.resync import catch_up
 from shoal.swarm.state.snapshot import State
 from shoal.swarm.topics.status import StatusReporter
@@ -192,7 +192,7 @@ class TrainingNode:
             if (settings.outer.fragments or 0) > fragments:
                 self.display.message(f"the model has {fragments} layers, so a round has {fragments} fragments")
             sealed = new_manifest(settings, self._identity, model, terms, agreed, fragments)
-        return create(self.settings, self._identity, sealed)
+        return create(self._identity, sealed, network(self.settings))
 
     def _enter(self, manifest: Manifest) -> None:
         with self._activity.doing("loading the model"):

@@ -12,7 +12,7 @@ import pytest
 from shoal.node.checkpoint import store
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
-from shoal.node.runtime.run_options import create
+from shoal.node.runtime.run_options import network
 from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask, sized
 from shoal.node.training.trainer import Trainer
@@ -20,6 +20,7 @@ from shoal.optim import Alone
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings, open_manifest, swarm_id
+from shoal.swarm.membership.membership import create
 from shoal.swarm.wire.envelope import seal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,7 @@ def huge(tmp_path_factory):
     identity, folder = Identity.ephemeral(), tmp_path_factory.mktemp("node")
     settings = load(None, {"node.folder": folder, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
     digest = model_digest(list(sized(**HUGE, heads=4, context=64).parameters()))
-    membership = create(settings, identity, signed(identity, task_options=HUGE, model=digest))
+    membership = create(identity, signed(identity, task_options=HUGE, model=digest), network(settings))
     yield str(membership.link())
     membership.close()
 

@@ -9,7 +9,7 @@ import pytest
 from shoal.node.commands.status import check
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
-from shoal.node.runtime.run_options import create, join
+from shoal.node.runtime.run_options import network
 from shoal.swarm.access import AccessPolicy, Link, issue
 from shoal.swarm.errors import AdmissionError, NetworkError
 from shoal.swarm.gossip.bodies import BODY_PROTOCOL
@@ -17,6 +17,7 @@ from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import open_manifest
 from shoal.swarm.membership.admission import fetch_manifest, visited
+from shoal.swarm.membership.membership import create, join
 from shoal.swarm.state.selection import STATE_PROTOCOL, StateServer
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.wire.envelope import pack, unpack
@@ -35,7 +36,7 @@ class Club:
     def __init__(self, folder):
         self.folder, self.members, self.identity = folder, [], Identity.ephemeral()
         settings = self.settings("creator", **{"swarm.invite_only": True})
-        self.first = create(settings, self.identity, new_manifest(settings, self.identity, MODEL))
+        self.first = create(self.identity, new_manifest(settings, self.identity, MODEL), network(settings))
         self.members.append(self.first)
         self.first.directory.announce(**ABOUT)
         self.first.directory.wait_for(1, 5.0)
@@ -51,7 +52,7 @@ class Club:
         return self.link(issue(self.identity, self.first.swarm, lives=600.0, **options))
 
     def join(self, link, name="guest", identity=None, **more):
-        membership = join(self.settings(name, **more), identity or Identity.ephemeral(), link)
+        membership = join(identity or Identity.ephemeral(), link, network(self.settings(name, **more)))
         self.members.append(membership)
         return membership
 
@@ -215,7 +216,7 @@ def test_only_the_creator_invites_and_only_where_it_is_needed(club, tmp_path):
     with pytest.raises(AdmissionError, match="is open"):
         check(manifest.model_copy(update={"invite_only": False}), club.identity)
     with pytest.raises(AdmissionError, match="by invitation only, and this node's key is not its creator's"):
-        create(club.settings("x"), key, club.first.sealed)
+        create(key, club.first.sealed, network(club.settings("x")))
 
 
 def test_who_is_denied_is_met_nowhere_and_who_is_not_allowed_neither(club):

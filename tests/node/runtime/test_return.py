@@ -5,10 +5,11 @@ import pytest
 from shoal.node.config.settings import load
 from shoal.node.runtime import join as node_membership
 from shoal.node.runtime.join import await_others, new_manifest
-from shoal.node.runtime.run_options import create, join
+from shoal.node.runtime.run_options import network
 from shoal.swarm.access import Link
 from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
+from shoal.swarm.membership.membership import create, join
 
 ABOUT = {"name": "x", "round": 1, "step": 1, "loss": None, "steps_per_s": 1.0, "shard": 0, "shards": 1, "model": "0" * 64,
          "state": "training", "version": "0"}  # fmt: skip
@@ -65,16 +66,16 @@ def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_o
         return load(None, {"node.folder": tmp_path / name, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
 
     creator, other = Identity.ephemeral(), Identity.ephemeral()
-    first = create(settings("anna"), creator, new_manifest(settings("anna"), creator, "0" * 64))
+    first = create(creator, new_manifest(settings("anna"), creator, "0" * 64), network(settings("anna")))
     link, sealed = Link(first.swarm, first.link().bootstrap), first.sealed
     first.close()
     with pytest.raises(StartupError, match="no bootstrap peer can be reached"):
-        join(settings("bert"), other, link)
-    back = join(settings("bert"), other, link, sealed)
+        join(other, link, network(settings("bert")))
+    back = join(other, link, network(settings("bert")), sealed)
     try:
         back.directory.announce(**ABOUT)
         assert set(back.directory.members()) == {other.peer_id}
-        again = create(settings("anna"), creator, sealed)
+        again = create(creator, sealed, network(settings("anna")))
         try:
             assert again.link().bootstrap == link.bootstrap
             again.directory.announce(**ABOUT)

@@ -11,11 +11,12 @@ import pytest
 from shoal.node.commands import status
 from shoal.node.config.settings import load
 from shoal.node.runtime.join import new_manifest
-from shoal.node.runtime.run_options import create, join
+from shoal.node.runtime.run_options import network
 from shoal.swarm.access import Link
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import membership, overview
+from shoal.swarm.membership.membership import create, join
 from shoal.swarm.membership.overview import ClockCheck, clock_problem
 from shoal.swarm.p2p.reachability import DialBackView, ReachabilityProbe
 
@@ -86,10 +87,10 @@ def behind(tmp_path, monkeypatch):
         return load(None, {"node.folder": tmp_path / name, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
 
     creator = Identity.ephemeral()
-    first = create(settings("anna"), creator, new_manifest(settings("anna"), creator, "0" * 64))
+    first = create(creator, new_manifest(settings("anna"), creator, "0" * 64), network(settings("anna")))
     try:
         link = Link(first.swarm, first.link().bootstrap)
-        second = join(settings("bert"), Identity.ephemeral(), link)
+        second = join(Identity.ephemeral(), link, network(settings("bert")))
         try:
             yield second, link
         finally:
