@@ -83,11 +83,6 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
 DTYPES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which a loss is computed; for float32 it changes nothing."""
-    return torch.autocast(device.type, dtype=DTYPES[precision]) if precision in DTYPES else nullcontext()
-
-
 def make_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
     """Return the scaler of the loss, which float16 needs and nothing else."""
     if precision != "float16":
@@ -182,8 +177,9 @@ class InnerStep:
         return DTYPES.get(self.own.precision, self.parameters[0].dtype)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context of computing in this node's precision."""
-        return autocast(self.own.precision, self.device)
+        """Return the context of computing in this node's precision; for float32 it changes nothing."""
+        dtype = DTYPES.get(self.own.precision)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
     def gradients(self, batch: Any) -> torch.Tensor:
         """Add the mean of the gradients of this rank's parts of ``batch``; return the mean of their losses, on the device.
