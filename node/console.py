@@ -169,9 +169,6 @@ def _numbers(path: Path, unit: int) -> dict[str, float]:
     return {found[0]: unit * float(found[1]) for found in words if len(found) > 1}
 
 
-# Imports without garbage collection.
-
-
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Pause garbage collection while modules are imported, and never look at what they hold again: it is no garbage.

@@ -103,8 +103,6 @@ def plan(as_json: bool, **numbers: Any) -> None:
     click.echo(dumps(report) if as_json else table(report))
 
 
-# The command ``shoal doctor``. Heavy imports happen inside the checks.
-
 _COLOURS: dict[Verdict, str] = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "blue"}
 
 

@@ -48,8 +48,6 @@ from shoal.swarm.state.sync import ATTEMPTS, FETCH_S, ModelDiffersError, StateQu
 from shoal.swarm.wire.envelope import CHUNK, MAX_EXTRA, pack, unpack
 from shoal.swarm.wire.messages import Member, StateHeader, StateRequest
 
-# Uploading exported weights to a repository of the Hugging Face hub (``shoal pull --push``). Needs the package huggingface_hub.
-
 PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 SILENT_S = 60.0  # the hub's library sets no limit to how long a server may be silent
 LOGIN = "run `hf auth login`, or set HF_TOKEN to a token that may write"

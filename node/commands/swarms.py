@@ -56,8 +56,6 @@ async def _until_stopped(seed: Seed) -> None:
         return
 
 
-# The bootstrap nodes that `shoal swarms` asks: those named, those of SHOAL_SEEDS, and those of a file beside the node's key.
-
 VARIABLE = "SHOAL_SEEDS"
 MAX_SEEDS = 16
 MAX_FILE_BYTES = 64 * 1024

@@ -104,8 +104,6 @@ def env_label(spec: str) -> str:
     return PurePath(where).name + colon + name
 
 
-# The table ``[train]``: what a swarm's peers agree on, and beside it how this node computes its steps.
-
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
@@ -154,8 +152,6 @@ class TrainTable(TrainSettings, OwnTraining):
         return self.model_copy(update={name: getattr(fixed, name) for name in TrainSettings.model_fields})
 
 
-# Settings of a peer of several ranks, each a process with a GPU of its own.
-
 MAX_RANKS = 64
 
 
@@ -182,8 +178,6 @@ class RankSettings(BaseModel):
         description="How several GPUs share a model: ddp (each holds all of it; the default) or fsdp (each holds a part).",
     )
 
-
-# Settings of the peers that this node meets, and of what they may download (table ``[peers]``).
 
 MAX_LIST_BYTES = 1 << 22
 

@@ -304,9 +304,6 @@ def checks(visit: Visit) -> list[Check]:
     return [Check(name, code, partial(run, visit), *more) for name, code, run, *more in rows]
 
 
-# Run of all checks, from this machine to the swarm.
-
-
 def diagnose(
     link: str | None,
     *,

@@ -156,8 +156,6 @@ def _run(check: Check, note: Tell) -> CheckOutcome:
     return CheckOutcome(check.name, "failed", said, round(time.monotonic() - began, 3))
 
 
-# State that the checks of the network share: the daemon, the reached peers and their answers.
-
 T = TypeVar("T")
 
 

@@ -41,8 +41,6 @@ from shoal.swarm.wire.messages import Member
 if TYPE_CHECKING:
     from shoal.node.parallel.ranks import NodeRanks
 
-# The newest link to a running node's swarm, in a file of its folder for ``shoal link``.
-
 REFRESH_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -153,8 +151,6 @@ def choose_shard(settings: Settings, manifest: Manifest, members: Mapping[str, M
         return Shard(pair[0], pair[1], seed)
     return Shard(least_used(members, manifest.shards, peer), manifest.shards, seed)
 
-
-# A node's trial of its partners' weights (`shoal.swarm.training.factories`), on batches of its task.
 
 OTHER_SEED = 7_919
 """Added to the shard's seed, so that a trial's batches are others than those that are trained on at that time."""

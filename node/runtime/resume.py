@@ -149,8 +149,6 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     replace_file(path, dumps(value))
 
 
-# The slow weights of a run: their digest for the metrics, and a file of them after each round for ``shoal demo``.
-
 ROUNDS = "rounds"
 KEPT = 4_000_000  # values of the slow weights that are kept of a round, about: enough for the distance between nodes
 

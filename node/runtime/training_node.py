@@ -74,9 +74,6 @@ def announce_publicly(membership: Membership, params: int, device: str, log: Cal
     membership.announcer.announce(membership.sealed, **sizes, device=device)
 
 
-# The baseline that a run is compared with: the same steps without any exchange.
-
-
 def train_alone(settings: Settings, trainer: Trainer, stop: Callable[[], bool]) -> float | None:
     """Return the held-out loss of the same model, seed, shard and steps without any exchange; None if it was stopped.
 
@@ -95,8 +92,6 @@ def train_alone(settings: Settings, trainer: Trainer, stop: Callable[[], bool]) 
     finally:
         alone.close()
 
-
-# Which threads of a node get a processor first.
 
 LAST = 10
 """Niceness of a thread that computes: the others of its session have ten times its share where they want the same processor."""

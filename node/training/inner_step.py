@@ -28,8 +28,6 @@ from shoal.optim.inner import Split, muon, split
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.manifest import TrainSettings
 
-# The error of training: what its user can mend.
-
 
 class TrainingError(ShoalError):
     """The task's model, batches or loss cannot be trained, or not as the settings ask for."""

@@ -34,8 +34,6 @@ from shoal.optim.inner import repeated_blocks
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.training.factories import Rates, make_outer, round_length
 
-# Recomputing the activations of a model's repeated blocks (checkpointing) in the backward pass.
-
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")  # arguments that a block of transformers changes
 
 
@@ -70,9 +68,6 @@ def _recomputing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-# The generators of random numbers that a task may use: torch's, also the device's, NumPy's and Python's global ones.
-
-
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of all generators: torch's as tensors, the others' as plain values."""
     kind, keys, *rest = np.random.get_state(legacy=True)
@@ -99,9 +94,6 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 def _at(device: torch.device) -> tuple[torch.device, ...]:
     """Return what says which generator is meant: of Apple's devices there is one."""
     return () if device.type == "mps" else (device,)
-
-
-# How a model lies on this node's devices: whole in one process, which is the default, or in several (`shoal.node.parallel`).
 
 
 class Layout:

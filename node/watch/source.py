@@ -60,8 +60,6 @@ from shoal.swarm.topics.tally import Receipts
 from shoal.swarm.wire.envelope import Message, pack, unpack
 from shoal.swarm.wire.messages import SEED_PROTOCOL, ManifestReply, ManifestRequest
 
-# Addresses that a watcher can dial, and the time of the next attempt.
-
 AGAIN_S = 6.0  # seconds (libp2p itself puts a dial off for 5) before the same peer is dialled again, doubled with each failure
 AGAIN_MAX_S = 60.0
 MOST_FAILURES = 30  # failures that are counted
@@ -314,8 +312,6 @@ class LightClient:
         return True
 
 
-# Recordings of ``--record`` and ``--replay``: files of events, one a line.
-
 PAUSE_MAX = 10.0  # longest pause of a replay, in seconds
 
 
@@ -478,8 +474,6 @@ def live(link: Link, send: Send) -> EventSource:
 
     return EventSource(lambda stopped: asyncio.run(until(stopped)))
 
-
-# Stream of events from a source to a view: a bounded queue, a recording on the way, and plain lines of JSON.
 
 READ_S = 0.1
 

@@ -123,10 +123,6 @@ def event_of(line: str, where: str = "the recording") -> Event:
         raise ReplayError(f"Cannot replay: {where} is no event ({said}): give a file that --record wrote.") from None
 
 
-# Curves of a watched run: bounded, smoothed, and laid on one grid for a chart.
-
-# Faults and verdicts in words, for the terminal and the page.
-
 FAULTS = {
     "no-partner": ("found no partner in a round and kept its own step", "no partner in"),
     "refused": ("refused a contribution that was too far away", "refused"),
@@ -275,8 +271,6 @@ def consensus_distance(projections: Sequence[Sequence[float]]) -> float | None:
     return math.sqrt(apart / size) if size else None
 
 
-# Who averaged with whom, round by round, from what the peers say.
-
 MAX_PAIRS = 4096  # exchanges that are remembered
 SHOWN = 6  # newest rounds that are told in words
 MAX_ROUNDS = 64  # in which peers without a partner are remembered
@@ -338,8 +332,6 @@ class Meetings:
                 groups.update(dict.fromkeys(joined, joined))
         return sorted(sorted(group) for group in {id(group): group for group in groups.values()}.values())
 
-
-# What peers confirm of each other's work.
 
 MAX_SIGNED = 16_384  # pairs of a signer and another, of which the newest receipt is kept
 

@@ -23,8 +23,6 @@ from shoal.swarm.topics.status import TAIL, lag_label, reach_label, tokens_label
 
 # A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no markup is parsed.
 
-# Curves for terminals, drawn with braille characters of 2 by 4 dots.
-
 COLOURS = ("cyan", "magenta", "yellow", "green", "red", "blue", "bright_yellow", "bright_cyan", "bright_magenta", "bright_green")
 MEAN = "bold bright_white"
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then row from the top

@@ -31,8 +31,6 @@ from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.p2p.addresses import host_asked, range_of
 from shoal.swarm.topics.status import TAIL
 
-# The picture of a swarm that a page shows, as JSON: everything in it is bounded, and rounded to what can be seen.
-
 # The link that the page of ``shoal watch`` shows, and its QR code.
 #
 # It never has an invitation, also if the link that is watched has one. A recording has no link.
