@@ -1,6 +1,7 @@
 """A node whose clock is wrong is told so again and again, with what to do; peers that lie or are silent change nothing."""
 
 import asyncio
+import re
 import threading
 import time
 from concurrent.futures import Future
@@ -107,11 +108,12 @@ def test_a_node_hears_of_its_wrong_clock_for_as_long_as_it_is_wrong(behind):
         if line := node.news():
             found.append(line)
         tick.wait(0.02)
-    wrong = "his machine's clock is 60.0 s behind that of the only peer that answered, so yours or theirs is wrong"
-    assert all(line.startswith(f"This node cannot meet the others: t{wrong}") for line in found)
+    # Measured to half a round trip, which a busy machine makes long.
+    wrong = r"his machine's clock is (59|60)\.\d s behind that of the only peer that answered, so yours or theirs is wrong"
+    assert all(re.match(f"This node cannot meet the others: t{wrong}", line) for line in found), found
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
     report = status.read_status(Link(link.swarm, (dead, *link.bootstrap)))
-    assert report["findings"][0].startswith(f"T{wrong}")
+    assert re.match(f"T{wrong}", report["findings"][0])
     assert dead not in Link.parse(report["link"]).bootstrap  # a link is handed on, and the dead with it
 
 
