@@ -7,7 +7,7 @@ import pytest
 from shoal.node.commands.status import table
 from shoal.node.watch.swarm_view import Heard, SwarmView
 from shoal.node.watch.tui import headline, peer_rows
-from shoal.node.watch.web import picture
+from shoal.node.watch.web import page_data
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, OuterSettings
 from shoal.swarm.membership.overview import overview, totals_said
@@ -58,5 +58,5 @@ def test_watch_shows_whatever_statuses_say():
         view.tick(NOW + turn)
     assert headline(view)
     assert peer_rows(view)
-    assert json.dumps(picture(view, ended=False), allow_nan=False)
+    assert json.dumps(page_data(view, ended=False), allow_nan=False)
     assert json.dumps(view.totals(), allow_nan=False)
