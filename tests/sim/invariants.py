@@ -136,7 +136,7 @@ class Checks:
         """Check a finished round of ``peer``."""
         assert mine.ended is not None
         took = mine.ended - mine.needed - (peer.slept - mine.slept)
-        if took >= peer.exchange.limit:
+        if took >= mine.limit:
             self._fail(f"a round of {peer.name} took {took:.2f} s")
         self._bounded(peer, GROWN)
         if mine.mean is not None:

@@ -87,6 +87,8 @@ class SimContribution:
     """Seconds that the peer had slept before it waited for the outcome."""
     needed: float = 0.0
     """When the peer began to wait for the outcome."""
+    limit: float = 0.0
+    """Seconds that it then waits at most."""
     ended: float | None = None
     mean: Mean | None = None
     leaders: set[str] = field(default_factory=set)
@@ -244,7 +246,7 @@ class SimPeer:
         arrived, due = asyncio.wrap_future(handle._future), asyncio.ensure_future(self.due[fragment].wait())
         await asyncio.wait({arrived, due}, return_when=asyncio.FIRST_COMPLETED)
         due.cancel()
-        mine.needed, mine.slept = loop.time(), self.slept
+        mine.needed, mine.slept, mine.limit = loop.time(), self.slept, handle.limit
         mean = await settled(handle)
         mine.ended, mine.mean = loop.time(), mean
         self.round = max(self.round, self.exchange.next_round)  # as `OuterSync` does
