@@ -61,7 +61,7 @@ class Recipe:
     @property
     def codec(self) -> str:
         """Its own; float32 for pairs, as the recorded rows have it."""
-        return "float32" if self.name is None or self.group == "pair" else REGISTRY[self.name].codec.name
+        return "float32" if self.name is None or self.group == "pair" else REGISTRY[self.name].codec
 
     @property
     def weights(self) -> bool:

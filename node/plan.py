@@ -7,18 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.optim.methods import METHODS
 from shoal.swarm.exchange.cost import GOOD, Forecast, Line, Work, forecast, least_every
 from shoal.swarm.manifest import OuterSettings
 
 CODECS = ("float32", "bfloat16", "int8", "mod4", "e3m0+ef", "sign+ef")
-DELAYED = ("eager", "co2")
-"""Methods that apply a mean a whole round after it was sent."""
 FIXED_BYTES = 40e6
 """What a node takes beyond training alone whatever its model."""
-WAITING = {"noloco": 12.3, "diloco": 12.4}
-OVERLAPPED = {"noloco": 13.9, "streaming": 12.3, "co2": 28.0}
-"""Main memory of a node beyond model, gradients, inner optimizer and ``FIXED_BYTES``, in bytes a parameter, where it was measured:
-with lag 0, and where a mean is applied later, by the lag that nodes find."""
 MEMORY_SOURCE = "bench/memory.py, two nodes in float32 (docs/benchmarks.md, Memory)"
 COPIED = ("method", "every", "fragments", "lag", "codec")
 
@@ -74,47 +69,46 @@ def _literal(value: int | str) -> str:
 
 def memory_of(method: str, params: int, *, overlapped: bool) -> float | None:
     """Return the bytes that averaging takes beyond training alone, if they were measured with this method."""
-    each = (OVERLAPPED if overlapped else WAITING).get(method)
+    each = METHODS[method].measured[overlapped]
     return None if each is None else FIXED_BYTES + each * params
 
 
 def work_of(outer: OuterSettings, *, params: int, peers: int, step_s: float) -> Work:
     """Return what a node does in a round with these settings. ``params``: values that are averaged; ``step_s``: seconds a step."""
-    from shoal.optim import codec_named, method_named
+    from shoal.optim import codec_named
     from shoal.optim.codecs.base import FloatCodec
 
     outer = outer.resolved()
-    method, codec = method_named(outer.method), codec_named(str(outer.codec))
+    method, codec = outer.row, codec_named(str(outer.codec))
     every = outer.every or 1
     count = math.ceil(params * method.knobs.get("part", 1.0))
-    # Two tensors in place of one: weighted pseudo-gradients, and slow weights that are never weighted (`NoLoCoRule`).
-    both = method.group == "pair" and outer.weights != "equal" and outer.method != "gasloc"
+    tensors = 2 if method.doubles and outer.weights != "equal" else 1
     return Work(
         group=method.group,
-        nbytes=codec.nbytes([(count,)]) * (2 if both else 1),
-        params=count * (2 if both else 1),
+        nbytes=codec.nbytes([(count,)]) * tensors,
+        params=count * tensors,
         peers=peers,
         every=every,
         step_s=step_s,
         fragments=min(outer.fragments or 1, every),
-        lag=every if outer.method in DELAYED else outer.lag or 0,
+        lag=every if method.schedule == "delayed" else outer.lag or 0,
         sums=isinstance(codec, FloatCodec) and outer.robust == "none",
     )
 
 
 def choices(every: int | None = None) -> Iterator[OuterSettings]:
     """Yield the settings of each method and codec that fit, overlapped where the method can, and for pairs also blocking."""
-    from shoal.optim import METHODS, codec_named
+    from shoal.optim import codec_named
 
     for method in METHODS.values():
         if method.group == "nobody":
             continue
-        for name in (method.codec.name,) if method.codec.name not in CODECS else CODECS:
+        for name in (method.codec,) if method.codec not in CODECS else CODECS:
             try:
                 method.check_codec(codec_named(name))
             except ValueError:
                 continue
-            lags = [None] if "lag" not in method.knobs else ["auto", 0] if method.group == "pair" else ["auto"]
+            lags = [None] if method.schedule != "overlaps" else ["auto", 0] if method.group == "pair" else ["auto"]
             for lag in lags:
                 given = {"method": method.name, "codec": name, "every": every, "lag": lag}
                 yield OuterSettings.model_validate(given)
@@ -136,11 +130,7 @@ def rows(line: Line, *, params: int, peers: int, step_s: float, every: int | Non
 
 # The one line of advice under the table of `shoal plan`, and the row that it advises.
 
-PREFERRED = (
-    ("noloco", "float32"), ("noloco", "bfloat16"), ("noloco", "int8"), ("noloco", "mod4"), ("streaming", "float32"),
-    ("streaming", "bfloat16"), ("streaming", "int8"), ("streaming", "e3m0+ef"), ("streaming", "sign+ef"),
-    ("sparseloco", "topk2+ef:0.95"),
-)  # fmt: skip
+PREFERRED = [(method.name, codec) for method in METHODS.values() for codec in method.advised]
 """What is chosen where the link carries it, the first first: overlapped pairs, then what a thinner link still carries."""
 LONGEST = 10_000
 """Inner steps in a round, at most, that are advised."""
@@ -157,7 +147,7 @@ def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
         if row.forecast.good:
             return row, f"On this link choose {_named(row)}: {_cost(row)}{_instead(row, found)}."
     # Frequent rounds are worth more than precise ones.
-    for row in sorted(liked, key=lambda row: (row.outer.method != "noloco", row.work.nbytes)):
+    for row in sorted(liked, key=lambda row: (row.work.group != "pair", row.work.nbytes)):
         every = least_every(row.work, line, most=LONGEST)
         if every is not None:
             longer = _with(row, every, line)

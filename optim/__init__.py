@@ -10,126 +10,37 @@ with opt.averaged():                             # evaluate with the slow weight
     evaluate(model)
 """
 
-from shoal.optim.codecs.adaptive import AutoCodec
-from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
-from shoal.optim.codecs.error_feedback import ErrorFeedback
-from shoal.optim.codecs.registry import E3M0, INT8, SIGN, TOPK2, codec_named
-from shoal.optim.exchange.base import (
-    Alone,
-    Contribution,
-    Exchange,
-    Handle,
-    Mean,
-    RoundKey,
-    candidates,
-    groups,
-    order,
-    partner_of,
-    weighted_mean,
-)
-from shoal.optim.exchange.distributed import Distributed
-from shoal.optim.exchange.simulation import Faults, Simulation
-from shoal.optim.inner import hidden_matrices, muon
-from shoal.optim.methods import (
-    CO2,
-    METHODS,
-    SPARTA,
-    DecoupledDiLoCo,
-    DiLoCo,
-    Eager,
-    GASLoC,
-    LocalSGD,
-    Method,
-    NoLoCo,
-    Options,
-    SparseLoCo,
-    StreamingDiLoCo,
-    method_named,
-    methods_with,
-)
-from shoal.optim.outer.fragments import by_rate, by_steps, by_tokens, equal, strided
-from shoal.optim.outer.in_flight import RoundInfo
-from shoal.optim.outer.inner import Stepped, float_buffers
-from shoal.optim.outer.optimizer import OuterOptimizer, config_diff
-from shoal.optim.ranks.ranks import Ranks
-from shoal.optim.rules.base import RoundContext, Rule
-from shoal.optim.rules.diloco import CO2Rule, DecoupledRule, DiLoCoRule, EagerRule, rda
-from shoal.optim.rules.gossip import GASLoCRule, LocalSGDRule, NoLoCoRule, SpartaRule
-from shoal.optim.schedule import Apply, Delayed, Every, RoundLength, Schedule, Seconds, Send, Steps, Streaming, Tokens
+from __future__ import annotations
 
-__all__ = [
-    "BFLOAT16",
-    "CO2",
-    "E3M0",
-    "FLOAT16",
-    "FLOAT32",
-    "INT8",
-    "METHODS",
-    "SIGN",
-    "SPARTA",
-    "TOPK2",
-    "Alone",
-    "Apply",
-    "AutoCodec",
-    "CO2Rule",
-    "Codec",
-    "Contribution",
-    "DecoupledDiLoCo",
-    "DecoupledRule",
-    "Delayed",
-    "DiLoCo",
-    "DiLoCoRule",
-    "Distributed",
-    "Eager",
-    "EagerRule",
-    "ErrorFeedback",
-    "Every",
-    "Exchange",
-    "Faults",
-    "GASLoC",
-    "GASLoCRule",
-    "Handle",
-    "LocalSGD",
-    "LocalSGDRule",
-    "Mean",
-    "Method",
-    "NoLoCo",
-    "NoLoCoRule",
-    "Options",
-    "OuterOptimizer",
-    "Ranks",
-    "RoundContext",
-    "RoundInfo",
-    "RoundKey",
-    "RoundLength",
-    "Rule",
-    "Schedule",
-    "Seconds",
-    "Send",
-    "Simulation",
-    "SparseLoCo",
-    "SpartaRule",
-    "Stepped",
-    "Steps",
-    "Streaming",
-    "StreamingDiLoCo",
-    "Tokens",
-    "by_rate",
-    "by_steps",
-    "by_tokens",
-    "candidates",
-    "codec_named",
-    "config_diff",
-    "equal",
-    "float_buffers",
-    "groups",
-    "hidden_matrices",
-    "method_named",
-    "methods_with",
-    "muon",
-    "order",
-    "partner_of",
-    "rda",
-    "strided",
-    "weighted_mean",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from shoal.optim.methods import METHODS as METHODS
+
+if TYPE_CHECKING:
+    from shoal.optim.public import *
+
+__all__ = sorted(
+    {
+        "BFLOAT16", "E3M0", "FLOAT16", "FLOAT32", "INT8", "SIGN", "TOPK2", "Alone", "Apply", "AutoCodec", "CO2Rule",
+        "Codec", "Contribution", "DecoupledRule", "Delayed", "DiLoCoRule", "Distributed", "EagerRule", "ErrorFeedback",
+        "Every", "Exchange", "Faults", "GASLoCRule", "Handle", "LocalSGDRule", "Mean", "NoLoCoRule", "Options",
+        "OuterOptimizer", "Ranks", "RoundContext", "RoundInfo", "RoundKey", "RoundLength", "Rule", "Schedule", "Seconds",
+        "Send", "Simulation", "SpartaRule", "Stepped", "Steps", "Streaming", "Tokens", "by_rate", "by_steps", "by_tokens",
+        "candidates", "codec_named", "config_diff", "equal", "float_buffers", "groups", "hidden_matrices", "muon", "order",
+        "partner_of", "rda", "strided", "weighted_mean",
+        "METHODS", "Method", "method_named", "methods_with", *(method.place.partition(".")[2] for method in METHODS.values()),
+    }
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: all but the table of methods comes with torch."""
+    if name in __all__:
+        return getattr(importlib.import_module("shoal.optim.public"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Name what ``__getattr__`` finds, for completion in a shell."""
+    return __all__

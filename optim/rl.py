@@ -190,8 +190,8 @@ def prime(
     return torch.where(kept, terms, 0.0)
 
 
-LOSSES: dict[str, TokenLoss] = {"sapo": sapo, "tis": tis, "decoupled": decoupled, "positive": positive, "prime": prime}
-"""Losses by the names used in settings. For other parameters use ``functools.partial(tis, cap=4.0)``."""
+LOSSES: dict[str, TokenLoss] = {loss.__name__: loss for loss in (sapo, tis, decoupled, positive, prime)}
+"""Losses by the names used in settings (``rl.loss``). For other parameters use ``functools.partial(tis, cap=4.0)``."""
 
 
 def policy_loss(batch: Completions, loss: TokenLoss = sapo, *, per: str = "token", total: int | None = None) -> Tensor:

@@ -22,12 +22,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shoal.optim import __all__ as _OF_OPTIM
+
 if TYPE_CHECKING:
-    from shoal.node.integrations.own_loop import Run
-    from shoal.node.task import Shard, Task
-    from shoal.optim import *  # its __all__, which the list below repeats
-    from shoal.swarm.membership.membership import NetworkOptions
-    from shoal.swarm.training.session import Session, create, join
+    from shoal.node.integrations.own_loop import Run as Run
+    from shoal.node.task import Shard as Shard
+    from shoal.node.task import Task as Task
+    from shoal.optim.public import *
+    from shoal.swarm.membership.membership import NetworkOptions as NetworkOptions
+    from shoal.swarm.training.session import Session as Session
+    from shoal.swarm.training.session import create as create
+    from shoal.swarm.training.session import join as join
 
 _PACKAGES = ("node", "optim", "swarm", "verification")
 _HOMES = {  # where those names are that are not in shoal.optim
@@ -37,89 +42,7 @@ _HOMES = {  # where those names are that are not in shoal.optim
     "shoal.swarm.training.session": ("Session", "create", "join"),
 }
 
-__all__ = [
-    "BFLOAT16",
-    "CO2",
-    "E3M0",
-    "FLOAT16",
-    "FLOAT32",
-    "INT8",
-    "METHODS",
-    "SIGN",
-    "SPARTA",
-    "TOPK2",
-    "Alone",
-    "Apply",
-    "AutoCodec",
-    "CO2Rule",
-    "Codec",
-    "Contribution",
-    "DecoupledDiLoCo",
-    "DecoupledRule",
-    "Delayed",
-    "DiLoCo",
-    "DiLoCoRule",
-    "Distributed",
-    "Eager",
-    "EagerRule",
-    "ErrorFeedback",
-    "Every",
-    "Exchange",
-    "Faults",
-    "GASLoC",
-    "GASLoCRule",
-    "Handle",
-    "LocalSGD",
-    "LocalSGDRule",
-    "Mean",
-    "Method",
-    "NetworkOptions",
-    "NoLoCo",
-    "NoLoCoRule",
-    "Options",
-    "OuterOptimizer",
-    "Ranks",
-    "RoundContext",
-    "RoundInfo",
-    "RoundKey",
-    "RoundLength",
-    "Rule",
-    "Run",
-    "Schedule",
-    "Seconds",
-    "Send",
-    "Session",
-    "Shard",
-    "Simulation",
-    "SparseLoCo",
-    "SpartaRule",
-    "Stepped",
-    "Steps",
-    "Streaming",
-    "StreamingDiLoCo",
-    "Task",
-    "Tokens",
-    "by_rate",
-    "by_steps",
-    "by_tokens",
-    "candidates",
-    "codec_named",
-    "config_diff",
-    "create",
-    "equal",
-    "float_buffers",
-    "groups",
-    "hidden_matrices",
-    "join",
-    "method_named",
-    "methods_with",
-    "muon",
-    "order",
-    "partner_of",
-    "rda",
-    "strided",
-    "weighted_mean",
-]
+__all__ = sorted([*_OF_OPTIM, *(name for names in _HOMES.values() for name in names)])
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,17 @@ from pydantic import (
     model_validator,
 )
 
+from shoal.optim.methods import (
+    ALONE,
+    DEFAULT,
+    DEFAULT_LAG,
+    METHODS,
+    OVERLAPPED,
+    Method,
+    methods_of,
+    methods_with,
+    one_of,
+)
 from shoal.swarm.errors import MessageError, printable
 from shoal.swarm.wire.envelope import KIB, MAX_COUNT, Digest, Label, Message, PeerId, peek, unseal
 
@@ -29,11 +40,15 @@ MAX_TOKENS = 2**53  # of a round
 MIN_S, MAX_S = 0.1, 86_400.0  # seconds of a round
 KNOBS = ("every", "lr", "momentum", "fragments", "lag")
 """Settings that are arguments of the methods' factories."""
-DEFAULT_LAG: int | Literal["auto"] = "auto"
-"""Lag in a new swarm whose creator gives none, of a method that has one."""
 MAX_STEPS = 1_000_000
 MAX_GROUP = 32
 """Members of a group of a method that averages over everyone, at most; more form several groups."""
+
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]
+_OVERLAPPING = ", ".join(name for name, method in METHODS.items() if method.schedule == "overlaps")
 
 Unit = Literal["steps", "tokens", "seconds"]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -88,12 +103,10 @@ class OuterSettings(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    method: Literal[
-        "noloco", "local", "gasloc", "none", "diloco", "diloco-hb", "streaming", "decoupled", "eager", "co2", "sparseloco", "sparta"
-    ] = Field(
-        default="noloco",
-        description="Outer optimizer: noloco, local or gasloc (averages with one random partner), diloco, diloco-hb, streaming, "
-        "decoupled, eager, co2, sparseloco or sparta (averages over everyone), or none (trains alone).",
+    method: MethodName = Field(
+        default=DEFAULT,
+        description=f"Outer optimizer: {one_of(methods_of('pair'))} (averages with one random partner), "
+        f"{one_of(methods_of('everyone'))} (averages over everyone), or {ALONE} (trains alone).",
     )
     every: int | None = Field(
         default=None, ge=1, le=MAX_STEPS, description="Inner steps in a round, between two exchanges of the same weights."
@@ -109,11 +122,11 @@ class OuterSettings(BaseModel):
         default=None,
         ge=1,
         le=1024,
-        description="noloco, local, gasloc, streaming, decoupled: parts of the model, by layer, sent one after another.",
+        description=f"{_OVERLAPPING}: parts of the model, by layer, sent one after another.",
     )
     lag: Lag = Field(
         default=None,
-        description="noloco, local, gasloc, streaming, decoupled: inner steps between sending a part and applying its mean: a "
+        description=f"{_OVERLAPPING}: inner steps between sending a part and applying its mean: a "
         "number below every, 0 to wait for each exchange, or auto (each mean is applied once it is there).",
     )
     weights: Literal["equal", "tokens", "rate"] | None = Field(
@@ -155,7 +168,7 @@ class OuterSettings(BaseModel):
     @classmethod
     def _codec(cls, value: str | None) -> str | None:
         if value is not None:
-            from shoal.optim import codec_named  # here, as below: torch takes a second to import, and not every command needs it
+            from shoal.optim import codec_named  # here, as below: with torch, which takes a second, and not every command needs it
 
             codec_named(value)
         return value
@@ -164,9 +177,9 @@ class OuterSettings(BaseModel):
     def _fits_the_method(self) -> OuterSettings:
         if not self.model_fields_set:  # nor does a node that joins, and takes these settings from the manifest
             return self
-        from shoal.optim import METHODS, codec_named, method_named, methods_with
+        from shoal.optim import codec_named
 
-        method = method_named(self.method)
+        method = self.row
         for knob in KNOBS:
             if getattr(self, knob) is not None and knob not in method.knobs:
                 able = ", ".join(methods_with(knob))
@@ -179,7 +192,7 @@ class OuterSettings(BaseModel):
             able = "clipped-gossip for one partner, centered-clip for everyone"
             raise ValueError(f"the method {self.method!r} cannot be robust by {self.robust}: choose what fits it ({able})")
         if self.check_loss and method.group != "pair":
-            able = ", ".join(name for name, other in METHODS.items() if other.group == "pair")
+            able = ", ".join(methods_of("pair"))
             raise ValueError(f"check_loss is for methods with one partner ({able}), and {self.method!r} is none: leave it out")
         if self.robust != "none" and self.weights not in (None, "equal"):
             raise ValueError("a robust rule counts every peer the same: leave out weights, or robust")
@@ -188,6 +201,16 @@ class OuterSettings(BaseModel):
                 f"the codec {self.codec} has a mean of its own, clipped to the median norm: leave out robust, or take topk2"
             )
         return self
+
+    @property
+    def row(self) -> Method:
+        """The method's row of the table."""
+        return METHODS[self.method]
+
+    @property
+    def alone(self) -> bool:
+        """Whether the node trains without exchange."""
+        return self.method == ALONE
 
     def _fits_the_round(self) -> None:
         overlap = self.overlap()
@@ -205,17 +228,12 @@ class OuterSettings(BaseModel):
 
     @property
     def _every(self) -> int:
-        from shoal.optim import method_named
-
-        return int(self.every or method_named(self.method).knobs["every"])
+        return int(self.every or self.row.knobs["every"])
 
     def overlap(self) -> dict[str, Any]:
         """Return ``fragments`` and ``lag`` with their defaults; nothing if the method has none."""
-        from shoal.optim import method_named
-        from shoal.optim.methods import OVERLAPPED
-
-        method = method_named(self.method)
-        if "lag" not in method.knobs:
+        method = self.row
+        if method.schedule != "overlaps":
             return {}
         pair, lag = method.group == "pair", DEFAULT_LAG if self.lag is None else self.lag
         usual = OVERLAPPED if pair else method.knobs["fragments"]
@@ -226,9 +244,7 @@ class OuterSettings(BaseModel):
         """Return these settings with the defences of a public swarm, where the user chose no other: a robust rule, and with pairs
         the trial of a partner's weights. Rejection by distance is not among them, since it may refuse newcomers.
         """
-        from shoal.optim import method_named
-
-        group = method_named(self.method).group
+        group = self.row.group
         if group == "nobody":
             return self
         chosen: dict[str, Any] = {"check_loss": True} if group == "pair" else {}
@@ -240,11 +256,9 @@ class OuterSettings(BaseModel):
     def weighing(self) -> Literal["equal", "tokens", "rate"]:
         """``weights``, or the default: tokens in rounds of seconds, where peers process unequal amounts, otherwise the method's.
 
-        In rounds of steps or tokens all process the same amount, and weights would only cost noloco and local twice the bytes.
+        In rounds of steps or tokens all process the same amount, and weights would only cost gossip twice the bytes.
         """
-        from shoal.optim import method_named
-
-        method = method_named(self.method)
+        method = self.row
         if method.group == "nobody" or self.robust != "none":  # a peer's weight is a claim that nobody checks
             return "equal"
         uneven = self.round.startswith("seconds") and method.weights == "equal"
@@ -256,11 +270,9 @@ class OuterSettings(BaseModel):
 
     def resolved(self) -> OuterSettings:
         """Return the settings with the method's defaults written out, as in a manifest, so that peers of all versions agree."""
-        from shoal.optim import method_named
-
-        method = method_named(self.method)
+        method = self.row
         own = {knob: default for knob, default in method.knobs.items() if knob in KNOBS}
-        return self.model_copy(update=own | self.knobs() | {"codec": self.codec or method.codec.name, "weights": self.weighing})
+        return self.model_copy(update=own | self.knobs() | {"codec": self.codec or method.codec, "weights": self.weighing})
 
     def fitted(self, fragments: int) -> OuterSettings:
         """Return the settings for a model that is cut into so many ``fragments``, fewer where it has few layers."""

@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
+from shoal.optim import METHODS
+from shoal.optim.rl import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("optim", "swarm", "verification", "node")
@@ -28,11 +30,12 @@ PACKAGES = {
         "schedule": set(),
         "rl": set(),
         "exchange": {"codecs"},
-        "rules": {"exchange"},
-        "outer": {"codecs", "exchange", "rules", "schedule"},
-        "ranks": {"codecs", "exchange", "outer", "rules", "schedule"},
+        "outer": {"codecs", "exchange", "schedule"},
+        "ranks": {"codecs", "exchange", "outer", "schedule"},
         "inner": {"outer", "ranks"},
-        "methods": {"codecs", "exchange", "outer", "rules", "schedule"},
+        "methods": {"codecs", "exchange", "outer"},
+        "rules": {"codecs", "exchange", "methods", "outer", "schedule"},
+        "public": {"codecs", "exchange", "inner", "methods", "outer", "ranks", "rules", "schedule"},
     },
     "verification": {
         "fingerprints": set(),
@@ -294,6 +297,21 @@ def test_no_exchange_is_asked_what_it_is(file):
     """What one cannot do is an attribute or a method of ``Exchange`` that does nothing, so that all are started in one way."""
     asked = re.search(r"\b(isinstance|hasattr|getattr)\(self\._?(exchange|real)\b", file.read_text(encoding="utf-8"))
     assert not asked, asked
+
+
+@functools.cache
+def words(file):
+    """The string constants of ``file``, but for docstrings and what stands alone, as the text under a field."""
+    texts = {id(item.value) for item in ast.walk(tree(file)) if isinstance(item, ast.Expr)}
+    constants = (item for item in ast.walk(tree(file)) if isinstance(item, ast.Constant) and id(item) not in texts)
+    return frozenset(item.value for item in constants if isinstance(item.value, str))
+
+
+@pytest.mark.parametrize("name", sorted({*METHODS, *LOSSES} - {"none", "local"}))
+def test_a_method_and_a_loss_are_named_where_they_are_defined(name):
+    """What depends on one follows from its row or its function. ("local" and "none" are other words too.)"""
+    named = [relative(file) for file in PRODUCT if name in words(file)]
+    assert len(named) <= 2, named
 
 
 @each(PRODUCT)

@@ -114,7 +114,7 @@ def report(plan: SimPlan, net: str, result: SimResult) -> dict[str, Any]:
         "seed": plan.seed,
         "method": outer.method,
         "group": method.group,
-        "codec": codec_named(outer.codec or method.codec.name).name,
+        "codec": codec_named(outer.codec or method.codec).name,
         "every": outer.every,
         "round": outer.round,
         "bucket": plan.bucket,

@@ -32,7 +32,7 @@ from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
 from shoal.node.tasks.loader import HookError
 from shoal.node.tasks.text import GPT, VOCABULARY, Attention
-from shoal.optim import Alone, method_named
+from shoal.optim import Alone
 from shoal.optim.codecs.base import FLOAT32, all_finite
 from shoal.optim.outer.inner import float_buffers, trained
 from shoal.swarm.access import Link
@@ -231,7 +231,7 @@ def pull(
         raise PullError(f"Cannot write to {str(out)!r} ({error.strerror}): choose another folder.") from error
     began = time.monotonic()
     with visited(link) as (host, manifest, members, _):
-        if manifest.outer.method == "none":
+        if manifest.outer.alone:
             raise PullError("The peers of this swarm do not average (method none), so it has no weights to pull.")
         built, why = build_model(manifest, hooks, data)
         if built is None and evaluate:
@@ -242,7 +242,7 @@ def pull(
         query = _WeightsQuery(
             StateRequest(swarm=link.swarm, model=manifest.model),
             [] if built is None else [tuple(p.shape) for p in built.parameters],
-            equal=method_named(manifest.outer.method).group == "everyone",
+            equal=manifest.outer.row.group == "everyone",
             attempts=ATTEMPTS + 1,  # one for an earlier download that cannot be finished
             known=built is not None,
             cap=cap,

@@ -33,6 +33,7 @@ from pydantic import (
 )
 
 from shoal.node.console import parse_address
+from shoal.optim.methods import ALONE, one_of
 from shoal.swarm.access import PeerLists, address_problem
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.identity import is_peer_id
@@ -55,6 +56,14 @@ def policy_here(spec: str) -> str:
 
 class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+def _loss(name: str) -> str:
+    from shoal.optim.rl import LOSSES  # with torch
+
+    if name not in LOSSES:
+        raise ValueError(f"there is no loss {name[:64]!r}: choose {one_of(LOSSES)}")
+    return name
 
 
 class RLSettings(_Table):
@@ -81,9 +90,8 @@ class RLSettings(_Table):
     max_tokens: int = Field(
         default=0, ge=0, le=16_384, description="Largest number of tokens of a completion; 0: what suits the policy."
     )
-    loss: Literal["sapo", "tis", "decoupled", "positive", "prime"] | None = Field(
-        default=None,
-        description="Loss: sapo, tis, decoupled, positive or prime (shoal.optim.rl); not given, what suits the policy.",
+    loss: Annotated[str, AfterValidator(_loss)] | None = Field(
+        default=None, description="Loss, by its name in shoal.optim.rl.LOSSES; not given, what suits the policy."
     )
     lr: float | None = Field(default=None, gt=0, le=1, description="Learning rate; not given, what suits the policy.")
     held_out: int = Field(default=500, ge=1, le=100_000, description="Questions of an evaluation, which nobody trains on.")
@@ -572,7 +580,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
     task, outer = values.get("task"), values.setdefault("outer", {})
     implied = isinstance(task, dict) and task.get("hooks") == "rl" and isinstance(outer, dict) and "method" not in outer
     if implied:
-        outer["method"] = "none"  # rollouts are shared then, weights only if a setting says so
+        outer["method"] = ALONE  # rollouts are shared then, weights only if a setting says so
     try:
         settings = Settings.model_validate(values)
         if implied:

@@ -82,7 +82,7 @@ def policies(settings: Settings) -> list[str]:
     """Return the policy of each node."""
     peers, policy = settings.swarm.start_when, settings.rl.policy
     kind, habit, steps = (*policy.split(":"), "", "")[:3]
-    if kind != "tiny" or habit or settings.outer.method != "none" or settings.verify.audit_rate:
+    if kind != "tiny" or habit or not settings.outer.alone or settings.verify.audit_rate:
         return [policy] * peers
     return [f"tiny:{list(HABITS)[index % len(HABITS)]}{steps and f':{steps}'}" for index in range(peers)]
 

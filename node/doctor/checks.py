@@ -227,7 +227,7 @@ def model(visit: Visit, tell: Tell) -> str:
         raise Skip("its members train in loops of their own: swarm.join compares the model.")
     settings = swarm_settings(load(None, {"task.hooks": visit.hooks}), manifest)
     if settings.task.hooks == RL:
-        if manifest.outer.method == "none":
+        if manifest.outer.alone:
             raise Skip("in this swarm only rollouts are shared, so every node may have a model of its own.")
         raise Skip("with the task rl the model depends on --policy: `shoal join` compares it.")
     task = make_task(settings)

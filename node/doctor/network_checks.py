@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from shoal.node.console import ExitCode, plural
 from shoal.node.user_code import explained
+from shoal.optim.methods import METHODS, methods_of
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.identity import Identity
@@ -439,7 +440,8 @@ def bandwidth(visit: Visit, tell: Tell) -> str:
         down, up = speed.down * 8e-6, speed.up * 8e-6
         said = f"{down:,.1f} Mbit/s from {short(address)}" + (f" and {up:,.1f} to it, at once" if speed.whole else "")
         if not speed.whole or min(down, up) < 1.0:
-            slow = "the link is slow, so take --method streaming or sparseloco, or --codec int8"
+            thin = " or ".join(name for name in methods_of("everyone") if METHODS[name].advised)
+            slow = f"the link is slow, so take --method {thin}, or --codec int8"
             raise Note(f"{said}{'' if speed.whole else f' and less than {up:,.1f} to it'}: {slow}.")
         return said
     raise Skip(f"not measured: {problem.removesuffix('.')}.")

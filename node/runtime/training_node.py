@@ -40,6 +40,7 @@ from shoal.node.training.trainer import Progress, Trainer
 from shoal.node.user_code import out_of_memory
 from shoal.node.verify.start import make_terms, start_verification
 from shoal.optim import Alone, RoundInfo
+from shoal.optim.methods import ALONE
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
@@ -84,7 +85,7 @@ def train_alone(settings: Settings, trainer: Trainer, stop: Callable[[], bool]) 
     own.zero_grad()
     for state in own.inner.state.values():
         state.clear()
-    alone = Trainer(make_task(settings), OuterSettings(method="none"), train, own=train, device=trainer.device)
+    alone = Trainer(make_task(settings), OuterSettings(method=ALONE), train, own=train, device=trainer.device)
     alone.connect(Alone(), "alone", trainer.shard)
     try:
         alone.run(stop=stop)
@@ -286,7 +287,7 @@ class TrainingNode:
     def _swarm_state(self, model: str, *, came_from_elsewhere: bool) -> State | None:
         """Fetch the swarm's weights; None if all begin from those of its random seed, or if this node shares no weights."""
         # A node that shares rollouts and no weights may have another model, and starts from its own weights.
-        if self.options.link is None or (self.settings.task.hooks == RL and self.settings.outer.method == "none"):
+        if self.options.link is None or (self.settings.task.hooks == RL and self.settings.outer.alone):
             return None
         state = catch_up(self.membership, model, self.trainer.whole)
         if state is None and came_from_elsewhere:
@@ -431,7 +432,7 @@ class TrainingNode:
         for line in rejections(report.rejected, members):
             self.display.message(line)
         result.suspicious += rejected
-        result.pairs_none += partner is None and not rejected and self.settings.outer.method != "none"
+        result.pairs_none += not (partner or rejected or self.settings.outer.alone)
         opt, loss = self.trainer.whole, self.trainer.round_loss()
         named, weights = member.name if member is not None else partner, resume.digest_of(opt, info.key.fragment)
         record = RoundRecord.of(info, report, opt, self._rates, partner=named, loss=loss, weights=weights)

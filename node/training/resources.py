@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shoal.node.console import free_memory
+from shoal.optim.methods import DEFAULT, METHODS
 from shoal.swarm.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -19,14 +20,6 @@ GB = 10**9
 POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
 _INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
 EXCESS = 1.2  # between the planned memory of a device and what is held: beyond it the plan was wrong
-_EXCHANGE = {"noloco": 1, "local": 1, "diloco": 1, "diloco-hb": 1, "none": 0, "sparta": 0.1}
-"""Of the slow weights' size, what an exchange takes: the partner's contribution, in which the mean is computed."""
-_OTHER_EXCHANGE = 2.0
-"""The same with the other methods, whose own contribution is held too."""
-_STATE = {
-    "noloco": 1, "gasloc": 1, "diloco": 1, "diloco-hb": 1, "streaming": 1, "decoupled": 1, "eager": 3, "co2": 2, "sparseloco": 1
-}  # fmt: skip
-"""Of the slow weights' size, what the outer rule and the codec remember."""
 
 
 class MemoryBudgetError(ShoalError):
@@ -48,7 +41,7 @@ def check(
     parameters: Sequence[Tensor],
     log: Callable[[str], None] = lambda text: None,
     *,
-    method: str = "noloco",
+    method: str = DEFAULT,
     slow_here: bool = True,
     device: str | None = None,
     working: int = 0,
@@ -68,14 +61,14 @@ def check(
     here = sum(_bytes([parameter]) for place, parameter in places if place == "cpu")
     slow = 4 * sum(parameter.numel() for parameter in parameters)
     staged = 4 * sum(parameter.numel() for place, parameter in places if place != "cpu" or parameter.itemsize < 4)
-    outer = slow * (1 + _STATE.get(method, 0)) + staged
+    outer = int(slow * (1 + METHODS[method].state)) + staged
     parts = {
         "it holds": held(),
         "model": model,
         "gradients": here,
         "inner optimizer": _INNER * here,
         "outer optimizer": outer if slow_here else 0,
-        "exchange": int(_EXCHANGE.get(method, _OTHER_EXCHANGE) * slow),
+        "exchange": int(METHODS[method].exchange * slow),
         "queues": sum(shares(gigabytes)),
         "batch": working if device == "cpu" else 0,
     }
@@ -141,8 +134,8 @@ class DevicePlan:
         self._computing, self._averaging = {"others' parts": gathered}, dict[str, int]()
         """What is taken beside the gradients, with the activations, and when these are gone."""
         if slow_there:
-            self.lasting["slow weights"] = slow * (1 + _STATE.get(method, 0) + staged)
-            self._averaging["exchange"] = int(_EXCHANGE.get(method, _OTHER_EXCHANGE) * slow)
+            self.lasting["slow weights"] = int(slow * (1 + METHODS[method].state + staged))
+            self._averaging["exchange"] = int(METHODS[method].exchange * slow)
         elif staged:
             self._averaging["staging"] = 4 * max(parameter.numel() for parameter in trained)
         if tries:

@@ -28,7 +28,7 @@ from shoal.node.training.inner_step import TrainingError as TrainingError
 from shoal.node.training.loader import Loader
 from shoal.node.training.resources import DevicePlan
 from shoal.node.training.throughput import FlopCount, Throughput, repeated
-from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo, method_named
+from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
 from shoal.optim.device import copies_beside
 from shoal.optim.inner import repeated_blocks
 from shoal.swarm.manifest import OuterSettings, TrainSettings
@@ -272,7 +272,7 @@ class Trainer:
 
     def connect(self, exchange: Exchange, run: str, shard: Shard) -> None:
         """Set the exchange (the method ``none`` uses none), the run's id and the part of the data."""
-        if self.outer.method != "none":
+        if not self.outer.alone:
             self.opt.exchange = exchange
         self.opt.run, self.shard = run, shard
         self._load(iterator_of(self.task.batches(shard), shard))
@@ -296,7 +296,7 @@ class Trainer:
 
         None if it is not finite, which is logged: training goes on, and ends by itself if its own loss is not finite either.
         """
-        with self.opt.averaged() if method_named(self.outer.method).slow else nullcontext(), self.inner_step.autocast():
+        with self.opt.averaged() if self.outer.row.slow else nullcontext(), self.inner_step.autocast():
             loss = self.layout.evaluated(lambda: float(self.task.evaluate(self.model)))
         if math.isfinite(loss):
             return loss
@@ -337,7 +337,7 @@ class Trainer:
     def finish(self) -> None:
         """Take what the exchanges in flight bring, and the mean at the end if the swarm wants one."""
         # Without averaging a last round would lose the steps since the one before.
-        self.opt.finish(average=self.outer.finish == "average" and self.outer.method != "none")
+        self.opt.finish(average=self.outer.finish == "average" and not self.outer.alone)
 
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due."""

@@ -18,8 +18,8 @@ from torch import Tensor
 from shoal.optim.codecs.base import Codec, Rejectable, Resendable, Shape
 from shoal.optim.exchange.base import Handle, Mean, RoundKey
 from shoal.optim.outer.inner import SETTINGS, AveragedBuffers, OuterGroups, Parts, Wrapper
+from shoal.optim.outer.rule import START, KeepsFast, RoundContext, Rule, State
 from shoal.optim.outer.weights import ModelWeights
-from shoal.optim.rules.base import START, KeepsFast, RoundContext, Rule, State
 from shoal.optim.schedule import AutoLag, Delayed, Schedule
 
 Given = Mapping[str, Sequence[Tensor]]

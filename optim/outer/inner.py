@@ -20,8 +20,8 @@ from torch.optim.optimizer import ParamsT
 
 from shoal.optim.device import wide
 from shoal.optim.exchange.base import Exchange
+from shoal.optim.outer.rule import RoundContext, Rule, State
 from shoal.optim.outer.weights import local
-from shoal.optim.rules.base import RoundContext, Rule, State
 
 Inner = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """An optimizer, or several of different parameters."""

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import FLOAT32, Codec
 from shoal.optim.exchange.base import Alone, Contribution, Exchange, Handle, OnDemand, RoundKey
-from shoal.optim.outer.fragments import Fragment, Weight, equal, positions
+from shoal.optim.outer.fragments import Fragment, Weight, equal, even, positions, possible, strided
 from shoal.optim.outer.in_flight import InFlight, RoundInfo
 from shoal.optim.outer.inner import (
     AveragedBuffers,
@@ -39,12 +39,31 @@ from shoal.optim.outer.inner import (
     trained,
 )
 from shoal.optim.outer.rounds import OuterRounds
+from shoal.optim.outer.rule import START, Rule, State, assign
 from shoal.optim.outer.weights import ModelWeights, Processes
-from shoal.optim.rules.base import START, Rule, State, assign
 from shoal.optim.schedule import AutoLag, Delayed, Every, RoundLength, Schedule, Steps, Streaming
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+Fragments = int | Sequence[Fragment]
+"""A number of fragments, or the modules or parameters of each."""
+
+
+class Options(TypedDict, total=False):
+    """Arguments that every method takes; see ``OuterOptimizer``."""
+
+    codec: Codec
+    run: str
+    slow_device: torch.device | str | Path
+    on_round: Callable[[RoundInfo], None] | None
+    weight: float | Weight
+    length: RoundLength | None
+    buffers: Literal["ignore", "average"]
+    model: nn.Module | None
+    exclude: Exclude
+    ranks: Processes | None
 
 
 class OuterOptimizer(OuterRounds):
@@ -372,3 +391,22 @@ def _length(opt: OuterOptimizer) -> str:
     """Return the kind of the length, and its number if it is one; a function of seconds gives all peers the same."""
     public = {name: value for name, value in vars(opt.length).items() if not name.startswith("_")}
     return " ".join([_name(opt.length), *(f"{value:g}" for value in public.values() if not callable(value))])
+
+
+def averaged_parameters(inner: Inner, exchange: Exchange, options: Options) -> list[Tensor]:
+    """Return the parameters that an optimizer with these options averages, in its order."""
+    return trained(inner, exchange, excluded(options.get("exclude", ()), inner, options.get("model")))
+
+
+def cut(fragments: Fragments, inner: Inner, exchange: Exchange, options: Options) -> Sequence[Fragment] | None:
+    """Return the parameters of each fragment, None for one: as the exchange has them, if it states that number of them."""
+    if not isinstance(fragments, int):
+        parameters = averaged_parameters(inner, exchange, options)
+        return [[parameters[at] for at in part] for part in positions(fragments, parameters)]
+    if fragments == 1:
+        return None
+    if len(exchange.fragments) == fragments:
+        return exchange.fragments
+    model, parameters = options.get("model"), averaged_parameters(inner, exchange, options)
+    fragments = possible(fragments, model, parameters)
+    return even(parameters, fragments) if model is None else strided(model, fragments, parameters)

@@ -33,9 +33,9 @@ from shoal.optim.exchange.base import (
 from shoal.optim.outer.fragments import Weight
 from shoal.optim.outer.in_flight import PendingExchange, RoundInfo, Sent
 from shoal.optim.outer.inner import apply_mean, contribution_of
+from shoal.optim.outer.rule import AveragesEvenly, KeepsFast, RoundContext, State, assign
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weights import distance
-from shoal.optim.rules.base import AveragesEvenly, KeepsFast, RoundContext, State, assign
 from shoal.optim.schedule import Apply, Send
 
 logger = logging.getLogger(__name__)

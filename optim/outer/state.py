@@ -23,8 +23,8 @@ from shoal.optim.outer.in_flight import (
     settings_of,
 )
 from shoal.optim.outer.inner import SETTINGS, Stepped, all_parameters
+from shoal.optim.outer.rule import START, Anchored, State, assign, kind_of, same_memory
 from shoal.optim.outer.torch_form import TorchForm
-from shoal.optim.rules.base import START, Anchored, State, assign, kind_of, same_memory
 from shoal.optim.schedule import RoundLength
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shoal.optim.codecs.base import Shape, alike
 from shoal.optim.device import copies_beside, pinned_bytes, pinned_like, to_host, wait_for
 from shoal.optim.exchange.base import Exchange
-from shoal.optim.rules.base import State
+from shoal.optim.outer.rule import State
 from shoal.optim.schedule import RoundLength
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from shoal.optim.codecs.base import Shape
 from shoal.optim.outer.in_flight import Record, check_given, check_keys, check_record, groups_of
+from shoal.optim.outer.rule import State
 from shoal.optim.outer.state import OuterState
 from shoal.optim.ranks.group import RankFailed, RankGroup, RankLost, RankWeights, cut_like
-from shoal.optim.rules.base import State
 
 if TYPE_CHECKING:
     from shoal.optim.outer.optimizer import OuterOptimizer

@@ -37,9 +37,9 @@ from shoal.optim.exchange.base import (
     Mean,
     RoundKey,
 )
+from shoal.optim.outer.rule import SendsValues
 from shoal.optim.outer.state import OuterState
 from shoal.optim.ranks.group import RankGroup, RankWeights, in_thread
-from shoal.optim.rules.base import SendsValues
 from shoal.optim.schedule import RoundLength, Schedule, Steps
 
 

@@ -15,6 +15,8 @@ roots lie inside the unit circle. AdamW's steps are not linear, so this is a gui
 Rules for means that arrive a whole round late, while the next round is computed: CO2-style and eager updates.
 
 Under ``Delayed`` each round ends with: wait for the mean of the round before, send the own displacement of this round, then apply.
+
+Below the rules are the optimizers made of them, with documented defaults; ``Options`` are the arguments that all methods share.
 """
 
 from __future__ import annotations
@@ -23,13 +25,24 @@ import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from shoal.optim.exchange.base import OnDemand, differences
-from shoal.optim.rules.base import START, RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+from shoal.optim.codecs.base import Codec
+from shoal.optim.codecs.error_feedback import ErrorFeedback
+from shoal.optim.codecs.topk import TopK2Codec
+from shoal.optim.exchange.base import Exchange, OnDemand, differences
+from shoal.optim.methods import DEFAULT_LAG
+from shoal.optim.outer.fragments import by_rate, positions
+from shoal.optim.outer.inner import Inner
+from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, averaged_parameters, cut
+from shoal.optim.outer.rule import START, RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+from shoal.optim.schedule import Delayed, Every, Lag, Streaming
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -355,3 +368,163 @@ class EagerRule:
         outer_step(slow, gradients, state, self.lr, self.momentum, self.nesterov)
         assign(fast, slow)
         assign(state[START], slow)
+
+
+class DiLoCo(OuterOptimizer):
+    """DiLoCo (2311.08105); ``nesterov=False`` is its heavy-ball form (``DiLoCoRule``).
+
+    The paper's outer momentum is 0.9; the default ended lower in what was measured, in 10 to 300 rounds (docs/methods.md). For
+    one peer it is SNOO, without momentum Lookahead. The best lr rises with the number of peers (2503.09799: 0.4 for 1, 0.6 for
+    2 to 4, 0.8 for 8); a short ``every`` requires less momentum.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        every: int = 500,
+        lr: float = 0.7,
+        momentum: float = 0.6,
+        nesterov: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        warn_if_unstable(lr, momentum, 0, nesterov=nesterov)
+        super().__init__(inner, exchange, rule=DiLoCoRule(lr, momentum, nesterov), schedule=Every(every), **options)
+
+
+class StreamingDiLoCo(OuterOptimizer):
+    """Streaming DiLoCo (2501.18512): one fragment at a time, applied ``lag`` inner steps after it was sent (``Streaming``).
+
+    ``fragments``: their number, to cut ``model`` strided by layer (the paper: three layers in each; at most one fragment a layer),
+    or a list of modules (or of lists of modules and parameters), the same on all peers. Without ``model`` (on all peers) that
+    number of lists of about equally many values, whatever the layer. Each fragment has its own momentum.
+    Evaluate within ``averaged()``: the slow weights are better than any peer's fast ones.
+    ``lag``: by default as found by ``AutoLag``, at least 1. ``mix``: "keep" is ours, and all that was learnt while the mean was on
+    its way stays, of which 0.5, the paper's, loses half, and 0, that of public code (torchft, MaxText), all. The paper's lr is 0.4,
+    its momentum 0.9 and its lag 1 (from memory); the defaults here differ by what was measured: docs/methods.md.
+    After a failed exchange the fast weights are kept (torchft discards the round).
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        every: int = 100,
+        fragments: Fragments = 4,
+        lag: Lag = DEFAULT_LAG,
+        mix: float | Literal["keep"] = "keep",
+        lr: float = 0.7,
+        momentum: float = 0.6,
+        **options: Unpack[Options],
+    ) -> None:
+        parts = cut(fragments, inner, exchange, options)
+        warn_if_unstable(lr, momentum, 0, nesterov=True)
+        schedule = Streaming(every, len(parts) if parts else 1, lag)
+        super().__init__(inner, exchange, rule=DiLoCoRule(lr, momentum, mix=mix), schedule=schedule, fragments=parts, **options)
+
+
+class DecoupledDiLoCo(OuterOptimizer):
+    """Decoupled DiLoCo (2604.21428): fragments, the RDA merge, weights tokens^2 / steps (``DecoupledRule``).
+
+    Call ``count(tokens)`` each step. Quorum and grace window belong to the exchange. ``plain``: parameters merged by a plain mean
+    (embeddings). lr is that of reimplementations, whose momentum is 0.9 (docs/methods.md has what was measured);
+    the paper's outer lr was not available to us.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        every: int = 24,
+        fragments: Fragments = 24,
+        lag: Lag = DEFAULT_LAG,
+        lr: float = 0.7,
+        momentum: float = 0.6,
+        plain: Sequence[Tensor] = (),
+        **options: Unpack[Options],
+    ) -> None:
+        parts = cut(fragments, inner, exchange, options)
+        parameters = averaged_parameters(inner, exchange, options)
+        marked = {id(parameter) for parameter in plain}
+        places = frozenset(
+            (number, position)
+            for number, part in enumerate(positions(parts or [parameters], parameters))
+            for position, index in enumerate(part)
+            if id(parameters[index]) in marked
+        )
+        warn_if_unstable(lr, momentum, 0, nesterov=True)
+        schedule = Streaming(every, len(parts) if parts else 1, lag)
+        options.setdefault("weight", by_rate)
+        super().__init__(inner, exchange, rule=DecoupledRule(lr, momentum, places), schedule=schedule, fragments=parts, **options)
+
+
+class Eager(OuterOptimizer):
+    """Eager updates (2502.12996): the exchange takes a whole round; the own displacement is applied at once (``EagerRule``).
+
+    The paper's outer settings were not available to us. These are stable for any number of peers; momentum 0.9 is not.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        every: int = 30,
+        lr: float = 0.4,
+        momentum: float = 0.6,
+        nesterov: bool = True,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(inner, exchange, rule=EagerRule(lr, momentum, nesterov), schedule=Delayed(every), **options)
+
+
+class CO2(OuterOptimizer):
+    """The CO2-style method (2401.16265): an exchange takes a whole round; heavy ball with staleness penalty (``CO2Rule``).
+
+    Defaults from the official code: 48 steps and lr 1 (fairscale), momentum 0.2 and clip 1 (its language-model script; fairscale
+    has 0.5 and none). Its penalty is 1; ours is gap-aware.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        every: int = 48,
+        lr: float = 1.0,
+        momentum: float = 0.2,
+        penalty: float | None = None,
+        clip: float | None = 1.0,
+        keep: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        # In the steady state of the gap-aware penalty L = 1 + lr / (L (1 - momentum)): its least damping of a lasting motion.
+        damping = penalty if penalty is not None else (1 + (1 + 4 * lr / max(1 - momentum, 1e-9)) ** 0.5) / 2
+        rule = CO2Rule(lr, momentum, penalty, clip, keep)
+        warn_if_unstable(lr / damping, momentum, 1, nesterov=False)
+        super().__init__(inner, exchange, rule=rule, schedule=Delayed(every), **options)
+
+
+class SparseLoCo(DiLoCo):
+    """SparseLoCo (2508.15706): SGD on the mean of sparse pseudo-gradients; ``codec`` selects, quantises and feeds back errors.
+
+    There is no outer momentum: the residual plays its role. (The file of that name by NoLoCo's authors has both.)
+    ``codec=None`` is the paper's top-k in chunks with 2 bits a value, whose residual fades by 0.95 a round. Its mean divides by the
+    number of peers; that of the authors' production code, ``codec_named("topk2-senders+ef:0.95")``, by those that sent an index.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        codec: Codec | None = None,
+        every: int = 30,
+        lr: float = 1.0,
+        **options: Any,
+    ) -> None:
+        options["codec"] = codec or ErrorFeedback(TopK2Codec(), 0.95)
+        super().__init__(inner, exchange, every=every, lr=lr, momentum=0.0, **options)

@@ -6,6 +6,8 @@ the same formula, with the contribution as it was sent, and the fast weights kee
     fast <- fast + (slow - fast as sent)        which without a lag is        fast <- slow
 
 SPARTA (openreview stFPf3gzq1): averaging of a small random part of the parameters every few steps.
+
+Below the rules are the optimizers made of them, with documented defaults; ``Options`` are the arguments that all methods share.
 """
 
 from __future__ import annotations
@@ -15,14 +17,24 @@ import itertools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from shoal.optim.codecs.base import FLOAT32, check_sends_weights
 from shoal.optim.device import to_device
-from shoal.optim.exchange.base import OnDemand, RoundKey
-from shoal.optim.rules.base import RoundContext, State, assign, check_rate_and_momentum, move_on, zeros
+from shoal.optim.exchange.base import Exchange, OnDemand, RoundKey
+from shoal.optim.methods import DEFAULT_LAG, OVERLAPPED
+from shoal.optim.outer.fragments import equal
+from shoal.optim.outer.inner import Inner
+from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, cut
+from shoal.optim.outer.rule import RoundContext, Rule, State, assign, check_rate_and_momentum, move_on, zeros
+from shoal.optim.rules.diloco import warn_if_unstable
+from shoal.optim.schedule import Every, Lag, Streaming
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -263,3 +275,111 @@ class SpartaRule:
         parts = zip(cuts, cuts[1:], begins, tensors, strict=False)
         found = [flat[first:last] - begin if tensor.numel() else flat[:0] for first, last, begin, tensor in parts]
         return to_device(found, tensors[0].device)
+
+
+class _Gossip(OuterOptimizer):
+    """Method that sends whole weights, overlapped or not, to a partner of each round."""
+
+    def __init__(
+        self, inner: Inner, exchange: Exchange, rule: Rule, every: int, fragments: Fragments | None, lag: Lag, options: Options
+    ) -> None:
+        check_sends_weights(options.get("codec", FLOAT32), type(self).__name__)
+        if fragments is None:  # as the exchange has them, or one if means are applied at once
+            fragments = len(exchange.fragments) if exchange.fragments else min(OVERLAPPED, max(every, 1)) if lag else 1
+        parts = cut(fragments, inner, exchange, options)
+        schedule = Streaming(every, len(parts) if parts else 1, lag) if parts or lag else Every(every)
+        super().__init__(inner, exchange, rule=rule, schedule=schedule, fragments=parts, **options)
+
+
+class NoLoCo(_Gossip):
+    """NoLoCo (2506.10911), which averages with one random peer every ``every`` inner steps (``NoLoCoRule``).
+
+    With a ``lag`` nobody waits: the model is sent in ``fragments`` (4 by default), one after another and each to a partner of its
+    own, and a mean is applied ``lag`` inner steps after it was sent; the fast weights keep what was learnt since. "auto": as soon
+    as it is there (``AutoLag``), which may differ between peers. lag 0: the whole model (unless in ``fragments``), waited for.
+
+    The paper's rate and momentum are 0.7 and 0.5; the defaults ended lower in what was measured (docs/methods.md). ``pull=None``
+    means equal to ``lr``: then one tensor per parameter is sent, unless peers have different weights (``weight`` given), which
+    takes two: the pseudo-gradients are weighted, the pull is not.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        every: int = 50,
+        lr: float = 1.0,
+        momentum: float = 0.3,
+        pull: float | None = None,
+        fragments: Fragments | None = None,
+        lag: Lag = DEFAULT_LAG,
+        **options: Unpack[Options],
+    ) -> None:
+        rule = NoLoCoRule(lr, momentum, pull, weighted=options.get("weight", equal) is not equal)
+        warn_if_unstable(lr, momentum, 0, nesterov=False)
+        super().__init__(inner, exchange, rule, every, fragments, lag, options)
+
+
+class LocalSGD(_Gossip):
+    """Local SGD / FedAvg, which replaces the weights by their mean over the group every ``every`` inner steps.
+
+    With different weights (``weight`` given) the pseudo-gradients are weighted and the slow weights are not, so that the mean
+    over all peers is conserved when they average in pairs. That is NoLoCo with lr 1, pull 1 and no momentum, and takes two
+    tensors. If the group is everyone, all start equal, and ``DiLoCo(lr=1, momentum=0)`` is the same with one tensor.
+    ``fragments`` and ``lag`` as in ``NoLoCo``.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        every: int = 50,
+        fragments: Fragments | None = None,
+        lag: Lag = DEFAULT_LAG,
+        **options: Unpack[Options],
+    ) -> None:
+        weighted = options.get("weight", equal) is not equal
+        rule = NoLoCoRule(1.0, 0.0, 1.0, weighted=True) if weighted else LocalSGDRule()
+        super().__init__(inner, exchange, rule, every, fragments, lag, options)
+
+
+class GASLoC(_Gossip):
+    """GASLoC (2606.11081): gossip with momentum on the outer iterate (``GASLoCRule``).
+
+    The defaults are those of NoLoCo's paper; its own paper's were not available to us. ``fragments`` and ``lag`` as in ``NoLoCo``.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        every: int = 50,
+        lr: float = 0.7,
+        momentum: float = 0.5,
+        mix: float = 1.0,
+        fragments: Fragments | None = None,
+        lag: Lag = DEFAULT_LAG,
+        **options: Unpack[Options],
+    ) -> None:
+        warn_if_unstable(lr, momentum, 0, nesterov=True)
+        rule = GASLoCRule(lr, momentum, mix)
+        super().__init__(inner, exchange, rule, every, fragments, lag, options)
+
+
+class SPARTA(OuterOptimizer):
+    """SPARTA, which averages a random ``part`` of the parameters every ``every`` inner steps (``SpartaRule``)."""
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        every: int = 1,
+        part: float = 0.005,
+        **options: Unpack[Options],
+    ) -> None:
+        check_sends_weights(options.get("codec", FLOAT32), "SPARTA")
+        super().__init__(inner, exchange, rule=SpartaRule(part), schedule=Every(every), **options)

@@ -301,7 +301,7 @@ class StatusReporter:
         with self._lock:
             self._rounds.append(done)
             self._note_projection(round, projection)
-            self._faults["no-partner"] += not others and not odd and self._membership.manifest.outer.method != "none"
+            self._faults["no-partner"] += not (others or odd or self._membership.manifest.outer.alone)
             self._faults["refused"] += suspicious
         self._publisher.hint()
 

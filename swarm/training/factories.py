@@ -34,7 +34,6 @@ from shoal.optim import (
     by_tokens,
     codec_named,
     equal,
-    method_named,
 )
 from shoal.optim.device import Beside, current_device
 from shoal.optim.outer.inner import Inner
@@ -54,10 +53,9 @@ TRIAL_S = 20.0  # that a partner may take to try a contribution on data
 
 
 def make_screen(outer: OuterSettings) -> DistanceScreen:
-    sends = method_named(outer.method).sends
     if outer.robust == "distance":
-        return DistanceScreen(sends=sends)
-    return DistanceScreen(robust=outer.robust, suspect=0.0, sends=sends)
+        return DistanceScreen(sends=outer.row.sends)
+    return DistanceScreen(robust=outer.robust, suspect=0.0, sends=outer.row.sends)
 
 
 def make_exchange(
@@ -80,14 +78,13 @@ def make_exchange(
     )  # fmt: skip
     trial = TRIAL_S if outer.check_loss else 0.0
     timeouts = ExchangeTimeouts(outer.wait_s, trial=trial)
-    if method_named(outer.method).group == "everyone":
+    if outer.row.group == "everyone":
         return GroupExchange(
             context,
             timeouts,
             fragments=fragments,
             max_group=MAX_GROUP,
-            # A mask belongs to its round: in another one the others would send other values.
-            follow=outer.method != "sparta",
+            follow=outer.row.follows,
             screen=screen,
         )
     return PairExchange(context, timeouts, fragments=fragments, overlap=overlap, departed=directory.departed, screen=screen)
@@ -114,8 +111,8 @@ def make_outer(
 
     OuterError if they cannot be used, as some show only with the model.
     """
-    method = method_named(settings.method)
-    options: dict[str, Any] = {"codec": codec_named(settings.codec or method.codec.name)}
+    method = settings.row
+    options: dict[str, Any] = {"codec": codec_named(settings.codec or method.codec)}
     if settings.weighing != method.weights:
         options["weight"] = WEIGHTS[settings.weighing]
     if fragments:

@@ -558,7 +558,7 @@ def join(
         membership = members.join(key, found, network or NetworkOptions())
         try:
             membership.directory.refresh(READ_S)
-            if membership.manifest.outer.method == "none":
+            if membership.manifest.outer.alone:
                 raise SessionError("The peers of this swarm share no weights (method none): join it with `shoal join`.")
             check_model(membership, model_digest(params), [tuple(p.shape) for p in params])
         except BaseException:

@@ -90,7 +90,7 @@ def new_swarm(
             averaging = averaging.fitted(possible(averaging.fragments or 1, model, params))
             number = averaging.fragments or 1
             parts = _cut(even(params, number), params) if model is None and number > 1 else []
-        if averaging.method == "none":
+        if averaging.alone:
             raise SessionError("The method 'none' averages with no peer, so it needs no swarm: leave it out, or choose another.")
         manifest = Manifest(
             created=time.time(),

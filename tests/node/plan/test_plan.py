@@ -9,12 +9,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shoal.node import plan as table
 from shoal.node.cli.main import cli
 from shoal.node.commands import plan as command
 from shoal.node.commands.plan import Measured, PlanError, measured_line, plan
 from shoal.node.config.settings import load
-from shoal.node.plan import FIXED_BYTES, OVERLAPPED, WAITING, advise, amount, choices, rows, work_of
+from shoal.node.plan import FIXED_BYTES, advise, amount, choices, rows, work_of
 from shoal.optim import METHODS, Alone
 from shoal.optim.schedule import Delayed
 from shoal.swarm.access import Link
@@ -94,7 +93,6 @@ def test_what_is_applied_a_round_late_is_what_the_methods_make_so():
     def late(name):
         return isinstance(METHODS[name].make(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]), Alone()).schedule, Delayed)
 
-    assert {name for name in METHODS if late(name)} == set(table.DELAYED)
     for name in METHODS:
         work = work_of(OuterSettings(method=name), params=1000, peers=2, step_s=1.0)
         assert (work.lag == work.every) == late(name) or work.every == 1
@@ -111,18 +109,19 @@ def test_groups_sum_what_the_exchange_sums():
 def test_memory_is_what_was_measured():
     runs = [json.loads(text) for text in MEASURED.read_text().splitlines()]
     of_all = [row for run in runs if run.get("setting") == "no newcomer" for row in run["rows"] if not row["offload"]]
-    for known, lag in ((WAITING, "0"), (OVERLAPPED, "")):  # "": the lag that nodes find; rows of before there was one have lag 0
+    for late, lag in enumerate(("0", "")):  # "": the lag that nodes find; rows of before there was one have lag 0
         measured = {}
         for row in sorted(
             (row for row in of_all if row.get("lag", "0") == lag), key=lambda row: row["params"]
         ):  # the largest counts
             measured[row["method"]] = row["bytes_per_parameter"] - FIXED_BYTES / row["params"]
+        known = {name: method.measured[late] for name, method in METHODS.items() if method.measured[late]}
         assert {name: round(value, 1) for name, value in measured.items()} == known
     for method in ("noloco", "co2"):
         rows = [row for row in of(method) if not row.blocks and row.outer.codec != "mod4"]
-        assert {row.memory for row in rows} == {FIXED_BYTES + OVERLAPPED[method] * 135_000_000}
+        assert {row.memory for row in rows} == {FIXED_BYTES + METHODS[method].measured[1] * 135_000_000}
     rows = [row for row in of("noloco") if row.blocks and row.outer.codec != "mod4"]
-    assert {row.memory for row in rows} == {FIXED_BYTES + WAITING["noloco"] * 135_000_000}
+    assert {row.memory for row in rows} == {FIXED_BYTES + METHODS["noloco"].measured[0] * 135_000_000}
     assert {row.memory for row in [*of("decoupled"), *(row for row in of("noloco") if row.outer.codec == "mod4")]} == {None}
 
 

@@ -107,7 +107,7 @@ def test_settings_not_given_are_the_methods_own(name):
     resolved = made(OuterSettings.model_validate_json(written))
     for opt in (ours, resolved):
         assert (opt.rule, opt.schedule, opt.weight) == (theirs.rule, theirs.schedule, theirs.weight)
-        assert opt.codec.name == method_named(name).codec.name
+        assert opt.codec.name == method_named(name).codec
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -5,8 +5,10 @@ import inspect
 import pytest
 import torch
 
-from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo, OuterOptimizer, codec_named, method_named, methods, methods_with
-from shoal.optim.methods import GOSSIP_LAG
+from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo, OuterOptimizer, codec_named, method_named, methods_with
+from shoal.optim.methods import DEFAULT_LAG
+from shoal.optim.rules import diloco, gossip
+from shoal.optim.schedule import Delayed, Streaming
 
 SIGN, BF16 = codec_named("sign"), codec_named("bfloat16")
 
@@ -18,10 +20,29 @@ def pieces():
 
 
 def test_every_method_is_a_class_in_the_table():
-    classes = {
-        c for c in vars(methods).values() if inspect.isclass(c) and issubclass(c, OuterOptimizer) and c is not OuterOptimizer
-    }
-    assert classes == {method.optimizer for method in METHODS.values()}
+    named = {**vars(gossip), **vars(diloco)}
+    classes = {c for name, c in named.items() if inspect.isclass(c) and issubclass(c, OuterOptimizer) and not name.startswith("_")}
+    assert classes - {OuterOptimizer} == {method.optimizer for method in METHODS.values()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_its_row_says_how_it_is_scheduled(name):
+    model, inner = pieces()
+    method = method_named(name)
+    made = method.make(inner, Alone(), model=model).schedule
+    assert method.schedule == ("overlaps" if isinstance(made, Streaming) else "delayed" if isinstance(made, Delayed) else "waits")
+    assert (method.schedule == "overlaps") == ("lag" in method.knobs) == ("fragments" in method.knobs)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_its_row_says_what_its_rule_and_codec_remember(name):
+    """In times the slow weights: `shoal.node.training.resources` sums the memory of a node by it, before there is a state."""
+    model, inner = pieces()
+    method = method_named(name)
+    opt = method.make(inner, Alone(), model=model)
+    remembered = sum(tensor.numel() for tensors in opt.rule_state.values() for tensor in tensors if tensor.ndim)
+    residual = codec_named(method.codec).name.partition("+")[1] == "+"
+    assert method.state == remembered / sum(slow.numel() for slow in opt.slow) + residual
 
 
 def test_an_optimizer_is_of_the_class_that_made_it():
@@ -59,14 +80,15 @@ def test_its_own_codec_is_the_one_it_uses(name):
     model, inner = pieces()
     method = method_named(name)
     opt = method.make(inner, Alone(), model=model)
-    assert opt.codec.name == ("float32" if method.group == "pair" else method.codec.name)  # mod4 needs an exchange of pairs
-    assert codec_named(method.codec.name).name == method.codec.name
-    assert opt.codec is not method.codec or opt.codec.fresh() is opt.codec  # a memory is nobody else's
+    assert opt.codec.name == ("float32" if method.group == "pair" else method.codec)  # mod4 needs an exchange of pairs
+    assert codec_named(method.codec).name == method.codec
+    again = method.make(inner, Alone(), model=model).codec
+    assert opt.codec is not again or opt.codec.fresh() is opt.codec  # a memory is nobody else's
 
 
 def test_knobs_are_those_of_the_factories():
     assert method_named("noloco").knobs == {
-        "every": 50, "lr": 1.0, "momentum": 0.3, "pull": None, "fragments": None, "lag": GOSSIP_LAG,
+        "every": 50, "lr": 1.0, "momentum": 0.3, "pull": None, "fragments": None, "lag": DEFAULT_LAG,
     }  # fmt: skip
     assert method_named("diloco").knobs == {"every": 500, "lr": 0.7, "momentum": 0.6, "nesterov": True}
     assert method_named("sparseloco").knobs == {"every": 30, "lr": 1.0}

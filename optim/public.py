@@ -1,0 +1,32 @@
+"""Public names of `shoal.optim` that come with torch; those of the rules' modules are all that these define."""
+
+from shoal.optim.codecs.adaptive import AutoCodec
+from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
+from shoal.optim.codecs.error_feedback import ErrorFeedback
+from shoal.optim.codecs.registry import E3M0, INT8, SIGN, TOPK2, codec_named
+from shoal.optim.exchange.base import (
+    Alone,
+    Contribution,
+    Exchange,
+    Handle,
+    Mean,
+    RoundKey,
+    candidates,
+    groups,
+    order,
+    partner_of,
+    weighted_mean,
+)
+from shoal.optim.exchange.distributed import Distributed
+from shoal.optim.exchange.simulation import Faults, Simulation
+from shoal.optim.inner import hidden_matrices, muon
+from shoal.optim.methods import METHODS, Method, method_named, methods_with
+from shoal.optim.outer.fragments import by_rate, by_steps, by_tokens, equal, strided
+from shoal.optim.outer.in_flight import RoundInfo
+from shoal.optim.outer.inner import Stepped, float_buffers
+from shoal.optim.outer.optimizer import Options, OuterOptimizer, config_diff
+from shoal.optim.outer.rule import RoundContext, Rule
+from shoal.optim.ranks.ranks import Ranks
+from shoal.optim.rules.diloco import *
+from shoal.optim.rules.gossip import *
+from shoal.optim.schedule import Apply, Delayed, Every, RoundLength, Schedule, Seconds, Send, Steps, Streaming, Tokens
