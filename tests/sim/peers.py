@@ -21,7 +21,7 @@ from shoal.optim.codecs.base import BufferTailCodec
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.exchange.averaging import UpdateScreen
 from shoal.optim.exchange.base import Contribution, Mean, RoundKey
-from shoal.optim.outer.rounds import LASTS
+from shoal.optim.outer.optimizer import LASTS
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import ExchangeHandle
 from shoal.swarm.exchange.group.exchange import GroupExchange

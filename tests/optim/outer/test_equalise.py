@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.optim import METHODS, Faults, Simulation, weighted_mean
-from shoal.optim.outer.rounds import sources
+from shoal.optim.outer.optimizer import sources
 
 PEERS = ["p0", "p1", "p2", "p3"]
 ANCHORED = ["diloco", "diloco-hb", "streaming", "decoupled", "co2", "sparseloco"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.optim import LocalSGD
 from shoal.optim.exchange.base import Exchange, Handle, Mean
-from shoal.optim.outer.rounds import LASTS
+from shoal.optim.outer.optimizer import LASTS
 
 EVERY, FRAGMENTS, STEPS, RATE, OTHER = 6, 3, 40, 0.5, 3.0
 
