@@ -71,7 +71,6 @@ class AutoLag:
         self._arrivals.append(min(max(positions, 1), self.every))
 
     def state(self) -> list[int]:
-        """Return what is remembered, the oldest first."""
         return list(self._arrivals)
 
     def restore(self, arrivals: Sequence[int]) -> None:
@@ -128,7 +127,6 @@ class Every:
         _check_every(self.every)
 
     def at(self, step: int) -> list[Send | Apply]:
-        """Send and apply at each multiple of ``every``."""
         return [Send(0), Apply(0)] if step > 0 and step % self.every == 0 else []
 
 

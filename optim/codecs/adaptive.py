@@ -148,7 +148,6 @@ class AutoCodec:
 
     @property
     def name(self) -> str:
-        """The name that ``codec_named`` parses."""
         return f"auto:{self.bits:g}"
 
     @property
@@ -157,7 +156,6 @@ class AutoCodec:
         return [self.candidates[index].name for index in self._choice]
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        """Return the size of the payload in bytes."""
         return _padded(len(shapes)) + self._budget(shapes)
 
     @torch.no_grad()
@@ -238,7 +236,6 @@ class AutoCodec:
         return tensors
 
     def fresh(self) -> AutoCodec:
-        """Return the same codec without measurements."""
         return AutoCodec(self.bits, self.candidates, self.every)
 
     def state_dict(self) -> dict[str, Any]:

@@ -111,7 +111,6 @@ class Stateless:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError unless the dict is empty."""
         if state_dict:
             raise ValueError(f"a codec without state was given the state of {state_dict.get('codec', 'another')}")
 
@@ -240,7 +239,6 @@ class FloatCodec(Stateless):
 
     @property
     def displacement(self) -> bool:
-        """False: whole weights may be sent."""
         return False
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
@@ -278,11 +276,9 @@ class FloatCodec(Stateless):
         return payload
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
-        """Return ``decode``."""
         return self.decode(payload, shapes)
 
     def check_range(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError for a finite value that is too large for ``dtype``."""
         if (wide := self._too_large(tensors)) is not None:
             raise ValueError(
                 f"a value of {wide:.6g} is too large for {self.name}, which ends at {torch.finfo(self.dtype).max:.6g}: choose "
@@ -356,7 +352,6 @@ class BufferTailCodec:
 
     @property
     def displacement(self) -> bool:
-        """The head codec's value."""
         return self.codec.displacement
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
@@ -384,14 +379,12 @@ class BufferTailCodec:
         return payload
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
-        """Decode head and tail of a payload of one's own."""
         assert isinstance(self.codec, Packs)
         head, tail = self._cut(shapes)
         parts = self.codec.unpacked(payload[: self.codec.nbytes(head)], head, checks)
         return parts + FLOAT32.decode(payload[self._room(head) :].clone(), tail)
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Decode head and tail. ValueError if the size is wrong."""
         if payload.numel() != self.nbytes(shapes):
             raise ValueError(f"payload has {payload.numel()} bytes, these shapes need {self.nbytes(shapes)} in {self.name}")
         head, tail = self._cut(shapes)
@@ -405,7 +398,6 @@ class BufferTailCodec:
         return self.codec.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the head's codec."""
         self.codec.load_state_dict(state_dict)
 
     def _cut(self, shapes: Sequence[Shape]) -> tuple[Sequence[Shape], Sequence[Shape]]:

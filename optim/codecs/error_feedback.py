@@ -55,7 +55,6 @@ class ErrorFeedback:
         return f"{self.codec.name}+ef" + ("" if self.beta == 1 else f":{self.beta:g}")
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        """Return the size of the wrapped codec's payload in bytes."""
         return self.codec.nbytes(shapes)
 
     @torch.no_grad()
@@ -105,7 +104,6 @@ class ErrorFeedback:
         return [torch.add(g, e.to(g.device), alpha=self.beta) for g, e in zip(total, self.error, strict=True)]
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
-        """Decode a payload of one's own as the wrapped codec does."""
         assert isinstance(self.codec, Packs)
         return self.codec.unpacked(payload, shapes, checks)
 
@@ -132,7 +130,6 @@ class ErrorFeedback:
         return self._payload
 
     def accepted(self) -> None:
-        """Note that the last ``encode`` counted."""
         self._payload, self._again = None, False
 
     @torch.no_grad()

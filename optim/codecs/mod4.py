@@ -134,7 +134,6 @@ class Mod4Codec:
         raise ValueError("mod4 is for two peers, each of which reads it by its own weights: choose another codec for groups")
 
     def fresh(self) -> Mod4Codec:
-        """Return the same codec without what it has measured."""
         return Mod4Codec()
 
     def learn(self, sent: PairMessage, read: Reading) -> None:
@@ -175,7 +174,6 @@ class Mod4Codec:
 
     @property
     def pending(self) -> bool:
-        """True between ``post`` and ``accepted`` or ``rejected``."""
         return self._pending
 
     @property

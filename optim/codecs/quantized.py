@@ -252,7 +252,6 @@ class SignCodec(DenseCodec):
     name, width, block = "sign", 1, 1024
 
     def quantise(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Pack one bit a value, 1 for negative."""
         torch.mean(values.abs(), dim=1, out=scales)
         return pack((values < 0).view(torch.uint8).view(-1), self.width)
 

@@ -292,7 +292,6 @@ class Alone(Exchange):
     """Exchange without partners: local training, and the baseline of every comparison."""
 
     def start(self, contribution: Contribution) -> Handle:
-        """Return the handle of an exchange that is over already."""
         return NoPartner()
 
 

@@ -73,7 +73,6 @@ class RoundTicket:
 
     @property
     def label(self) -> str:
-        """The round's name for log messages."""
         return self.name.split(" of ")[0]
 
 

@@ -223,7 +223,6 @@ class Simulation(Generic[T]):
         return TRUSTING if key in self._among else self.screens.get(peer, TRUSTING)
 
     def _compared(self, group: tuple[str, ...], key: RoundKey) -> dict[str, tuple[float, ...]]:
-        """Return the states of those who take the group's mean, if each has one."""
         takers = [peer for peer in group if self._means[key, peer]]
         states = {peer: self._states.get((key, peer), ()) for peer in takers}
         return states if all(states.values()) else {}

@@ -78,13 +78,11 @@ def check_given(
 
 
 def settings_of(rule: Rule) -> dict[str, Any]:
-    """Return the rule's numbers and switches by name."""
     values = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
     return {name: value for name, value in values.items() if value is None or isinstance(value, int | float)}
 
 
 def groups_of(state: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the saved settings of the ``count`` outer parameter groups. ValueError if there were others."""
     groups: list[dict[str, Any]] = state["groups"]
     if len(groups) != count:
         raise ValueError(f"the saved outer state has {len(groups)} parameter groups, this optimizer {count}")

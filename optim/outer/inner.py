@@ -210,7 +210,6 @@ class Wrapper(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the wrapped optimizers."""
         inside = self._inside()
         if len(inside) == 1:
             return inside[0].param_groups
@@ -389,11 +388,9 @@ class OuterGroups(Stepped):
         return [(self._with(tuple(float(values[name]) for name in self._made_with)), list(places)) for values, places in saved]
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return each group without its parameters, to be saved."""
         return [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
 
     def restore(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take over what ``settings`` returned."""
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in saved.items() if name not in SETTINGS or name in self._made_with})
 

@@ -51,7 +51,6 @@ class RoundContext:
 
     @property
     def share(self) -> float:
-        """Share of the own contribution in the mean, in [0, 1]."""
         return self.weight / self.total
 
     def of_owners(self, scalars: Sequence[Tensor]) -> list[Tensor]:
@@ -129,7 +128,6 @@ OUTER_STEP = ("DiLoCo", "Decoupled", "Eager")
 
 
 def kind_of(rule: Rule) -> str:
-    """Return the rule's name in saved state: DiLoCo, NoLoCo and so on."""
     return type(rule).__name__.removesuffix("Rule")
 
 

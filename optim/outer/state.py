@@ -309,7 +309,6 @@ class OuterState(Wrapper):
 
     @property
     def shared_shapes(self) -> dict[str, list[Shape]]:
-        """The shapes of the ``shared`` tensors."""
         return {
             name: [() if tensor.dim() == 0 else shape for tensor, shape in zip(tensors, self.shapes, strict=True)]
             for name, tensors in self.shared.items()
@@ -431,7 +430,6 @@ class OuterState(Wrapper):
 
     @property
     def lag_auto(self) -> bool:
-        """True if this optimizer chooses its ``lag`` itself."""
         return self._auto is not None
 
     def _records(self, copy: bool) -> list[Record]:
@@ -514,6 +512,5 @@ def _copied(tensor: Tensor, copy: bool) -> Tensor:
 
 @torch.no_grad()
 def in_place(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    """Copy the values of ``theirs`` into ``mine``, across devices."""
     for own, their in zip(mine, theirs, strict=True):
         own.copy_(their)

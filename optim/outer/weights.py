@@ -300,7 +300,6 @@ class ModelWeights:
         return local(self.params[index])
 
     def sizes(self, part: Sequence[int]) -> Sequence[int]:
-        """Return ``RoundContext.sizes``."""
         return ()
 
     def agreed(self, value: T) -> T:
@@ -319,7 +318,6 @@ class ModelWeights:
         return projection(self.slow[index] for index in part)
 
     def sketch(self, part: Sequence[int]) -> tuple[float, ...]:
-        """Return the ``sketch`` of the slow weights of ``part``, in all processes."""
         return sketch(self.slow[index] for index in part)
 
     @torch.no_grad()
@@ -383,7 +381,6 @@ class ModelWeights:
         self.restart(self.everything)
 
     def coarse(self, index: int) -> bool:
-        """Return True if the parameter's dtype is narrower than that of the slow weights."""
         return self.params[index].dtype.itemsize < self.slow[index].dtype.itemsize
 
     def rounding_error(self, index: int) -> Tensor:

@@ -109,7 +109,6 @@ class RankGroup:
 
     @property
     def first(self) -> bool:
-        """True for rank 0, which speaks to the swarm."""
         return self.rank == 0
 
     def agreed(self, value: T) -> T:
@@ -175,7 +174,6 @@ class RankGroup:
         return total
 
     def barrier(self) -> None:
-        """Return once all ranks have come here."""
         self.sum(torch.zeros(1, device="cpu"))
 
     def _all(self, work: Callable[[], T]) -> T:
@@ -230,7 +228,6 @@ class RankWeights(ModelWeights):
         super().__init__(params, model, place)
 
     def owns(self, index: int) -> bool:
-        """Return True if this rank has the slow weights of that parameter."""
         return self.owners[index] == self.group.rank
 
     def held(self, index: int) -> Tensor:
@@ -262,11 +259,9 @@ class RankWeights(ModelWeights):
         reshard(self.model)
 
     def sizes(self, part: Sequence[int]) -> Sequence[int]:
-        """Return the number of values of each parameter."""
         return [self.params[index].numel() for index in part]
 
     def agreed(self, value: T) -> T:
-        """Return rank 0's value, on all ranks."""
         return self.group.agreed(value)
 
     def of_owners(self, part: Sequence[int], scalars: Sequence[Tensor]) -> list[Tensor]:

@@ -30,13 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import BufferTailCodec, Shape
-from shoal.optim.exchange.base import (
-    Contribution,
-    Exchange,
-    Handle,
-    Mean,
-    RoundKey,
-)
+from shoal.optim.exchange.base import Contribution, Exchange, Handle, Mean, RoundKey
 from shoal.optim.outer.rule import SendsValues
 from shoal.optim.outer.state import OuterState
 from shoal.optim.ranks.group import RankGroup, RankWeights, in_thread
@@ -167,15 +161,12 @@ class Ranks(RankGroup):
     """The ranks of one peer, for ``OuterOptimizer(ranks=)``. All ranks make it, in the same order."""
 
     def weights(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path) -> RankWeights:
-        """Return this rank's part of the slow weights."""
         return RankWeights(params, model, place, self)
 
     def exchange(self, real: Exchange) -> RankExchange:
-        """Return the exchange of this rank around rank 0's ``real`` one."""
         return RankExchange(self, real)
 
     def length(self, real: RoundLength) -> RoundLength:
-        """Return a length of rounds that rank 0 decides for all."""
         return real if isinstance(real, Steps) else RankLength(self, real)
 
 

@@ -83,7 +83,6 @@ class DiLoCoRule:
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """Take one outer step."""
         keeps = self.mix == "keep" and context.lag > 0
         if keeps:
             for f, s, g in zip(fast, slow, context.sent, strict=True):
@@ -280,7 +279,6 @@ class CO2Rule:
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """Take one outer step, if there is a mean."""
         if context.members == 0:
             return
         gap = self._gap(mean, state, context)
@@ -344,7 +342,6 @@ class EagerRule:
         return state | ({"momentum": zeros(slow)} if self.momentum else {})
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """Return the displacement since the last outer step."""
         return pseudo_gradient(state[START], fast)
 
     def apply(
@@ -517,14 +514,7 @@ class SparseLoCo(DiLoCo):
     """
 
     def __init__(
-        self,
-        inner: Inner,
-        exchange: Exchange,
-        *,
-        codec: Codec | None = None,
-        every: int = 30,
-        lr: float = 1.0,
-        **options: Any,
+        self, inner: Inner, exchange: Exchange, *, codec: Codec | None = None, every: int = 30, lr: float = 1.0, **options: Any
     ) -> None:
         options["codec"] = codec or ErrorFeedback(TopK2Codec(), 0.95)
         super().__init__(inner, exchange, every=every, lr=lr, momentum=0.0, **options)

@@ -85,7 +85,6 @@ class NoLoCoRule:
         return self.gamma == self.lr and not self.weighted
 
     def initial(self, slow: Sequence[Tensor]) -> State:
-        """Return momentum 0."""
         return {"momentum": zeros(slow)}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> OnDemand:
@@ -93,7 +92,6 @@ class NoLoCoRule:
         return OnDemand(fast if self.sends_weights_only else [*slow, *zip(slow, fast, strict=True)])
 
     def even(self, count: int) -> int:
-        """Return the number of tensors of slow weights, if these are sent."""
         return 0 if self.sends_weights_only else count // 2
 
     def apply(
@@ -133,7 +131,6 @@ class LocalSGDRule:
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """Replace slow and fast by the mean."""
         assign(slow, mean)
         if context.lag == 0:
             assign(fast, slow)
@@ -242,13 +239,11 @@ class SpartaRule:
         return {}
 
     def contribution(self, slow: Sequence[Tensor], fast: Sequence[Tensor], state: State, context: RoundContext) -> list[Tensor]:
-        """Return one flat tensor of the chosen values."""
         return [torch.cat([f.reshape(-1)[at] for f, at in zip(fast, self._places(fast, context), strict=True)])]
 
     def apply(
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
-        """Replace (or, if the mean is late, shift) the chosen values."""
         places = self._places(fast, context)
         sizes = [at.numel() for at in places]
         sent = torch.split(context.sent[0], sizes)
@@ -258,7 +253,6 @@ class SpartaRule:
         assign(slow, fast)
 
     def counts(self, sizes: Sequence[int], key: RoundKey) -> list[int]:
-        """Return how many values of each parameter are chosen."""
         return [high - low for low, high in itertools.pairwise(self._chosen(sizes, key)[1])]
 
     def _chosen(self, sizes: Sequence[int], key: RoundKey) -> tuple[Tensor, list[int]]:
@@ -373,13 +367,7 @@ class SPARTA(OuterOptimizer):
     """SPARTA, which averages a random ``part`` of the parameters every ``every`` inner steps (``SpartaRule``)."""
 
     def __init__(
-        self,
-        inner: Inner,
-        exchange: Exchange,
-        *,
-        every: int = 1,
-        part: float = 0.005,
-        **options: Unpack[Options],
+        self, inner: Inner, exchange: Exchange, *, every: int = 1, part: float = 0.005, **options: Unpack[Options]
     ) -> None:
         check_sends_weights(options.get("codec", FLOAT32), "SPARTA")
         super().__init__(inner, exchange, rule=SpartaRule(part), schedule=Every(every), **options)
