@@ -77,8 +77,8 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
 
 def _output(module: nn.Module) -> nn.Module | None:
     own = getattr(module, "get_output_embeddings", None)
-    found = own() if callable(own) else None
-    return found if isinstance(found, nn.Module) else None
+    output = own() if callable(own) else None
+    return output if isinstance(output, nn.Module) else None
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Split:
         return f"Muon trains {_counted(self.muon, 'matrix', 'matrices')}, AdamW {_counted(self.adamw, 'tensor', 'tensors')}"
 
 
-def _counted(found: dict[str, int], one: str, several: str) -> str:
-    return f"{sum(found.values()):,} parameters ({len(found)} {one if len(found) == 1 else several})"
+def _counted(counts: dict[str, int], one: str, several: str) -> str:
+    return f"{sum(counts.values()):,} parameters ({len(counts)} {one if len(counts) == 1 else several})"
 
 
 def split(model: nn.Module, matrices: Iterable[str] | None = None) -> Split:

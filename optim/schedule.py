@@ -75,9 +75,9 @@ class AutoLag:
 
     def restore(self, arrivals: Sequence[int]) -> None:
         """Go on from what ``state`` returned, with another ``every`` too. ValueError if an arrival is no number; unchanged then."""
-        found = [int(positions) for positions in arrivals]
+        numbers = [int(positions) for positions in arrivals]
         self._arrivals.clear()
-        for positions in found:
+        for positions in numbers:
             self.observe(positions)
 
 
@@ -336,21 +336,21 @@ def agreed_seconds(speeds: Iterable[float]) -> float:
 
     Without any speed it is ``SHORTEST_S``: a new swarm measures them soon.
     """
-    known = sorted(speed for speed in speeds if 0 < speed < math.inf)
-    if not known:
+    ordered = sorted(speed for speed in speeds if 0 < speed < math.inf)
+    if not ordered:
         return SHORTEST_S
-    median = known[(len(known) - 1) // 2]
-    slowest = next(speed for speed in known if speed >= median * USEFUL)
+    median = ordered[(len(ordered) - 1) // 2]
+    slowest = next(speed for speed in ordered if speed >= median * USEFUL)
     wanted = min(max(STEPS / slowest, SHORTEST_S), LONGEST_S)
     # The small amount allows for rounding of the logarithm, so that a length on the grid is not changed.
     rounded = math.pow(2.0, math.ceil(math.log2(wanted) * GRID - 1e-9) / GRID)
     return min(max(rounded, SHORTEST_S), LONGEST_S)
 
 
-def bounded_speeds(speeds: Collection[float], known: Collection[float], most: float) -> list[float]:
+def bounded_speeds(speeds: Collection[float], trusted: Collection[float], most: float) -> list[float]:
     """Return ``speeds`` for `agreed_seconds`, or one in their place that makes the length ``most`` times longer or shorter than the
-    ``known`` speeds do, if they would move it further. Whoever sees the same within that bound agrees on the same length.
+    ``trusted`` speeds do, if they would move it further. Whoever sees the same within that bound agrees on the same length.
     """
-    wanted, near = agreed_seconds(speeds), agreed_seconds(known)
+    wanted, near = agreed_seconds(speeds), agreed_seconds(trusted)
     bounded = min(max(wanted, near / most), near * most)
-    return [*speeds] if bounded == wanted or not any(speed > 0 for speed in known) else [STEPS / bounded]
+    return [*speeds] if bounded == wanted or not any(speed > 0 for speed in trusted) else [STEPS / bounded]

@@ -264,10 +264,10 @@ class AutoCodec:
                 errors.append((tensor.float() - decoded).to(wide(tensor.device)).square().sum())
         return torch.stack(errors)
 
-    def _chosen(self, found: list[float], shapes: Sequence[Shape]) -> list[int]:
+    def _chosen(self, errors: list[float], shapes: Sequence[Shape]) -> list[int]:
         """Return the choice that ``_measure`` makes, of the errors. ValueError for NaN or infinity."""
         width = len(self.candidates)
-        rows = [found[first : first + width] for first in range(0, len(found), width)]
+        rows = [errors[first : first + width] for first in range(0, len(errors), width)]
         if not all(math.isfinite(row[0]) for row in rows):  # of float32, which loses nothing else
             raise ValueError(f"a tensor to be sent {NOT_FINITE}")
         return allocate(rows, self._sizes(shapes), self._budget(shapes))

@@ -46,11 +46,11 @@ def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return uninitialised tensors of the same types, shapes and devices, contiguous; those on the CPU are in one ``buffer``."""
     # Each begins at a multiple of 8 bytes, which suits every type.
     sizes = [-(-tensor.nbytes // 8) * 8 if tensor.device.type == "cpu" else 0 for tensor in tensors]
-    made = []
+    rooms = []
     for tensor, piece, size in zip(tensors, torch.split(buffer(sum(sizes)), sizes), sizes, strict=True):
         fits = piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) if size else None
-        made.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if fits is None else fits)
-    return made
+        rooms.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if fits is None else fits)
+    return rooms
 
 
 class Codec(Protocol):

@@ -75,8 +75,8 @@ SLAB = 512  # blocks at a time, whose intermediate results stay in the cache; al
 def _steps() -> Tensor:
     """Return D for each e from -128 to 127, by e + 128, with the same bits on every machine."""
     quarters = (1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429)
-    found = [math.ldexp(quarters[e % 4], e // 4) * 2 * REACH / LEVELS for e in range(-128, 128)]
-    return torch.tensor(found, dtype=torch.float32, device="cpu")
+    steps = [math.ldexp(quarters[e % 4], e // 4) * 2 * REACH / LEVELS for e in range(-128, 128)]
+    return torch.tensor(steps, dtype=torch.float32, device="cpu")
 
 
 STEPS = _steps()
@@ -335,11 +335,11 @@ class PairMessage:
 
     def _cut(self, rows: Tensor) -> list[Tensor]:
         """Return the tensors of the head from their blocks; views."""
-        flat, at, found = rows.view(-1), 0, []
+        flat, at, tensors = rows.view(-1), 0, []
         for shape in self.shapes[: len(self.shapes) - self.tail]:
-            found.append(flat[at : at + numel(shape)].view(shape))
+            tensors.append(flat[at : at + numel(shape)].view(shape))
             at += blocks(numel(shape), BLOCK) * BLOCK
-        return found
+        return tensors
 
 
 @dataclass(frozen=True)

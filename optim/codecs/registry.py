@@ -53,9 +53,9 @@ def codec_named(name: str) -> Codec:
     match = _NAME.fullmatch(name) if len(name) <= 64 else None
     codec = _base(match["base"], match["number"]) if match else None
     if match is None or codec is None or (match["ef"] and isinstance(codec, Mod4Codec)):
-        known = ", ".join(_CODECS)
+        names = ", ".join(_CODECS)
         raise ValueError(
-            f"unknown codec {name[:64]!r}: choose one of {known}, topk2:PART or auto:BITS, each with +ef or +ef:BETA for error "
+            f"unknown codec {name[:64]!r}: choose one of {names}, topk2:PART or auto:BITS, each with +ef or +ef:BETA for error "
             "feedback, or mod4"
         )
     return ErrorFeedback(codec, float(match["beta"] or 1)) if match["ef"] else codec
@@ -66,7 +66,7 @@ def _base(base: str, number: str | None) -> Codec | None:
         return AutoCodec(float(number), (FLOAT32, BFLOAT16, INT8, E3M0, SIGN, TOPK2)) if number else None
     if base == "mod4":
         return None if number else Mod4Codec()
-    known = _CODECS.get(base) or _SHORT.get(base)
+    codec = _CODECS.get(base) or _SHORT.get(base)
     if number is None:
-        return known
-    return type(known)(float(number)) if isinstance(known, TopK2Codec) else None
+        return codec
+    return type(codec)(float(number)) if isinstance(codec, TopK2Codec) else None

@@ -329,10 +329,10 @@ def partner_of(seed: int, round: int, me: str, peers: Iterable[str]) -> str | No
     return _beside(ordered, ordered.index(me))
 
 
-def _beside(ordered: list[str], here: int) -> str | None:
+def _beside(ordered: list[str], place: int) -> str | None:
     """Return the other member of the pair at that place, or None."""
-    there = here ^ 1
-    return ordered[there] if there < len(ordered) else None
+    other = place ^ 1
+    return ordered[other] if other < len(ordered) else None
 
 
 def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str]:

@@ -184,8 +184,8 @@ class Simulation(Generic[T]):
                 and (key, p) not in self._unpartnered
                 and (key, p) not in self._decided
             ]
-            found = [tuple(available)] if among else groups(self.seed, key.round // self.redrawn, available, self.size)
-            self._groups[key] = (deaths, {p: group for group in found for p in group})
+            drawn = [tuple(available)] if among else groups(self.seed, key.round // self.redrawn, available, self.size)
+            self._groups[key] = (deaths, {p: group for group in drawn for p in group})
         return self._groups[key][1][name]
 
     def _complete(self, group: tuple[str, ...], key: RoundKey) -> bool:

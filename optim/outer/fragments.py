@@ -62,15 +62,15 @@ def layers(model: nn.Module, fragments: int = 1, among: Iterable[Tensor] | None 
     that is more than a fragment's even share, and a container of numbered modules itself, counts as those. Modules that only wrap
     another do not count, so that a compiled model, or one in DistributedDataParallel, has the layers of the plain one.
     """
-    found: dict[tuple[str, ...], list[_Named]] = {}
-    known = None if among is None else set(map(id, among))
+    by_layer: dict[tuple[str, ...], list[_Named]] = {}
+    wanted = None if among is None else set(map(id, among))
     for name, parameter in _unwrapped(model).named_parameters():
-        if parameter.requires_grad and (known is None or id(parameter) in known):
+        if parameter.requires_grad and (wanted is None or id(parameter) in wanted):
             path = name.split(".")
             end = next((index + 1 for index, part in enumerate(path) if part.isdigit()), 1)
-            found.setdefault(tuple(path[:end]), []).append((path, end, parameter))
-    most = sum(_values(layer) for layer in found.values()) / fragments
-    return [[parameter for _, _, parameter in part] for layer in found.values() for part in _split(layer, most)]
+            by_layer.setdefault(tuple(path[:end]), []).append((path, end, parameter))
+    most = sum(_values(layer) for layer in by_layer.values()) / fragments
+    return [[parameter for _, _, parameter in part] for layer in by_layer.values() for part in _split(layer, most)]
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -91,11 +91,11 @@ def _split(layer: list[_Named], most: float) -> list[list[_Named]]:
     """Return a layer of more than ``most`` values as the numbered modules in it, if it consists of such, again and again."""
     if _values(layer) <= most or not any(part.isdigit() for path, end, _ in layer for part in path[end : end + 1]):
         return [layer]
-    found: dict[tuple[str, ...], list[_Named]] = {}
+    by_layer: dict[tuple[str, ...], list[_Named]] = {}
     for path, end, parameter in layer:
         deeper = end + 1 if path[end : end + 1] and path[end].isdigit() else end
-        found.setdefault(tuple(path[:deeper]), []).append((path, deeper, parameter))
-    return [part for inner in found.values() for part in _split(inner, most)]
+        by_layer.setdefault(tuple(path[:deeper]), []).append((path, deeper, parameter))
+    return [part for inner in by_layer.values() for part in _split(inner, most)]
 
 
 def strided(model: nn.Module, fragments: int, among: Iterable[Tensor] | None = None) -> list[list[Tensor]]:
@@ -105,11 +105,11 @@ def strided(model: nn.Module, fragments: int, among: Iterable[Tensor] | None = N
 
     A tied parameter belongs to its first name. ValueError if there are fewer layers than fragments.
     """
-    found = layers(model, max(fragments, 1), among)
-    if not 1 <= fragments <= len(found):
-        raise ValueError(f"fragments must be between 1 and the number of layers, {len(found)}, got {fragments}")
+    of_model = layers(model, max(fragments, 1), among)
+    if not 1 <= fragments <= len(of_model):
+        raise ValueError(f"fragments must be between 1 and the number of layers, {len(of_model)}, got {fragments}")
     parts: list[list[Tensor]] = [[] for _ in range(fragments)]
-    for number, parameters in enumerate(found):
+    for number, parameters in enumerate(of_model):
         parts[number % fragments] += parameters
     return parts
 
@@ -144,18 +144,18 @@ def positions(fragments: Sequence[Fragment], parameters: Sequence[Tensor]) -> li
     shared: set[int] = set()
     for number, fragment in enumerate(_listed(fragments, "fragments")):
         items = [fragment] if isinstance(fragment, nn.Module) else _listed(fragment, f"fragments[{number}]")
-        found: set[int] = set()
+        ids: set[int] = set()
         for item in items:
             if not isinstance(item, nn.Module | Tensor):
                 raise ValueError(f"fragments[{number}] must be a module, or a list of modules and parameters, got {_kind(item)}")
             inside = list(item.modules()) if isinstance(item, nn.Module) else []
-            if (known := next((owner[module] for module in inside if module in owner), number)) != number:
-                raise ValueError(f"fragments[{number}] has a module of fragments[{known}]: put every module into exactly one")
+            if (other := next((owner[module] for module in inside if module in owner), number)) != number:
+                raise ValueError(f"fragments[{number}] has a module of fragments[{other}]: put every module into exactly one")
             owner |= dict.fromkeys(inside, number)
             own = {id(p) for p in (item.parameters() if isinstance(item, nn.Module) else [item])}
-            found |= own - shared if isinstance(item, nn.Module) else own
-        shared |= found
-        parts.append(sorted(place[key] for key in found if key in place))
+            ids |= own - shared if isinstance(item, nn.Module) else own
+        shared |= ids
+        parts.append(sorted(place[key] for key in ids if key in place))
     counts = [sum(position in part for part in map(set, parts)) for position in range(len(parameters))]
     for position, count in enumerate(counts):
         if count != 1:

@@ -47,10 +47,10 @@ def trained(inner: Inner, exchange: Exchange, but: Iterable[Tensor] = ()) -> lis
     """
     every, left_out = all_parameters(inner), set(but)
     if order := getattr(inner, "order", ()):
-        known = set(every)
-        every = [parameter for parameter in order if parameter in known]
-    found = [parameter for parameter in every if parameter.requires_grad and parameter not in left_out]
-    return exchange.ordered(found)
+        own = set(every)
+        every = [parameter for parameter in order if parameter in own]
+    averaged = [parameter for parameter in every if parameter.requires_grad and parameter not in left_out]
+    return exchange.ordered(averaged)
 
 
 def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Tensor]:
@@ -60,20 +60,20 @@ def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Ten
     """
     if isinstance(exclude, str):
         raise ValueError(f"exclude must be a list of names, patterns or parameters, got {exclude!r}: put it into brackets")
-    every, found = set(all_parameters(inner)), set()
+    every, meant = set(all_parameters(inner)), set()
     for item in exclude:
         if isinstance(item, Tensor):
             if item not in every:
                 raise ValueError(f"a parameter to exclude, of shape {tuple(item.shape)}, is not in the inner optimizer")
-            found.add(item)
+            meant.add(item)
             continue
         if model is None:
             raise ValueError(f"to exclude {item!r} by name hand in model=, or exclude the parameters themselves")
         named = [tensor for name, tensor in _named(model) if fits(name, item)]
         if not named:
             raise ValueError(f"no parameter of the model fits {item!r}, which was to be excluded")
-        found |= every.intersection(named)
-    return found
+        meant |= every.intersection(named)
+    return meant
 
 
 def fits(name: str, pattern: str) -> bool:
@@ -406,13 +406,13 @@ def contribution_of(parts: Parts, slow: list[Tensor], fast: list[Tensor], state:
     times = {len(tensors) // len(places) for tensors, (_, places) in zip(sent, parts, strict=True)}
     if len(times) != 1:
         raise ValueError("the outer settings of the parameter groups send unequally many tensors: leave out pull, or make lr equal")
-    found = {
+    by_place = {
         number * len(slow) + place: tensors[number * len(places) + at]
         for tensors, (_, places) in zip(sent, parts, strict=True)
         for at, place in enumerate(places)
         for number in range(max(times))
     }
-    return [found[place] for place in sorted(found)]
+    return [by_place[place] for place in sorted(by_place)]
 
 
 def apply_mean(

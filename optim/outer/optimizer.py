@@ -73,8 +73,8 @@ def sources(states: Mapping[str, Sequence[float]], *, first: bool = False) -> li
     parts: list[list[str]] = []
     for peer in sorted(states):
         for part in parts:
-            here, there = states[peer], states[part[0]]
-            if distance(here, there) <= SAME * max(map(abs, (*here, *there))):
+            one, other = states[peer], states[part[0]]
+            if distance(one, other) <= SAME * max(map(abs, (*one, *other))):
                 part.append(peer)
                 break
         else:
@@ -143,10 +143,10 @@ class OuterOptimizer(OuterState):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the arguments of whichever method is made, before it looks into them. TypeError names the one that is wrong."""
-        made = [vars(kind)["__init__"] for kind in cls.__mro__ if "__init__" in vars(kind)]
-        known = {name for make in made for name in inspect.signature(make).parameters}
-        for name in options.keys() - known:
-            near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+        constructors = [vars(kind)["__init__"] for kind in cls.__mro__ if "__init__" in vars(kind)]
+        arguments = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+        for name in options.keys() - arguments:
+            near = difflib.get_close_matches(name, arguments, 1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"help({cls.__name__}) lists them"
             raise TypeError(f"{cls.__name__} has no argument {name!r}: {hint}")
         given = dict(zip(("inner", "exchange"), args, strict=False)) | options
@@ -329,7 +329,7 @@ class OuterOptimizer(OuterState):
         outside = self._averaged
         if not outside:
             self._check_weights()
-        known = self._versions is not None
+        noted = self._versions is not None
         try:
             with self._weights.showing_slow():
                 self._averaged = True
@@ -338,7 +338,7 @@ class OuterOptimizer(OuterState):
                 finally:
                     self._averaged = outside
         finally:
-            if known:
+            if noted:
                 self._note_weights()
 
     @torch.no_grad()
@@ -379,8 +379,8 @@ class OuterOptimizer(OuterState):
         """
         if self._auto is not None:
             least = self._auto.least
-            left = (1 if p.arrived is None else p.position + least - self.position for p in self._in_flight)
-            most = min([most, *(max(positions, 1) for positions in left)])
+            remaining = (1 if p.arrived is None else p.position + least - self.position for p in self._in_flight)
+            most = min([most, *(max(positions, 1) for positions in remaining)])
         return next((number for number in range(1, most) if self.schedule.at(self.position + number)), most)
 
     def _act(self, actions: Sequence[Send | Apply]) -> Iterator[Handle]:
@@ -568,8 +568,8 @@ class OuterOptimizer(OuterState):
         self._weights.restart(part)
         if mean is not None and fragment == 0:
             buffers, tail = self._buffers.now(), mean.tensors[count:]
-            there = accelerator_of(buffers)
-            assign(buffers, tail if there is None else to_device(tail, there))
+            accelerator = accelerator_of(buffers)
+            assign(buffers, tail if accelerator is None else to_device(tail, accelerator))
         # Removed last: had anything above raised, a second call would still find the exchange.
         self._in_flight.remove(pending)
         if self._auto is not None and pending.arrived is not None and mean is not None and len(mean.members) > 1:
@@ -639,9 +639,9 @@ def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
         if type(one) is not type(two):
             return f"it is {_name(one)} and not {_name(two)}"
         for item in fields(one):  # type: ignore[arg-type]
-            found = _differ(item.name, getattr(one, item.name), getattr(two, item.name))
-            if found is not None and item.name not in mine.outer.defaults.keys() & other.outer.defaults.keys():
-                return found
+            difference = _differ(item.name, getattr(one, item.name), getattr(two, item.name))
+            if difference is not None and item.name not in mine.outer.defaults.keys() & other.outer.defaults.keys():
+                return difference
     pairs = {
         "the codec": (mine.codec.name, other.codec.name),
         "the weight": (_shown(mine.weight), _shown(other.weight)),
@@ -649,15 +649,15 @@ def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
         "the number of averaged buffers": (len(mine._buffers), len(other._buffers)),
         "the number of fragments": (mine.fragments, other.fragments),
     }
-    differing = (found for what, (one, two) in pairs.items() if (found := _differ(what, one, two)) is not None)
+    differing = (difference for what, (one, two) in pairs.items() if (difference := _differ(what, one, two)) is not None)
     shapes = [[parameter.shape for parameter in opt.parameters] for opt in (mine, other)]
     cut = None if mine._parts == other._parts and shapes[0] == shapes[1] else "its fragments hold other parameters"
     return next(differing, cut)
 
 
 def _sending(schedule: Schedule) -> Schedule:
-    known = isinstance(schedule, (Every, Streaming))
-    return Streaming(schedule.every, getattr(schedule, "fragments", 1)) if known else schedule
+    streams = isinstance(schedule, (Every, Streaming))
+    return Streaming(schedule.every, getattr(schedule, "fragments", 1)) if streams else schedule
 
 
 def _differ(what: str, one: object, two: object) -> str | None:

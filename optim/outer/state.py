@@ -440,7 +440,7 @@ class OuterState(Wrapper):
 
     def _loaded_in_flight(self, state: Mapping[str, Any], steps: int, position: int) -> list[tuple[PendingExchange, Record]]:
         """Return the saved exchanges in flight that this schedule would apply. ValueError if one does not fit."""
-        found: dict[int, tuple[PendingExchange, Record]] = {}
+        exchanges: dict[int, tuple[PendingExchange, Record]] = {}
         for record in state.get("in_flight", ()):
             check_record(record, len(self._parts), steps, position, self.schedule.every)
             facts, tensors = record["facts"], record["tensors"]
@@ -450,17 +450,17 @@ class OuterState(Wrapper):
             part = self._parts[fragment]
             if not self._weights.dealt:  # otherwise rank 0 has checked the whole
                 self._check_record_tensors(record, self._weights.shapes)
-            if fragment in found or sorted(place for _, places in facts["settings"] for place in places) != [*range(len(part))]:
+            if fragment in exchanges or sorted(place for _, places in facts["settings"] for place in places) != [*range(len(part))]:
                 raise ValueError(f"the saved exchanges in flight of fragment {fragment} do not fit together")
             key = RoundKey(self.run, facts["round"], fragment)
             context = RoundContext(key, weight=float(facts["counts"]), total=float(facts["counts"]))
             moved = {name: [tensor.to(self.slow[0], copy=True) for tensor in tensors[name]] for name in ("sent", "fast")}
             sent = Sent(moved["sent"], tensors["tail"], float(facts["weight"]), facts["even"], tuple(facts["state"]))
-            found[fragment] = PendingExchange(
+            exchanges[fragment] = PendingExchange(
                 self._weights, part, context, sent, self.outer.again(facts["settings"]), facts["step"], facts["position"], lag,
                 absent=bool(facts["absent"]), fast=moved["fast"], arrived=facts["arrived"],
             ), record  # fmt: skip
-        return [found[fragment] for fragment in sorted(found)]
+        return [exchanges[fragment] for fragment in sorted(exchanges)]
 
     def _check_record_tensors(self, record: Record, shapes: Sequence[Shape]) -> None:
         """Raise ValueError unless the tensors of a saved exchange fit parameters of these shapes."""

@@ -110,8 +110,8 @@ class TorchForm:
 
     def _tensors(self, whole: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """Return the outer tensors of each averaged parameter by name."""
-        found: list[dict[str, Tensor]] = [{"slow": slow} for slow in whole["slow"]]
-        for index, tensors in enumerate(found):
+        outer: list[dict[str, Tensor]] = [{"slow": slow} for slow in whole["slow"]]
+        for index, tensors in enumerate(outer):
             tensors |= {name: values[index] for name, values in whole["rule"].items()}
             if self._coarse(index):
                 error = whole["rounding"].get(index)
@@ -123,8 +123,8 @@ class TorchForm:
             if residual is None:
                 residual = [torch.zeros(shape, device="cpu") for shape in self._sent(fragment)]
             for (index, name), tensor in zip(_residuals(self._parts[fragment], len(residual)), residual, strict=True):
-                found[index][name] = tensor
-        return found
+                outer[index][name] = tensor
+        return outer
 
     def unpack(self, state: Mapping[str, Any], rule: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
         """Return the whole state of ``pack``'s, in which parameters may have names for numbers.
@@ -188,11 +188,11 @@ class TorchForm:
         """Return a codec's memory with its residuals; ``part``: the fragment when it was saved."""
         if memory.get("error") is None:
             return memory
-        found = _residuals(part, memory["error"])
-        shapes: Sequence[torch.Size | None] = [None] * len(found)
+        residuals = _residuals(part, memory["error"])
+        shapes: Sequence[torch.Size | None] = [None] * len(residuals)
         if any(hasattr(parameter, "to_local") for parameter in self._params) and list(part) == self._here(fragment):
             shapes = self._sent(fragment)
-        return memory | {"error": [self._one(outer, *place, shape) for place, shape in zip(found, shapes, strict=False)]}
+        return memory | {"error": [self._one(outer, *place, shape) for place, shape in zip(residuals, shapes, strict=False)]}
 
     def _here(self, fragment: int) -> list[int]:
         return list(self._parts[fragment]) if fragment < len(self._parts) else []

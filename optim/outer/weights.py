@@ -79,8 +79,8 @@ def sharded_like(parameter: Tensor, tensor: Tensor) -> Tensor:
         tensor = tensor.reshape([1] * mesh.ndim + list(tensor.shape))
     # Not by from_local, which moves the tensor to the mesh's device: the slow weights are in main memory.
     meta = TensorMeta(shape, stride, tensor.dtype)
-    made: Tensor = DTensor(tensor, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
-    return made
+    sharded: Tensor = DTensor(tensor, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)  # type: ignore[no-untyped-call]
+    return sharded
 
 
 NUMBERS = 4

@@ -115,8 +115,8 @@ class RankGroup:
         """Return rank 0's value, on all ranks. It is pickled by torch: ranks of one peer are one program and trust each other."""
         box: list[Any] = [value]
         self._all(lambda: dist.broadcast_object_list(box, group_src=0, group=self._group))
-        found: T = box[0]
-        return found
+        value_of_first: T = box[0]
+        return value_of_first
 
     def alike(self, work: Callable[[], T]) -> T:
         """Return what ``work`` does on this rank, once it is done on all. RankFailed if it raised on another one.

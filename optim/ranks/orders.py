@@ -42,15 +42,15 @@ def whole_slow(opt: OuterState, into: Sequence[Tensor] | None = None) -> list[Te
     """
     weights = opt._weights
     if not isinstance(weights, RankWeights) or weights.first:
-        found = (
+        whole = (
             [torch.empty(shape, dtype=weights.slow[0].dtype, device="cpu") for shape in opt.shapes] if into is None else list(into)
         )
-        for index, target in enumerate(found):
+        for index, target in enumerate(whole):
             if isinstance(weights, RankWeights) and not weights.owns(index):
                 weights.group.take(target, weights.owners[index])
             else:
                 target.copy_(weights.slow[index])
-        return found
+        return whole
     for index in weights.everything:
         if weights.owns(index):
             weights.group.give(weights.slow[index], 0)
@@ -65,8 +65,8 @@ def whole_slow_of(opt: OuterState, fragment: int) -> list[Tensor]:
 def whole_shared(opt: OuterState) -> State:
     """Return copies of the ``shared`` state on rank 0; {} on the others."""
     weights = opt._weights
-    found = {name: weights.whole(weights.everything, tensors) for name, tensors in opt.shared.items()}
-    return {name: [tensor.clone() for tensor in tensors] for name, tensors in found.items()} if weights.first else {}
+    shared = {name: weights.whole(weights.everything, tensors) for name, tensors in opt.shared.items()}
+    return {name: [tensor.clone() for tensor in tensors] for name, tensors in shared.items()} if weights.first else {}
 
 
 def adopt(
@@ -126,23 +126,23 @@ def load_whole(opt: OuterState, state: Mapping[str, Any] | None = None) -> None:
     if not isinstance(weights, RankWeights):
         opt.load_state_dict(dict(state or {}))
         return
-    found: dict[str, Any] = {}
-    weights.group.tried(lambda: found.update(_checked(opt, dict(state or {}))))
-    rules, roundings = found.get("rule", {}), found.get("rounding", {})
-    plan = {name: value for name, value in found.items() if name not in PARTS}
+    whole: dict[str, Any] = {}
+    weights.group.tried(lambda: whole.update(_checked(opt, dict(state or {}))))
+    rules, roundings = whole.get("rule", {}), whole.get("rounding", {})
+    plan = {name: value for name, value in whole.items() if name not in PARTS}
     names, places, plan = weights.agreed((list(rules), sorted(int(index) for index in roundings), plan))
     initial = opt.rule.initial(weights.slow)
     plan["rank"] = weights.rank
-    plan["inner"] = _given_inner(weights.group, opt.inner, found.get("inner", {}))
-    plan["slow"] = _cut(weights, found.get("slow", ()), weights.slow)
+    plan["inner"] = _given_inner(weights.group, opt.inner, whole.get("inner", {}))
+    plan["slow"] = _cut(weights, whole.get("slow", ()), weights.slow)
     plan["rule"] = {name: _cut(weights, rules.get(name, ()), initial[name]) for name in names}
     plan["rounding"] = {}
     for index in places:
         (error,) = _cut(weights, [roundings[index]] if weights.first else (), [weights.slow[index]], [index])
         if weights.owns(index):
             plan["rounding"][index] = error
-    plan["in_flight"] = _given_in_flight(opt, weights, found.get("in_flight", ()))
-    plan["codecs"] = found.get("codecs", []) if weights.first else []
+    plan["in_flight"] = _given_in_flight(opt, weights, whole.get("in_flight", ()))
+    plan["codecs"] = whole.get("codecs", []) if weights.first else []
     weights.group.barrier()  # all have all of it
     opt.load_state_dict(plan)
 
@@ -166,7 +166,7 @@ def _checked(opt: OuterState, state: dict[str, Any]) -> dict[str, Any]:
 def _given_in_flight(opt: OuterState, weights: RankWeights, records: Sequence[Record]) -> list[Record]:
     """Return this rank's part of the exchanges in flight that rank 0 gives; a codec's memory stays with rank 0."""
     plan = [(r["facts"], {name: [tuple(t.shape) for t in some] for name, some in r["tensors"].items()}) for r in records]
-    found: list[Record] = []
+    parts: list[Record] = []
     for number, (facts, shapes) in enumerate(weights.agreed(plan)):
         part = opt.positions(facts["fragment"])
         given = records[number]["tensors"] if weights.first else dict.fromkeys(shapes, ())
@@ -180,8 +180,8 @@ def _given_in_flight(opt: OuterState, weights: RankWeights, records: Sequence[Re
         tail = given["tail"] if weights.first else [torch.empty(shape, device="cpu") for shape in shapes["tail"]]
         tensors["tail"] = [weights.group.spread(tensor, 0) for tensor in tail]
         tensors |= {name: list(given[name]) for name in ("error", "payload")}
-        found.append({"facts": facts, "tensors": tensors})
-    return found
+        parts.append({"facts": facts, "tensors": tensors})
+    return parts
 
 
 def _outlines(opt: OuterState, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -196,11 +196,11 @@ def _cut(weights: RankWeights, whole: Sequence[Tensor], own: Sequence[Tensor], p
 
 def _whole_rounding(weights: RankWeights, own: Mapping[int, Tensor]) -> dict[int, Tensor]:
     noted = weights.group.sum(torch.tensor([float(index in own) for index in weights.everything], device="cpu"))
-    found: dict[int, Tensor] = {}
+    errors: dict[int, Tensor] = {}
     for index in noted.nonzero().flatten().tolist():
         error = weights.whole([index], [own.get(index, weights.slow[index].new_empty(0))])
-        found.update(zip([index], error, strict=False))
-    return found
+        errors.update(zip([index], error, strict=False))
+    return errors
 
 
 @torch.no_grad()
@@ -231,14 +231,14 @@ def _given_inner(group: RankGroup, inner: torch.optim.Optimizer, state: Mapping[
     plan = {i: {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in facts.items()} for i, facts in given.items()}
     rest = {name: value for name, value in state.items() if name != "state"}
     plan, rest = group.agreed((plan, rest))
-    found: dict[Any, dict[str, Any]] = {}
+    own: dict[Any, dict[str, Any]] = {}
     for index, facts in plan.items():
         for name, outline in facts.items():
             if isinstance(outline, Tensor):
                 tensor = given[index][name] if group.first else torch.empty_like(outline, device="cpu")
                 outline = _like(group.spread(tensor, 0), params[index])
-            found.setdefault(index, {})[name] = outline
-    return {**rest, "state": found}
+            own.setdefault(index, {})[name] = outline
+    return {**rest, "state": own}
 
 
 def _like(whole: Tensor, param: Any) -> Tensor:
