@@ -190,11 +190,8 @@ class Visit:
         host = self.running()
 
         async def asked() -> T:
-            stream = await host.open(address.rpartition("/p2p/")[2], protocol, timeout=10.0)
-            try:
+            with contextlib.closing(await host.open(address.rpartition("/p2p/")[2], protocol, timeout=10.0)) as stream:
                 return await work(stream)
-            finally:
-                stream.close()
 
         return host.call(asked(), seconds)
 
@@ -371,11 +368,8 @@ def dialled(visit: Visit, tell: Tell) -> str:
 
 
 async def _rung(host: Host, peer: str, number: int, token: bytes = b"") -> Outcome | None:
-    stream = await host.open(peer, DIAL_PROTOCOL, timeout=10.0)
-    try:
+    with contextlib.closing(await host.open(peer, DIAL_PROTOCOL, timeout=10.0)) as stream:
         return (await ask(stream, number, token)).outcome
-    finally:
-        stream.close()
 
 
 def _by_router(visit: Visit, seen: DialBackView) -> int | None:

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +38,7 @@ from shoal.optim.rl import (
 )
 from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.envelope import LRUSet
+from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.topics.rollout import Rollout, RolloutPool, pack_logps, pack_tokens
 
 # Groups of completions of a question, and updates of the policy made from them.
@@ -163,7 +164,7 @@ class RemoteRollouts:
         self._env, self._policy, self._held_out = env, policy, held_out
         self._seed, self._age, self._per_sender = seed, age, per_sender or None
         self._group, self._max_tokens, self._most_behind = group, max_tokens, behind
-        self._newest: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._newest = Newest[str, tuple[float, int]](SENDERS)
         """Of each sender the rollout that it issued last: when, and by which version of its policy."""
         self._kept: list[_Kept] = []
         self._seen = LRUSet(REMEMBERED)
@@ -199,9 +200,6 @@ class RemoteRollouts:
     def _note(self, rollout: Rollout) -> None:
         issued = rollout.issued, rollout.policy_version
         self._newest[rollout.peer] = max(self._newest.get(rollout.peer, issued), issued)
-        self._newest.move_to_end(rollout.peer)
-        if len(self._newest) > SENDERS:
-            self._newest.popitem(last=False)
 
     def _behind(self, rollout: Rollout) -> int:
         """Return the versions from that which wrote ``rollout`` to its sender's newest, also where that began anew."""

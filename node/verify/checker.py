@@ -13,7 +13,6 @@ import hashlib
 import math
 import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -36,6 +35,7 @@ from shoal.node.verify.material import (
     seed_of,
 )
 from shoal.swarm.errors import MessageError
+from shoal.swarm.p2p.limits import Newest
 from shoal.verification.calibration import RATE, Calibration, CalibrationError, Pair
 from shoal.verification.consensus.records import Claim
 from shoal.verification.fingerprints import (
@@ -290,7 +290,7 @@ class Checker:
         self._own = own
         self._policies: dict[torch.dtype, Policy] = {}
         self._measured: list[Measured] = []  # of the claim that is being checked
-        self._snapshots: OrderedDict[bytes, bytes] = OrderedDict()
+        self._snapshots = Newest[bytes, bytes](KEPT)
         self._loaded: dict[torch.dtype, bytes] = {}  # digests of the snapshots that the policies hold
 
     @property
@@ -418,9 +418,6 @@ class Checker:
                 raise _Wrong(str(error)) from None
             self._loaded[dtype] = model
         self._snapshots[model] = data
-        self._snapshots.move_to_end(model)
-        while len(self._snapshots) > KEPT:
-            self._snapshots.popitem(last=False)
 
     def _judge(self, found: dict[str, Evidence], material: Material, dtype: str, statistics: dict[str, float]) -> str:
         wrong = ""

@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import sqlite3
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.node.verify.audit import Finding, Measured, VerifyError
+from shoal.swarm.p2p.limits import Newest
 from shoal.verification.calibration import Pair
 from shoal.verification.consensus.records import Claim, Ledger, Reveal
 from shoal.verification.consensus.rulings import Electorates, Table, least_audit, operator, vote
@@ -206,8 +207,8 @@ class History:
 
     def __init__(self, path: Path, operator: str) -> None:
         self._file, self._operator = EvidenceFile(path), operator
-        self._waiting: OrderedDict[bytes, tuple[Claim, tuple[Measured, ...]]] = OrderedDict()
-        self._open: OrderedDict[tuple[str, Pair], _Open] = OrderedDict()
+        self._waiting = Newest[bytes, tuple[Claim, tuple[Measured, ...]]](MOST_WAITING)
+        self._open = Newest[tuple[str, Pair], _Open](MOST_OPEN)
         self._references: dict[Pair, Reference] = {}
         self._stated: dict[str, dict[str, float]] = {}
         self._table = Table(-1, {}, {})
@@ -217,8 +218,6 @@ class History:
         if not finding.measured:
             return finding
         self._waiting[claim.id] = claim, finding.measured
-        while len(self._waiting) > MOST_WAITING:
-            self._waiting.popitem(last=False)
         own = self.log_odds(claim.peer)
         finding = replace(finding, statistics={FIELD: math.exp(min(own, MOST_LOG)), **finding.statistics})
         others = [odds for operator, odds in self._stated.get(claim.peer, {}).items() if operator != self._operator]
@@ -289,8 +288,6 @@ class History:
             )  # fmt: skip
             self._file.add(claim.peer, row, ClaimRow(claim.id.hex(), claim.round, odds, scores, tolerances, p, one.kernel))
             self._open[place] = replace(found, row=row)
-            while len(self._open) > MOST_OPEN:
-                self._open.popitem(last=False)
 
     def _resumed(self, peer: str, reference: Reference, rows: Sequence[SeriesRow], bans: int) -> _Open:
         """Return the series that is under way in the file, or a new one."""

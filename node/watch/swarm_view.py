@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from shoal.node.console import dumps
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.p2p.addresses import range_met
+from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.topics.status import PER_SECOND, TAIL, RoundStatus, Status
 from shoal.swarm.topics.tally import MOST, Receipts, Work, confirmed, total
 from shoal.swarm.wire.envelope import PeerId, Reason, SwarmId
@@ -340,7 +341,7 @@ class Confirmations:
     """Newest receipts of a swarm's peers for each other."""
 
     def __init__(self) -> None:
-        self._signed: OrderedDict[tuple[str, str], tuple[float, Work]] = OrderedDict()
+        self._signed = Newest[tuple[str, str], tuple[float, Work]](MAX_SIGNED)
 
     def add(self, receipts: Receipts) -> None:
         """Take in a record, whose signature was checked."""
@@ -348,9 +349,6 @@ class Confirmations:
             key = receipts.peer, peer
             if receipts.issued > self._signed.get(key, (-1.0,))[0] and (work := receipts.of(peer)) is not None:
                 self._signed[key] = receipts.issued, work
-                self._signed.move_to_end(key)
-        while len(self._signed) > MAX_SIGNED:
-            self._signed.popitem(last=False)
 
     def of(self, peers: Collection[str], rounds: float) -> dict[str, dict[str, Work]]:
         """Return of each of ``peers`` what each other one confirms.
@@ -450,7 +448,7 @@ class SwarmView:
         self.title: Described | None = None
         self.peers: OrderedDict[str, Peer] = OrderedDict()
         self.connected: set[str] = set()
-        self.unreachable: OrderedDict[str, str] = OrderedDict()
+        self.unreachable = Newest[str, str](MAX_PEERS)
         self.refused: Counter[str] = Counter()
         self.heard = 0
         self.log: deque[LogLine] = deque(maxlen=MAX_LOG)
@@ -493,8 +491,6 @@ class SwarmView:
                 why = re.split(r" \(| at /| /", event.reason)[0]  # strangers may read it, so without addresses
                 self._note("peer", f"…{event.peer[-TAIL:]} {why}")
             self.unreachable[event.peer] = event.reason
-            if len(self.unreachable) > MAX_PEERS:
-                self.unreachable.popitem(last=False)
         elif isinstance(event, Described):
             self.title = event
         elif isinstance(event, Watching):

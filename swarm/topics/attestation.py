@@ -19,6 +19,7 @@ The content of a log is not judged here: it is as many bytes as the peer states,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -32,7 +33,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.gossip.bodies import BodyStore
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import SIGNATURE_SIZE, Identity, verify
-from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
+from shoal.swarm.p2p.limits import Newest, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import KIB, Count, Message, PeerId, Reason, SwarmId, pack, unpack
 
@@ -226,7 +227,7 @@ class LogServer:
         self._swarm, self._make, self._clock = swarm, make, clock
         self._quotas = TokenBuckets(quota)
         self._worker = ThreadPoolExecutor(1, "shoal-log")
-        self._made: OrderedDict[int, tuple[float, bytes]] = OrderedDict()  # in the worker only: since -> when, log
+        self._made = Newest[int, tuple[float, bytes]](KEPT)  # in the worker only: since -> when, log
         host.serve(LOG_PROTOCOL, self._answer)
 
     def close(self) -> None:
@@ -269,8 +270,6 @@ class LogServer:
             log = self._make(since)
             made = self._clock(), log
         self._made[since] = made
-        while len(self._made) > KEPT:
-            self._made.popitem(last=False)
         return made[1]
 
 
@@ -281,8 +280,7 @@ async def _fetch(host: Host, peer: str, addresses: Sequence[str], request: LogRe
     def left(at_most: float) -> float:
         return max(0.01, min(at_most, end - loop.time()))
 
-    stream = await host.open(peer, LOG_PROTOCOL, addresses=addresses, timeout=left(timeout))
-    try:
+    with contextlib.closing(await host.open(peer, LOG_PROTOCOL, addresses=addresses, timeout=left(timeout))) as stream:
         await stream.send(pack(request), left(SMALL_S))
         reply = unpack(await stream.receive(LogReply.LIMIT, left(MAKE_S + SMALL_S)), LogReply)
         if reply.nbytes is None:
@@ -290,8 +288,6 @@ async def _fetch(host: Host, peer: str, addresses: Sequence[str], request: LogRe
         log = bytearray(reply.nbytes)
         if log:
             await stream.swap(memoryview(b""), memoryview(log), chunk_timeout=SMALL_S, deadline=end)
-    finally:
-        stream.close()
     return bytes(log)
 
 
