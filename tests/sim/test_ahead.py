@@ -25,7 +25,8 @@ def rounds_after_waking(lines):
 
 def test_five_that_slept_wait_in_no_round_for_the_sixth_that_went_on(seeds):
     """They waited for all of ``wait`` in two rounds. Besides, an all-reduce in which they fell asleep left a stream open."""
-    report = simulate(1, setting=SIX, faults=[Fault(300 + n, "sleep", n, 18.0, 0.5) for n in range(1, 6)], keep=True)
+    # When the first of them has called the others with its share.
+    report = simulate(1, setting=SIX, faults=[Fault(320 + n, "sleep", n, 18.0, 0.5) for n in range(1, 6)], keep=True)
     assert report.failure is None
     rounds = rounds_after_waking(report.lines)
     ahead = rounds.pop("p0")
