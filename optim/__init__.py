@@ -19,6 +19,8 @@ from shoal.optim.methods import METHODS as METHODS
 
 if TYPE_CHECKING:
     from shoal.optim.public import *
+    from shoal.optim.rules.diloco import *
+    from shoal.optim.rules.gossip import *
 
 __all__ = sorted(
     {
