@@ -125,9 +125,9 @@ $(BENCH): pyproject.toml constraints.txt | $(BIN)/python
 $(BIN)/python:
 	@say() { echo "Error: $$1" >&2; exit 1; }; \
 	command -v $(PYTHON) >/dev/null || \
-	    say "$(PYTHON) was not found: install Python 3.10 or newer, or name one with make PYTHON=/path/to/python3."; \
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	    say "shoal needs Python 3.10 or newer, and $(PYTHON) is older: name another with make PYTHON=python3.12."; \
+	    say "$(PYTHON) was not found: install Python 3.11 or newer, or name one with make PYTHON=/path/to/python3."; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    say "shoal needs Python 3.11 or newer, and $(PYTHON) is older: name another with make PYTHON=python3.12."; \
 	if $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null; then \
 	    $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); say "$(VENV) could not be created: see the lines above."; }; \
 	else \

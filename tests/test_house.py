@@ -279,7 +279,7 @@ def test_module_docstring(file):
 
 @each([*PRODUCT, *SHOWN])
 def test_syntax_of_the_oldest_python(file):
-    ast.parse(file.read_text(encoding="utf-8"), feature_version=(3, 10))
+    ast.parse(file.read_text(encoding="utf-8"), feature_version=(3, 11))
 
 
 @each(PRODUCT)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,11 +15,6 @@ import pytest
 import yaml
 
 from shoal.swarm.membership.membership import SHOAL_VERSION, installed_version
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("node", "optim", "swarm", "verification")
@@ -57,11 +53,11 @@ class TestMake:
 
     def test_python_is_missing(self, tmp_path):
         ended = make("demo", "PYTHON=/no/such/python", f"VENV={tmp_path}/venv")
-        assert "/no/such/python was not found: install Python 3.10 or newer" in self.said(ended, tmp_path)
+        assert "/no/such/python was not found: install Python 3.11 or newer" in self.said(ended, tmp_path)
 
     def test_python_is_too_old(self, tmp_path):
         old = python_that(tmp_path, "version_info")
-        assert "needs Python 3.10 or newer" in self.said(make("test", f"PYTHON={old}", f"VENV={tmp_path}/venv"), tmp_path)
+        assert "needs Python 3.11 or newer" in self.said(make("test", f"PYTHON={old}", f"VENV={tmp_path}/venv"), tmp_path)
 
     def test_venv_is_missing(self, tmp_path):
         bare = python_that(tmp_path, "venv")
@@ -172,7 +168,7 @@ def test_core_installs_little():
     assert wanted <= names
     # uvloop and numpy come with hivemind in any case; prometheus-client needs nothing else; torchdata only what torch brings
     assert len(names) <= len(wanted) + 6
-    assert PROJECT["project"]["requires-python"] == ">=3.10"
+    assert PROJECT["project"]["requires-python"] == ">=3.11"
     assert PROJECT["project"]["scripts"] == {"shoal": "shoal.node.cli.main:main"}
 
 

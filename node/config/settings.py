@@ -13,7 +13,7 @@ import os
 import re
 import reprlib
 import socket
-import sys
+import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -242,11 +242,6 @@ def _read_list(entry: str, name: str) -> set[str]:
         found |= {word} if word else set()
     return found
 
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 MAX_FILE_BYTES = 2**20
 DATA = "The task's option data on this node: for text, files, folders, FILE.jsonl, FILE.jsonl.gz, FILE.txt.gz, or hf:DATASET."

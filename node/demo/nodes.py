@@ -105,9 +105,9 @@ ANSWER = 32  # bytes of a process id, or an exit code
 def interpreter() -> list[str]:
     """Return the command of this Python, for ``-m``, which alone would put the present folder before all that is installed.
 
-    There a file of the user's, such as queue.py, would hide a module of Python's own; before 3.11 it cannot be prevented.
+    There a file of the user's, such as queue.py, would hide a module of Python's own.
     """
-    safe = sys.version_info >= (3, 11) and sys.path[:1] != [os.getcwd()]  # of this process, if its user wanted it so
+    safe = sys.path[:1] != [os.getcwd()]  # of this process, if its user wanted it so
     return [sys.executable, *(["-P"] if safe else [])]
 
 

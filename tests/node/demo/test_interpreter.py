@@ -9,7 +9,6 @@ import pytest
 from shoal.node.demo.nodes import interpreter
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python cannot leave out the present folder before 3.11")
 @pytest.mark.parametrize("wanted", [False, True])
 def test_a_file_in_the_present_folder_hides_nothing_unless_it_does_so_here_too(tmp_path, monkeypatch, wanted):
     (tmp_path / "queue.py").write_text("raise SystemError('hidden')")
