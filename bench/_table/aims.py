@@ -84,7 +84,7 @@ def _floor(found: Sequence[Row]) -> Verdict:
     muon = [row for row in found if row["inner"] == "muon" and row["over_ddp_adamw"] is not None]
     floors = {row["peers"]: row for row in muon if (row["method"], row["codec"], row["every"]) == ("local-sgd", "float32", 1)}
     above = {
-        f"{row['method']}, {row['codec']}, {row['peers']} peers": _points(
+        f"{row['method']}, {row['codec']}, every {row['every']}, {row['peers']} peers": _points(
             row["over_ddp_adamw"] - floors[row["peers"]]["over_ddp_adamw"]
         )
         for row in sorted(muon, key=lambda row: row["over_ddp_adamw"])

@@ -135,7 +135,8 @@ def markdown(found: Sequence[Row], known: Sequence[Row] = ()) -> str:
         text, model, steps = key
         params = next((row["params"] for row in mine if row["params"]), 0)
         about = f"model `{model}` ({params:,} parameters), {steps:,} steps, text `{text}`"
-        parts.append(f"What was aimed at before the runs were made, {about}:\n\n" + aims.markdown(mine, known))
+        if any(verdict.met is not None for verdict in aims.verdicts(mine, known)):
+            parts.append(f"What was aimed at before the runs were made, {about}:\n\n" + aims.markdown(mine, known))
         parts.append(f"All rows at equal tokens, the lowest loss first, {about}:\n\n" + markdown_table(HEADS, [*map(cells, mine)]))
         heads = (*HEADS[:5], *(f"{mbit} Mbit/s, {delay} ms" for mbit, delay in links.LINKS))
         computed = "both computed, from the curves of the runs and by the formulas of `shoal plan`"

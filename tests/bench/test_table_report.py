@@ -80,8 +80,11 @@ def test_an_aim_is_missed_by_the_bytes_or_the_utilisation_alone():
 
 
 def test_what_was_aimed_at_stands_above_the_rows():
-    page = results.markdown(results.rows([ddp("adamw", 2.0), ddp("muon", 1.96), a_run(loss=2.1)]))
+    base = [ddp("adamw", 2.0), ddp("muon", 1.96)]
+    page = results.markdown(results.rows([*base, a_run(**DEFAULT, loss=2.1)]))
+    assert "| +5.0 %, 200 times fewer, utilisation" in page
     assert "| not run |  |" in page
+    assert "What was aimed at" not in results.markdown(results.rows([*base, a_run("co2")]))
     assert page.index("What was aimed at") < page.index("All rows at equal tokens")
 
 
