@@ -302,7 +302,7 @@ class GossipForwarding:
     async def _forward(self, daemon: Daemon, topic: str) -> None:
         try:
             subscription = await asyncio.wait_for(Subscription.to(daemon, topic), ANSWER_S)
-        except (*DAEMON_GONE, asyncio.TimeoutError) as error:
+        except (TimeoutError, *DAEMON_GONE) as error:
             log.debug("%s is not forwarded: %r", topic, error)
             return
         try:
@@ -427,7 +427,7 @@ class Seed:
                 for at in range(0, len(gone), AT_ONCE):  # the end of one can take the daemon a tenth of a second
                     ends = (daemon.disconnect(peer) for peer in gone[at : at + AT_ONCE])
                     await asyncio.wait_for(asyncio.gather(*ends), ANSWER_S)
-            except (*DAEMON_GONE, asyncio.TimeoutError) as error:
+            except (TimeoutError, *DAEMON_GONE) as error:
                 log.debug("connections were not shared out: %r", error)
                 continue
             if gone:

@@ -192,7 +192,7 @@ class LightClient:
             daemon.backoff = DialBackoff(self._link.bootstrap)
             try:
                 await self._watch(daemon)
-            except (*DAEMON_GONE, NetworkError, asyncio.TimeoutError) as error:
+            except (TimeoutError, *DAEMON_GONE, NetworkError) as error:
                 log.warning("the network daemon stopped (%r); restarting it", error)
             finally:
                 await daemon.shutdown()
@@ -263,7 +263,7 @@ class LightClient:
             log.debug("%s is not dialled: its host failed under other names", peer)
         except (DaemonError, ValueError) as error:
             why = connections.why(error, addresses[0])
-        except asyncio.TimeoutError:
+        except TimeoutError:
             why = f"did not answer within {DIAL_S:g} s"
         except (OSError, EOFError) as error:  # the daemon is gone, which `_listen` sees too
             log.debug("dialling %s ended: %r", peer, error)
@@ -286,7 +286,7 @@ class LightClient:
                     stream.close()
                 for member in members:
                     self._book.learn(member.peer, member.addresses)
-        except (*DAEMON_GONE, NetworkError, MessageError, asyncio.TimeoutError) as error:  # it costs a title and no more
+        except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:  # it costs a title and no more
             log.debug("asking %s failed: %r", peer, error)
 
     async def _open(self, daemon: Daemon, peer: str, protocol: str) -> Stream:

@@ -385,7 +385,7 @@ class Page:
                         await self._fresh.wait()
                     seen, text = self._number, self._text
                 await asyncio.wait_for(response.write(f"data: {text}\n\n".encode()), READ_S)
-        except (ConnectionError, asyncio.TimeoutError):
+        except (TimeoutError, ConnectionError):
             return response
         finally:
             self._pages.pop(task, None)

@@ -53,7 +53,7 @@ from shoal.optim.outer.weights import ModelWeights, Processes, distance
 from shoal.optim.schedule import Apply, AutoLag, Delayed, Every, RoundLength, Schedule, Send, Steps, Streaming
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 logger = logging.getLogger(__name__)

@@ -42,7 +42,7 @@ from shoal.optim.outer.rule import START, RoundContext, State, assign, check_rat
 from shoal.optim.schedule import Delayed, Every, Lag, Streaming
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
 
 @dataclass(frozen=True)

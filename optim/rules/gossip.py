@@ -34,7 +34,7 @@ from shoal.optim.rules.diloco import warn_if_unstable
 from shoal.optim.schedule import Every, Lag, Streaming
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ That a peer is busy, or in another round, is no failure. Of each peer only the f
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import functools
 import hashlib
@@ -527,5 +526,5 @@ class ExchangeHandle(Handle, Generic[R]):
             try:
                 # In slices: ``hurry`` may shorten the wait, and a signal handler runs only between two of them.
                 return self._future.result(min(max(left, 0), SLICE_S))
-            except (concurrent.futures.TimeoutError, asyncio.TimeoutError):
+            except (TimeoutError, concurrent.futures.TimeoutError):
                 continue

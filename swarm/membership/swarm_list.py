@@ -288,7 +288,7 @@ async def look(seeds: Sequence[str]) -> tuple[list[PublicSwarm], list[str]]:
 async def _within(daemon: Daemon, seed: str) -> tuple[list[PublicSwarm], str]:
     try:
         return await asyncio.wait_for(listed_by(daemon, seed), SEED_S), ""
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return [], f"the bootstrap node at {seed} did not answer within {SEED_S:g} s: check the address, or ask another one."
     except (NetworkError, MessageError) as error:
         return [], str(error)

@@ -231,7 +231,7 @@ async def answering(bootstrap: Sequence[str]) -> list[str]:
         _, _, host, _, port, *_ = address.split("/")
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), PROBE_S)
-        except (OSError, ValueError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError, ValueError) as error:
             log.debug("no relay at %s: %r", address, error)
             return False
         writer.close()
@@ -375,7 +375,7 @@ class RelaySlots:
                     await asyncio.wait_for(daemon.connect(peer, [relay]), CONNECT_S)
                 await asyncio.wait_for(reserve(daemon, peer), ASK_S)
                 return True
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 if attempt:
                     log.info("relay %s does not answer; connecting to it anew", short(peer))
                     await daemon.disconnect(peer)
@@ -411,7 +411,7 @@ async def _forwards(daemon: Daemon, listen: Sequence[str]) -> bool:
         here = [address.replace("/0.0.0.0/", "/127.0.0.1/").replace("/ip6/::/", "/ip6/::1/") for address in known]
         await asyncio.wait_for(client.connect(daemon.peer_id, here), CONNECT_S)
         return await asyncio.wait_for(reserve(client, daemon.peer_id), ASK_S) >= LEAST
-    except (*DAEMON_GONE, StartupError, asyncio.TimeoutError) as error:
+    except (TimeoutError, *DAEMON_GONE, StartupError) as error:
         log.info("how much this node forwards is not known: %s", error)
         return True
     finally:

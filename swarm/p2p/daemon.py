@@ -167,7 +167,7 @@ class Daemon:
                 chosen.append(f"-f={run_dir / 'config'}")
             found = await asyncio.wait_for(self._start([str(binary), *chosen], lock), timeout)
             started = found == identity.peer_id
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise StartupError(
                 f"the network daemon did not answer within {timeout:g} s: the machine may be overloaded; try again."
             ) from None
@@ -214,7 +214,7 @@ class Daemon:
             self._child.terminate()
             try:
                 await asyncio.wait_for(self._child.wait(), 4 * GRACE)
-            except asyncio.TimeoutError:  # it was stopped, perhaps
+            except TimeoutError:  # it was stopped, perhaps
                 self._child.kill()
         shutil.rmtree(self._run_dir, ignore_errors=True)  # if the guard was killed
 
@@ -230,7 +230,7 @@ class Daemon:
         ask = messages().StreamHandlerRequest(addr=unix_address(self.inbound), proto=[protocol], balanced=False)
         try:
             await asyncio.wait_for(self._ask("STREAM_HANDLER", streamHandler=ask), ANSWER_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise DaemonError(f"the network daemon did not answer within {ANSWER_S:g} s.") from None
         except DaemonError as error:
             if "already set" not in str(error):  # by an earlier request whose answer came too late

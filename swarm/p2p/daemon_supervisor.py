@@ -188,7 +188,7 @@ class Bootstrapper:
                 if not set(peers) - set(self.seeds) and now - searched >= ALONE:
                     searched = now
                     await self.meet([*self.bootstrap, *self._known.addresses()])
-            except (NetworkError, *DAEMON_GONE, ValueError, asyncio.TimeoutError) as error:
+            except (TimeoutError, NetworkError, *DAEMON_GONE, ValueError) as error:
                 log.debug("the daemon was not asked for its peers: %r", error)
             await asyncio.to_thread(self._known.save)
 
@@ -307,7 +307,7 @@ class DaemonSupervisor:
                 return task.result()
             if self._down.done():
                 raise NetworkError("the network daemon stopped in the middle of a call; it is being restarted.")
-            raise asyncio.TimeoutError
+            raise TimeoutError
         finally:
             task.cancel()
 

@@ -126,7 +126,7 @@ class PubSub:
         asked = self._supervisor.running().request("PUBSUB", pubsub=_request(kind, topic, **fields))
         try:
             return await self._supervisor.unless_down(asked, CALL_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise NetworkError(f"the daemon did not answer within {CALL_S:g} s.") from None
         except DAEMON_GONE as error:
             raise NetworkError(f"the daemon did not do what it was asked ({error}).") from None
@@ -413,7 +413,7 @@ class Host:
             raise NetworkError(f"peer {short(peer_id)} {why}.", "unreachable") from None
         except (OSError, EOFError, ValueError) as error:
             raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).", "unreachable") from None
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
 
     def usable(self, stream: Stream) -> bool:
@@ -441,7 +441,7 @@ class Host:
         daemon = self._supervisor.running()
         try:
             await self._supervisor.unless_down(daemon.connect(address.rpartition("/p2p/")[2], [address]), timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise NetworkError(f"{address} did not answer within {timeout:.3g} s.") from None
         except (*DAEMON_GONE, ValueError) as error:
             raise NetworkError(f"{address} {connections.why(error, address)}.") from None
@@ -457,7 +457,7 @@ class Host:
             if dials:
                 await self._supervisor.unless_down(asyncio.wait(dials, timeout=timeout), timeout + 1.0)
             await self._supervisor.unless_down(daemon.peers(), timeout)
-        except (*DAEMON_GONE, asyncio.TimeoutError) as error:
+        except (TimeoutError, *DAEMON_GONE) as error:
             raise NetworkError(f"the daemon was not asked for its peers ({error}).") from None
         finally:
             for dial_ in dials:
@@ -493,7 +493,7 @@ class Host:
     async def _dht_call(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             return await self._supervisor.unless_down(work, DHT_TIMEOUT)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise NetworkError(f"the DHT did not answer within {DHT_TIMEOUT:g} s.") from None
         except DAEMON_GONE as error:
             raise NetworkError(f"the DHT could not be asked ({error}).") from None

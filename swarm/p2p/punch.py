@@ -128,7 +128,7 @@ class Puncher:
         try:
             if its in await asyncio.wait_for(daemon.peers(), OPEN_S) and self._traffic.ways.choose(peer):
                 return Stream(peer, *await asyncio.wait_for(daemon.open(its, protocol), OPEN_S), self._traffic, way=its)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             del self._ids[peer]  # relayed until this connection has ended and another is made
         except DAEMON_GONE as error:
             log.debug("no stream to %s past the relay: %r", short(peer), error)
@@ -212,7 +212,7 @@ class Puncher:
         try:
             await stream.send(await self._offer(peer), SMALL_S)
             await self._dial(peer, other)
-        except (OSError, EOFError, ValueError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError, EOFError, ValueError) as error:
             raise NetworkError(f"the second network daemon did not connect ({error}).") from None
 
     def _refused(self, peer: str, why: str) -> NetworkError:

@@ -174,11 +174,11 @@ async def _dial(address: str, port: int, token: bytes) -> Outcome:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_S)
     except ConnectionRefusedError:
         return "refused"
-    except (OSError, asyncio.TimeoutError):
+    except (TimeoutError, OSError):
         return "silent"
     try:
         found = await asyncio.wait_for(reader.readexactly(len(token)), TOKEN_S)
-    except (OSError, EOFError, asyncio.TimeoutError):
+    except (TimeoutError, OSError, EOFError):
         return "other"
     finally:
         writer.close()

@@ -301,7 +301,7 @@ class Stream:
     async def _within(self, work: Awaitable[_T], timeout: float, what: str) -> _T:
         try:
             return await asyncio.wait_for(work, timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise NetworkError(f"peer {short(self.peer_id)} {what} within {timeout:.3g} s.", "timeout") from None
         except _GONE:
             raise self._ended() from None
@@ -326,7 +326,7 @@ class Stream:
         """
         try:
             await asyncio.wait_for(self._head(), timeout)
-        except (asyncio.TimeoutError, *_GONE):
+        except (TimeoutError, *_GONE):
             return False
         return True
 

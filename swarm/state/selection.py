@@ -493,7 +493,7 @@ class StateServer:
                 asyncio.get_running_loop().run_in_executor(None, self._offer_at_rest)
             found = await asyncio.wait_for(future, seconds)
             header: StateHeader | Answer = found if isinstance(found, Answer) else found.header
-        except asyncio.TimeoutError:
+        except TimeoutError:
             header = Answer(verdict="busy", reason=f"no step was finished in {seconds:.0f} s", round=0)
         finally:
             self._places.free(stream)

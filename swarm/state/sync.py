@@ -271,7 +271,7 @@ def begin_fetch(
     async def bounded() -> State | None:
         try:
             return await asyncio.wait_for(fetch_into(host, query, sources, _StateInMemory(query.extra, held)), seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise NetworkError(f"the weights of the swarm did not come within {seconds / 60:.0f} minutes.") from None
 
     return host.submit(bounded())

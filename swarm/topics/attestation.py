@@ -256,7 +256,7 @@ class LogServer:
             return b"", "this peer is leaving"
         try:
             log = await asyncio.wait_for(making, MAKE_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return b"", f"it could not be made in {MAKE_S:g} s"
         except ValueError as error:  # a log without any record would be too large
             return b"", str(error)

@@ -80,7 +80,7 @@ class Attacker:
             if self.silent:
                 for _ in range(PLACES):
                     self.open.stream(SEED_PROTOCOL, b"\x00")
-        except (OSError, EOFError, MessageError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError, EOFError, MessageError) as error:
             self.counts[type(error).__name__] += 1
 
 

@@ -172,7 +172,7 @@ class SimDirectory:
                     self._store(prefix)
             try:
                 await asyncio.wait_for(self._wake.wait(), HASTE if self._curious else PERIOD * self._chance.uniform(0.8, 1.0))
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 continue
             if self._pressing and (since := self._now() - published) < GAP:
                 await asyncio.sleep(GAP - since)

@@ -325,7 +325,7 @@ class SimHost:
         """Open a stream, like ``Host.open``. Raises NetworkError."""
         try:
             return await asyncio.wait_for(self._dial(peer_id, protocol), timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
 
     async def _dial(self, peer_id: str, protocol: str) -> Stream:

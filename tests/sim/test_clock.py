@@ -96,7 +96,7 @@ def test_a_timer_that_was_cancelled_on_waking_is_not_called(loop):
         process.context.copy().run(loop.call_later, 2.0, news.set_result, "news")
         try:
             seen.append(await asyncio.wait_for(news, 3.0))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             seen.append("too late")
 
     begin(loop, process, work())

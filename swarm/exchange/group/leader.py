@@ -98,7 +98,7 @@ class DecisionLog:
                 sealed = await answer
                 if sealed is not None:
                     return sealed
-        except asyncio.TimeoutError:
+        except TimeoutError:
             pass  # no remaining member knows of a decision
         finally:
             for question in asking:
@@ -124,7 +124,7 @@ class DecisionLog:
         if pending is not None:
             try:
                 await asyncio.wait_for(pending.wait(), ASK_S)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 log.debug("a peer asked for a decision that is not made yet")
         await stream.send(pack(GroupReply(decision=self._sealed.get(question.nonce))), ASK_S)
 
@@ -277,7 +277,7 @@ class GroupCommit:
                 return
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return
 
     async def _send_all(self, message: Message) -> None:
@@ -500,7 +500,7 @@ class GroupLeader:
                 pending.changed.clear()
                 try:
                     await asyncio.wait_for(pending.changed.wait(), min(forming - now, LOOK_S))
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     continue
         finally:
             probing.cancel()

@@ -87,7 +87,7 @@ class PeerStreams:
             self._held[event] = hello.nonce
             try:
                 await asyncio.wait_for(event.wait(), self.chunk_timeout)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return
             finally:
                 self._places.free(stream)

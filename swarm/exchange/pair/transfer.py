@@ -213,7 +213,7 @@ class PairTransfer:
         """Ask the caller once more, over a new stream, after its confirmation was lost; return what it refused, if it committed."""
         try:
             reply = await asyncio.wait_for(self._asked(peer, nonce, ASK_S, room), ASK_S)
-        except (NetworkError, MessageError, asyncio.TimeoutError) as error:
+        except (TimeoutError, NetworkError, MessageError) as error:
             why = str(error) or f"no answer within {ASK_S:g} s"
             log.warning("the confirmation of an exchange was lost and its peer cannot be asked (%s): the round is given up", why)
             return None
@@ -225,7 +225,7 @@ class PairTransfer:
         """
         try:
             await asyncio.wait_for(self._asked(peer, fresh_nonce(), seconds), seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise NetworkError(f"peer {short(peer)} did not answer within {seconds:.3g} s.", "timeout") from None
 
     async def _asked(self, peer: str, nonce: bytes, seconds: float, room: int = KIB) -> OutcomeReply:
