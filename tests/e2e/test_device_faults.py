@@ -12,7 +12,7 @@ from unittest.mock import DEFAULT, Mock
 
 import torch
 from shoal.node.task import Task
-from shoal.optim.outer import rounds
+from shoal.optim.outer import optimizer
 
 class Fit(Task):
     def __init__(self):
@@ -20,7 +20,7 @@ class Fit(Task):
         self.at, self.calls = int(at), {"loss": 0, "evaluate": 0}
         if self.fails == "exchange":  # in none of this file's lines
             made = [DEFAULT] * (self.at - 1) + [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]
-            rounds.contribution_of = Mock(wraps=rounds.contribution_of, side_effect=made)
+            optimizer.contribution_of = Mock(wraps=optimizer.contribution_of, side_effect=made)
 
     def model(self):
         return torch.nn.Linear(4, 1)
