@@ -28,7 +28,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from shoal.swarm.access import AccessPolicy
 from shoal.swarm.p2p.addresses import range_of
@@ -51,6 +51,9 @@ class Newest(OrderedDict[K, V]):
         self.move_to_end(key)
         if len(self) > self._most:
             self.popitem(last=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._most,), None, None, iter(self.items())  # a copy has its bound
 
 
 @dataclass(frozen=True)

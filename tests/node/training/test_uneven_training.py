@@ -187,4 +187,4 @@ def test_the_reported_speed_counts_neither_waiting_nor_what_is_done_between_step
     trainer = made(Tiny(on_step=compute), Slow(), steps=100, every=5)
     trainer.run(on_progress=reports.append, after_step=between)
     assert len(reports) > 40
-    assert {report.steps_per_s for report in reports} == {4.0}
+    assert {report.rates.steps_per_s for report in reports} == {4.0}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import swarm_id
+from shoal.swarm.manifest import OuterSettings, swarm_id
 from shoal.swarm.topics.status import BANNED, HELD_S, PARTNERS, PER_SECOND, PROJECTED, ROUNDS, SAVE_S, Status, StatusReporter
 from shoal.swarm.wire.envelope import pack, unpack
 
@@ -32,7 +32,7 @@ def membership(method="noloco", bucket=0, seen=25):
             members=lambda: dict.fromkeys(range(seen)),
             reach=lambda: {"reach": "punched", "throughput": 1.5e6},
         ),
-        manifest=SimpleNamespace(outer=SimpleNamespace(method=method), bucket=bucket),
+        manifest=SimpleNamespace(outer=OuterSettings(method=method), bucket=bucket),
     )
 
 
