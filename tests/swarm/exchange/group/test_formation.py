@@ -98,7 +98,7 @@ def test_a_leader_that_is_not_there_yet_does_not_hold_up_the_others_and_meets_th
 
 
 def test_a_slow_peer_is_left_out_after_the_wait_and_goes_where_it_is_told(school):
-    four = school.peers(4, wait=2.0, fragments=3)
+    four = school.peers(4, wait=4.0, fragments=3)
     slow = school.ranked(four, 1)[-1]
     others = [peer for peer in four if peer is not slow]
     assert school.values([peer.start(1, 3.0, fragment=1) for peer in others]) == [pytest.approx(3.0)] * 3
