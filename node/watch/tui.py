@@ -293,7 +293,7 @@ class WatchApp(App[None]):  # type: ignore[misc]
         if self._live and self._source.ended.is_set():
             self.exit()
             return
-        if not self._held:
+        if not self._held and self.query("#head"):  # textual takes the widgets down before it stops the timers
             self._draw()
 
     def _draw(self) -> None:

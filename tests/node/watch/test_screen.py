@@ -111,6 +111,21 @@ def test_the_charts_fit_at_first_sight_and_after_each_change_of_size(events, siz
     asyncio.run(drive())
 
 
+def test_a_frame_that_is_due_while_the_screen_is_taken_down_draws_nothing(events):
+    tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
+    inbox = queue.Queue()
+    app = tui.WatchApp(inbox, Source(), live=False)
+
+    async def drive():
+        async with app.run_test():
+            await app.query("*").remove()
+            inbox.put(events[0])
+            app.frame()
+            assert inbox.empty()
+
+    asyncio.run(drive())
+
+
 @pytest.mark.parametrize("size", [(140, 40), (60, 30), (20, 8)])
 def test_the_screen_shows_it_and_obeys_keys(events, size):
     tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
