@@ -234,7 +234,7 @@ class DistanceScreen(UpdateScreen):
         if (suspect and not suspect > 1) or not times > 0:
             raise ValueError(f"suspect must be above 1, or 0, and times positive: got {suspect}, {times}")
         self.robust, self.suspect, self.times, self._sends = robust, suspect, times, sends
-        self.gathers = robust == "centered-clip"
+        self.gathers = robust == "centered-clip" or suspect > 0  # an all-reduce shows sums, never one contribution
         self._measures = suspect > 0 or robust == "clipped-gossip"
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
         """Distances by fragment."""

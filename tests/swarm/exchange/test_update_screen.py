@@ -259,7 +259,8 @@ def test_settings():
     screen = make_screen(load(None, {"outer.method": "diloco", "outer.robust": "centered-clip"}).outer)
     assert (screen.robust, screen.times, screen.gathers, screen.suspect) == ("centered-clip", 1.0, True, 0)
     screen = make_screen(load(None, {"outer.robust": "distance"}).outer)
-    assert (screen.robust, screen.gathers, screen.suspect) == ("none", False, 3.0)
+    assert (screen.robust, screen.gathers, screen.suspect) == ("none", True, 3.0)
+    assert not make_screen(load().outer).gathers
     uneven = load(None, {"outer.round": "seconds:5"}).outer
     assert uneven.weighing == "tokens"
     assert problem(make_screen(uneven), 0, 1e9) is None  # suspect is off
