@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from bench._questions import question
 from bench._verification_claims import ACTIVATIONS, CHEATING, FRESH, SAMPLING
 from bench._verification_world import DTYPES, noisy, rounded, seed_of
-from shoal.verification.fingerprints import LastHidden, gumbel, output_head
-from shoal.verification.fingerprints.fingerprint import FARTHEST
+from shoal.verification.fingerprints.activations import LastHidden, output_head
+from shoal.verification.fingerprints.fingerprint import FARTHEST, gumbel
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "bench" / "results" / "verification_135m.json.gz"
@@ -222,8 +222,8 @@ def noise_of(claims: tuple[int, ...], vocabulary: int) -> Tensor:
     """Gumbel noise (TOKENS, B, V) of the seeds of ``claims``."""
     found = torch.empty(TOKENS, len(claims), vocabulary, dtype=torch.float64)
     for row, claim in enumerate(claims):
-        for position in range(TOKENS):
-            found[position, row] = gumbel(seed_of(claim), position, vocabulary)
+        for position in range(TOKENS):  # one at a time: all of them at once take four times the memory
+            found[position, row] = gumbel(seed_of(claim), range(position, position + 1), vocabulary)[0]
     return found
 
 
@@ -244,7 +244,7 @@ def chooser(noise: Tensor, way: Way) -> Callable[[Tensor, int], Tensor]:
 
 
 def margins(tokens: Tensor, logits: Tensor, noise: Tensor) -> Tensor:
-    """What `shoal.verification.fingerprints.margins` finds at temperature 1, (B, n), with noise (n, B, V) already made."""
+    """What `fingerprint.margins` finds at temperature 1, (B, n), with noise (n, B, V) already made."""
     found = []
     for at, part in enumerate(noise):
         scores = logits[:, at].double() + part

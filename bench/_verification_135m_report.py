@@ -18,7 +18,7 @@ from bench._interval import rate_interval
 from bench._verification_135m import CHEATS, HONEST, SIDES, TOKENS, VARIANTS
 from bench._verification_claims import ACTIVATIONS, SAMPLING
 from shoal.verification.calibration import FEWEST, Calibration, Pair
-from shoal.verification.fingerprints import Evidence
+from shoal.verification.fingerprints.fingerprint import Evidence
 from shoal.verification.sequential import ALARM
 
 RATE = 1e-4

@@ -13,8 +13,8 @@ from torch import nn
 
 from bench._verification_world import CHEATS, DTYPES, World, Writer, honest, seed_of
 from shoal.verification.calibration import Honest
-from shoal.verification.fingerprints import ActivationProof, Drawn, Evidence, SeededSampling
-from shoal.verification.fingerprints.activations import WINDOW
+from shoal.verification.fingerprints.activations import WINDOW, ActivationProof
+from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, SeededSampling, margins
 
 ACTIVATIONS, SAMPLING = ActivationProof(), SeededSampling()
 FRESH, CHEATING = 10_000_000, 20_000_000  # first claims, apart from those of the calibration
@@ -58,7 +58,7 @@ def examined(
         if together:
             told = _parted(told[0], len(claims))
         drawings = (Drawn(row, seen, seed_of(claim), temperature) for row, seen, claim in zip(tokens, logits, claims, strict=True))
-        found.append([(one, SAMPLING.compare(SAMPLING.make(drawn), drawn)) for one, drawn in zip(told, drawings, strict=True)])
+        found.append([(one, SAMPLING.measured(margins(drawn))) for one, drawn in zip(told, drawings, strict=True)])
     return found
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from bench import _verification_world as world
 from bench._verification_world import Change, noisy, rounded
-from shoal.verification.fingerprints import LastHidden, draw, draw_rows
+from shoal.verification.fingerprints.activations import LastHidden
+from shoal.verification.fingerprints.fingerprint import draw_each
 
 __all__ = ["Tiny", "TinyGPT", "changed", "generate", "noisy", "prompt", "rounded", "without_layer"]
 
@@ -85,7 +86,7 @@ def generate(
     with torch.no_grad(), LastHidden(model) as hidden:
         for position in range(count):
             logits = model(shown.unsqueeze(0), caches)[0, -1]
-            tokens.append(draw(logits, seed, position, temperature))
+            tokens.append(int(draw_each(logits.unsqueeze(0), seed, range(position, position + 1), temperature)))
             new = torch.tensor([tokens[-1]])
             shown = new if cached else torch.cat((shown, new))
     return torch.tensor(tokens), hidden.states()[0]
@@ -100,13 +101,14 @@ def generate_rows(
     shown = asked
     with torch.no_grad(), LastHidden(model) as hidden:
         for position in range(count):
-            tokens.append(draw_rows(model(shown, caches)[:, -1], seeds, position, temperature))
+            at, rows = range(position, position + 1), zip(model(shown, caches)[:, -1:], seeds, strict=True)
+            tokens.append(torch.cat([draw_each(logits, seed, at, temperature) for logits, seed in rows]))
             shown = tokens[-1].unsqueeze(1)
     return torch.stack(tokens, dim=1), hidden.states()
 
 
 def prefill_rows(model: TinyGPT, asked: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """``prefill_states`` for rows (B, n): states (B, n, width) and logits (B, n, V)."""
+    """The states (B, n, width) and logits (B, n, V) from which each of ``tokens`` (B, n) was drawn, in one call of the model."""
     with torch.no_grad(), LastHidden(model, every=True) as hidden:
         logits = model(torch.cat((asked, tokens[:, :-1]), dim=1))
     first = asked.shape[1] - 1

@@ -45,7 +45,7 @@ from bench._verification_claims import ACTIVATIONS, SAMPLING, Plan, Scores, meas
 from bench._verification_table import BEGIN, END, into, markdown
 from bench._verification_tiny import Tiny
 from bench._verification_world import CHEATS, DTYPES, World, honest, seed_of
-from shoal.verification.fingerprints import Drawn
+from shoal.verification.fingerprints.fingerprint import Drawn, margins
 
 NAMED = [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32"), ("fp32", "bf16")]
 Found = dict[tuple[str, float], Scores]
@@ -124,12 +124,11 @@ def costs(world: World, length: int) -> dict[str, float]:
     write = honest(world, model, length)
     tokens, states = write([0], 1.0)
     proof = ACTIVATIONS.make(states[0])
-    drawing = SAMPLING.make(Drawn(tokens[0], world.read(model, asked, tokens)[1][0], seed_of(0)))
 
     def examine() -> None:
         own, logits = world.read(model, asked, tokens)
         ACTIVATIONS.compare(proof, own[0])
-        SAMPLING.compare(drawing, Drawn(tokens[0], logits[0], seed_of(0)))
+        SAMPLING.measured(margins(Drawn(tokens[0], logits[0], seed_of(0))))
 
     generating = least_s(lambda: write([0], 1.0))
     return {

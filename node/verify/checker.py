@@ -38,16 +38,8 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.p2p.limits import Newest
 from shoal.verification.calibration import RATE, Calibration, CalibrationError, Pair
 from shoal.verification.consensus.records import Claim
-from shoal.verification.fingerprints import (
-    ActivationProof,
-    Drawn,
-    Evidence,
-    LastHidden,
-    SeededSampling,
-    draw_each,
-    margins,
-    output_head,
-)
+from shoal.verification.fingerprints.activations import ActivationProof, LastHidden, output_head
+from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, SeededSampling, draw_each, margins
 
 # Generation of a group that can be checked, and its examination: in the same parts, so that only rounding may differ.
 #

@@ -61,7 +61,7 @@ from shoal.verification.calibration import (
 )
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Signed
-from shoal.verification.fingerprints import Evidence
+from shoal.verification.fingerprints.fingerprint import Evidence
 
 # The training thread's part in verification: writing the groups of completions that are to be claimed.
 

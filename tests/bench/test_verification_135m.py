@@ -12,7 +12,7 @@ from bench import _verification_135m_report as report
 from bench import verification_135m
 from bench._questions import question
 from bench._verification_world import seed_of
-from shoal.verification.fingerprints import Drawn, gumbel, margins
+from shoal.verification.fingerprints.fingerprint import Drawn, gumbel, margins
 from shoal.verification.sequential import ALARM
 
 PLAN = bench.Plan(honest=256, across=64, cheats=64, variants=32)
@@ -80,7 +80,7 @@ def test_a_stopped_run_goes_on_and_another_models_file_is_refused(tmp_path, monk
 def test_draws_and_margins_are_those_of_the_fingerprint():
     claims, count, words = (5, 6), bench.TOKENS, 50
     noise = bench.noise_of(claims, words)
-    assert torch.equal(noise[3, 1], gumbel(seed_of(6), 3, words))
+    assert torch.equal(noise[3, 1], gumbel(seed_of(6), range(3, 4), words)[0])
     logits = torch.randn(2, count, words, generator=torch.Generator().manual_seed(0))
     hot = bench.chooser(noise, bench.Way(temperature=2.0))
     tokens = torch.stack([hot(logits[:, at], at) for at in range(count)], dim=1)

@@ -17,7 +17,7 @@ from bench._verification_table import BEGIN, END
 from bench._verification_world import CHEATS, honest, seed_of
 from bench.verification import main, voted
 from shoal.verification.calibration import Honest, Pair
-from shoal.verification.fingerprints import Drawn, Evidence, prefill_states
+from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, margins
 from shoal.verification.sequential import Reference, Series
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def test_claims_in_rows_are_those_of_claims_alone():
         torch.testing.assert_close(states[claim], own, rtol=1e-4, atol=1e-4)
     read, logits = world.read(model, world.prompts(range(3)), tokens)
     torch.testing.assert_close(read, states, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits[1], prefill_states(model, tiny.prompt(1), tokens[1])[1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits[1], tiny.prefill_rows(model, tiny.prompt(1)[None], tokens[1:2])[1][0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [64, 40])
@@ -87,7 +87,7 @@ def test_evidence_of_claims_together_is_that_of_each(length):
     for claim, (activations, sampling) in enumerate(found):
         assert activations == ACTIVATIONS.compare(ACTIVATIONS.make(states[claim]), own[claim])
         drawn = Drawn(tokens[claim], logits[claim], seed_of(claim))
-        assert sampling == SAMPLING.compare(SAMPLING.make(drawn), drawn)
+        assert sampling == SAMPLING.measured(margins(drawn))
 
 
 def test_a_vote_refuses_what_two_of_three_refuse():

@@ -271,26 +271,6 @@ class LastHidden:
         return torch.cat(self._kept, dim=1)
 
 
-def prefill_states(
-    model: nn.Module, prompt: Tensor, completion: Tensor, head: nn.Module | str | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the states (n, width) and logits (n, V) from which each token of ``completion`` (n,) was drawn, in one model call.
-
-    ``prompt`` (p,) int64, p >= 1; ``model`` maps tokens (1, T) to logits (1, T, V), or to an object that holds them in ``logits``.
-    Raises ``ValueError`` on other shapes.
-    """
-    if prompt.dim() != 1 or completion.dim() != 1 or not len(prompt) or not len(completion):
-        raise ValueError("prompt and completion must each be a row of at least one token")
-    with torch.no_grad(), LastHidden(model, head, every=True) as hidden:
-        made = model(torch.cat((prompt, completion[:-1])).unsqueeze(0))
-    logits = getattr(made, "logits", made)
-    states = hidden.states()
-    first, total = len(prompt) - 1, len(prompt) + len(completion) - 1
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != (1, total) or states.shape[:2] != (1, total):
-        raise ValueError(f"the model must give a state and logits for each of the {total} tokens it is shown")
-    return states[0, first:], logits[0, first:]
-
-
 WINDOW, TOP = 32, 128
 MOST_TOKENS, MOST_WIDTH = 1 << 17, 1 << 16
 BATCH = 16  # windows at once: 2 MB of powers, which stay in the cache

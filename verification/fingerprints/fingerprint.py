@@ -1,6 +1,4 @@
-"""Protocol of fingerprints: a proof of an output in bytes, and the evidence of comparing it with another output.
-
-Fingerprint of sampling that others can repeat: each token is the one that the logits and a public seed give.
+"""The evidence of comparing a proof with an output, and sampling that others repeat: a token is what logits and a seed give.
 
 A proof of activations shows which model *saw* a text, not which model *wrote* it: text of a cheap model, passed through the right
 one, has the right activations. Here token t is argmax_v (logits_v / temperature + g(seed, t, v)), which is a draw from the softmax
@@ -16,16 +14,12 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 MOST_WINDOWS = 1 << 20
-
-Output = TypeVar("Output", contravariant=True)
 
 
 class ProofError(ValueError):
@@ -79,40 +73,6 @@ class Evidence:
             math.fsum(s * v for s, v in zip(self.sizes, column, strict=True)) / total for column in zip(*self.values, strict=True)
         )
 
-    @staticmethod
-    def single(features: Sequence[Feature], *values: float) -> Evidence:
-        """Make the evidence of a fingerprint of the output as a whole."""
-        return Evidence(tuple(features), (tuple(values),), (1.0,))
-
-
-class Fingerprint(Protocol[Output]):
-    """Way to prove an output, and to compare a proof with an output of one's own.
-
-    ``make`` raises ``ValueError`` if the own output has no fingerprint. ``compare`` raises it too, but only for the own output;
-    whatever is wrong with the proof, which may be any bytes, is said in ``Evidence.fault``. Whether differences are small enough
-    is for ``verification.calibration`` to say, from what honest peers show.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def features(self) -> tuple[Feature, ...]:
-        """Measures of ``compare``."""
-        ...
-
-    def make(self, output: Output) -> bytes:
-        """Prove ``output``."""
-        ...
-
-    def compare(self, proof: bytes, output: Output) -> Evidence:
-        """Measure how far ``proof``, made by another, is from the own ``output``."""
-        ...
-
-
-# Public hash from (key, number) to 64 mixed bits, in int64 tensors, the same on all machines.
-#
-# It need not keep a secret, as its key has none: SHA-256 makes the key, and the finaliser of SplitMix64, twice, spreads numbers.
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -133,7 +93,6 @@ WINDOW = 32
 MOST_TOKENS, MOST_VOCABULARY, MOST_SEED = 1 << 17, 1 << 20, 64
 AT_ONCE = 1 << 18  # scores: 2 MB, which stay in the cache; with eight times as many the noise takes three times as long
 FARTHEST = 10.0  # nats; a token that is further from winning than this tells no more
-_FORMAT = struct.Struct(">d32sII")  # temperature, SHA-256 of the seed, tokens, vocabulary
 
 
 @dataclass(frozen=True)
@@ -152,27 +111,15 @@ class Drawn:
     first: int = 0
 
 
-def gumbel(seed: bytes, position: int, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return Gumbel noise (vocabulary,) float64 for one position: the same bits everywhere, but for the last of two logarithms.
+def gumbel(seed: bytes, positions: range, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return Gumbel noise (positions, vocabulary) float64: the same bits everywhere, but for the last of two logarithms.
 
     SHA-256 of seed and position is the key; the words of the vocabulary are numbered and mixed with it by the finaliser of
     SplitMix64, twice. It need not keep a secret, as the seed has none: it must only be one function that all compute.
     """
-    return _noise(seed, range(position, position + 1), vocabulary, device)[0]
-
-
-def _noise(seed: bytes, positions: range, vocabulary: int, device: torch.device | str) -> Tensor:
-    """Return ``gumbel`` for several positions, (positions, vocabulary)."""
     if not 1 <= vocabulary <= MOST_VOCABULARY or not 0 <= positions.start < 1 << 62 or len(seed) > MOST_SEED:
         raise ValueError(f"noise is for a position >= 0, at most {MOST_VOCABULARY} words, and a seed of at most {MOST_SEED} bytes")
-    return _noise_of_keys([_key(seed, position) for position in positions], vocabulary, device)
-
-
-def _key(seed: bytes, position: int) -> bytes:
-    return hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest()
-
-
-def _noise_of_keys(digests: Sequence[bytes], vocabulary: int, device: torch.device | str) -> Tensor:
+    digests = [hashlib.sha256(b"shoal gumbel 1\0" + position.to_bytes(8, "big") + seed).digest() for position in positions]
     keys = torch.tensor([struct.unpack(">qq", digest[:16]) for digest in digests], dtype=torch.int64, device=device)
     numbers = torch.arange(vocabulary, dtype=torch.int64, device=device)
     mixed = mix(mix(numbers * signed(GOLDEN) + keys[:, :1]) ^ keys[:, 1:])
@@ -180,25 +127,9 @@ def _noise_of_keys(digests: Sequence[bytes], vocabulary: int, device: torch.devi
     return -torch.log(-torch.log(uniform))
 
 
-def draw(logits: Tensor, seed: bytes, position: int, temperature: float = 1.0) -> int:
-    """Draw the token at ``position`` from ``logits`` (V,). The smaller token wins among equal scores."""
-    return int(draw_each(logits.unsqueeze(0), seed, range(position, position + 1), temperature)[0])
-
-
 def draw_each(logits: Tensor, seed: bytes, positions: range, temperature: float = 1.0) -> Tensor:
-    """Draw a token for each row of ``logits`` (n, V), at the positions in ``positions``: (n,) int64."""
+    """Draw a token for each row of ``logits`` (n, V), at the positions in ``positions``: (n,) int64. Of equals the smaller wins."""
     return torch.argmax(_scores(logits, seed, positions, temperature), dim=1)
-
-
-def draw_rows(logits: Tensor, seeds: Sequence[bytes], position: int, temperature: float = 1.0) -> Tensor:
-    """Draw for rows that are written together: tokens (B,) int64 at ``position`` from ``logits`` (B, V), a seed for each."""
-    fits = logits.dim() == 2 and len(seeds) == len(logits) and 1 <= logits.shape[1] <= MOST_VOCABULARY
-    if not fits or not 0 <= position < 1 << 62 or any(len(seed) > MOST_SEED for seed in seeds):
-        raise ValueError(f"rows of logits need a seed of at most {MOST_SEED} bytes each, and a position >= 0")
-    scores = _tempered(logits, temperature)
-    if temperature:
-        scores = scores + _noise_of_keys([_key(seed, position) for seed in seeds], logits.shape[1], logits.device)
-    return torch.argmax(scores, dim=1)
 
 
 def margins(drawn: Drawn) -> Tensor:
@@ -221,25 +152,21 @@ def margins(drawn: Drawn) -> Tensor:
 
 
 def _scores(logits: Tensor, seed: bytes, positions: range, temperature: float) -> Tensor:
-    """Return the competing scores at each position, (n, V) float64."""
+    """Return the competing scores at each position, (n, V) float64: the noise has full weight, so all margins are in one unit."""
     if len(positions) != len(logits):
         raise ValueError(f"there must be a position for each of {len(logits)} rows of logits, not {len(positions)}")
-    rows = _tempered(logits, temperature)
-    return rows + _noise(seed, positions, rows.shape[1], rows.device) if temperature else rows
-
-
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Divide by the temperature in float64. The noise has full weight, so margins of all temperatures are in the same unit."""
     if not 0 <= temperature <= 1e6:
         raise ValueError(f"the temperature must be from 0 to a million, not {temperature}")
     rows = logits.detach().double()
     if bool(torch.isnan(rows).any()) or not bool(torch.isfinite(rows.amax(dim=1)).all()):
         raise ValueError("the logits of a position are not numbers, or allow no token")
-    return rows / temperature if temperature else rows
+    if not temperature:
+        return rows
+    return rows / temperature + gumbel(seed, positions, rows.shape[1], rows.device)
 
 
 class SeededSampling:
-    """A fingerprint of how tokens were drawn. The proof only repeats temperature, seed, count and vocabulary, in 48 bytes.
+    """A fingerprint of how tokens were drawn. It needs no proof: the claim names seed and temperature.
 
     Its features, over windows of 32 tokens: the share of tokens that did not win, and their mean distance from winning; and over
     the whole claim the largest distance. Who puts one answer of its own into an honest text moves the means hardly, but that.
@@ -252,26 +179,8 @@ class SeededSampling:
         Feature("largest distance of a token from the one that the seed gives (nats)", 0.01),
     )
 
-    def make(self, output: Drawn) -> bytes:
-        """Return 48 bytes."""
-        margins(output)  # refuses what does not fit together
-        return self._head(output)
-
-    def compare(self, proof: bytes, output: Drawn) -> Evidence:
-        """Repeat the draws with the own logits. Raises ``ValueError`` only if the own output does not fit together."""
-        found = margins(output)
-        if len(proof) != _FORMAT.size:
-            return Evidence(self.features, fault=f"the proof has {len(proof)} bytes, but one of sampling has {_FORMAT.size}")
-        if proof != self._head(output):
-            return Evidence(self.features, fault="the tokens were drawn with other settings than was agreed")
-        return self.measured(found)
-
     def measured(self, found: Tensor) -> Evidence:
         """Return the evidence in ``margins`` (n,) of several completions that were drawn apart."""
         windows, largest = torch.split(found, WINDOW), float(found.max())
         values = tuple((float((part > 0).double().mean()), float(part.mean()), largest) for part in windows)
         return Evidence(self.features, values, tuple(len(part) / WINDOW for part in windows))
-
-    def _head(self, output: Drawn) -> bytes:
-        seed = hashlib.sha256(b"shoal seed 1\0" + output.first.to_bytes(8, "big") + output.seed).digest()
-        return _FORMAT.pack(output.temperature, seed, *output.logits.shape)

@@ -13,7 +13,7 @@ from shoal.node.verify.service import Verification
 from shoal.swarm.errors import MessageError
 from shoal.verification.calibration import load_calibration, save_calibration
 from shoal.verification.consensus.records import Entry
-from shoal.verification.fingerprints import Evidence
+from shoal.verification.fingerprints.fingerprint import Evidence
 from tests.e2e.cheat import quantised
 from tests.node.verify.board import ROUND_S, Board, Node, run, task_of, toy_signature
 

@@ -22,7 +22,7 @@ from shoal.verification.calibration import (
     load_calibration,
     save_calibration,
 )
-from shoal.verification.fingerprints import Evidence, Feature
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 
 ONE = (Feature("error", 0.0),)
 TWO = (Feature("error", 0.0), Feature("misses", 0.0))

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.verification.fingerprints import ActivationProof
-from shoal.verification.fingerprints.activations import decode, encode, evaluate, largest
+from shoal.verification.fingerprints.activations import ActivationProof, decode, encode, evaluate, largest
 
 PROOF = ActivationProof()
 # From the README of toploc 0.1.6: windows of 3 x 16 values, top 4, and the last of 1 x 16.

@@ -1,21 +1,25 @@
 """The hook on the last hidden state, with a KV cache and without, in three dtypes."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from bench import _verification_tiny as tiny
-from shoal.verification.fingerprints import LastHidden, output_head, prefill_states
+from shoal.verification.fingerprints.activations import LastHidden, output_head
+
+
+def prefilled(model, asked, tokens):
+    states, logits = tiny.prefill_rows(model, asked[None], tokens[None])
+    return states[0], logits[0]
 
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_generation_and_prefill_have_the_same_states(cached):
     model, asked = tiny.TinyGPT(), tiny.prompt(1)
     tokens, states = tiny.generate(model, asked, 20, cached=cached)
-    again, logits = prefill_states(model, asked, tokens)
+    again, logits = prefilled(model, asked, tokens)
     torch.testing.assert_close(states, again, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(model.head(again), logits, atol=1e-5, rtol=1e-5)
     assert states.shape == (20, tiny.WIDTH)
@@ -26,7 +30,7 @@ def test_low_precision_is_near(dtype):
     exact, model, asked = tiny.TinyGPT(), tiny.TinyGPT().to(dtype), tiny.prompt(2)
     tokens, states = tiny.generate(model, asked, 20)
     assert states.dtype == dtype
-    again, _ = prefill_states(exact, asked, tokens)
+    again, _ = prefilled(exact, asked, tokens)
     assert float((states.float() - again).norm() / again.norm()) < 0.02
 
 
@@ -63,28 +67,6 @@ def test_which_layer_is_the_head():
         output_head(nn.Embedding(2, 2))
 
 
-def test_a_model_of_hugging_faces_kind():
-    class Wrapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = tiny.TinyGPT()
-
-        def forward(self, tokens):
-            return SimpleNamespace(logits=self.inner(tokens))
-
-    asked, answer = tiny.prompt(1), tiny.prompt(2, 5)
-    states, logits = prefill_states(Wrapped(), asked, answer)
-    expected = prefill_states(tiny.TinyGPT(), asked, answer)
-    assert torch.equal(states, expected[0])
-    assert torch.equal(logits, expected[1])
-
-
-def test_refused():
-    model, some, none = tiny.TinyGPT(), tiny.prompt(1), torch.tensor([], dtype=torch.int64)
-    for asked, answer in ((none, some), (some, none), (some.unsqueeze(0), some)):
-        with pytest.raises(ValueError, match="at least one token"):
-            prefill_states(model, asked, answer)
+def test_states_of_a_model_that_was_not_called_are_refused():
     with pytest.raises(ValueError, match="was not called"):
-        LastHidden(model).states()
-    with pytest.raises(ValueError, match="a state and logits for each"):
-        prefill_states(nn.Sequential(nn.Embedding(96, 8), nn.Linear(8, 4), nn.Flatten(1)), some, some)
+        LastHidden(tiny.TinyGPT()).states()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.verification.calibration import Honest, Pair
-from shoal.verification.fingerprints import Evidence, Feature
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 from shoal.verification.sequential import ACROSS, ALARM, LENGTH, LIFE_RATE, TOLERANCE, Martingale, Reference, Series
 
 ONE = (Feature("error", 0.0),)

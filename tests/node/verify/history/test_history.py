@@ -11,7 +11,7 @@ from shoal.node.verify.history import NAME, EvidenceFile, History, stated
 from shoal.verification.calibration import Honest, Pair
 from shoal.verification.consensus.records import Dispute, Electorate, Ledger, Reveal
 from shoal.verification.consensus.rulings import Ruling, Standing, Table, Trial
-from shoal.verification.fingerprints import Evidence, Feature
+from shoal.verification.fingerprints.fingerprint import Evidence, Feature
 from shoal.verification.sequential import ALARM
 from tests.verification.consensus.stories import claim_of
 
