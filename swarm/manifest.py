@@ -155,8 +155,9 @@ class OuterSettings(BaseModel):
     robust: Literal["none", "distance", "clipped-gossip", "centered-clip"] = Field(
         default="none",
         description="Against few hostile peers, of whom each counts the same then: distance (refuse what lies three times as far "
-        "away as usual; a newcomer's first contributions may be), or in place of the mean what they cannot move far: clipped-gossip "
-        "(methods with one partner) or centered-clip (over everyone). Over everyone both cost more bytes, for nothing is all-reduced.",
+        "away as usual; a newcomer's first contributions may be), or in place of the mean what they cannot move far: "
+        "clipped-gossip (methods with one partner) or centered-clip (over everyone). Over everyone both cost more bytes, for "
+        "nothing is all-reduced.",
     )
     check_loss: bool = Field(
         default=False,
