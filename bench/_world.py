@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from shoal.optim.rl import TokenLoss
+from shoal.swarm.topics.rollout import Finish
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class Completion:
     text: str
     log_probs: tuple[float, ...]
     """Of its tokens, when it was written."""
+    tokens: tuple[int, ...] = ()
+    finish: Finish = "stop"
 
 
 @dataclass(frozen=True)
@@ -49,14 +53,25 @@ class World:
 
     right: tuple[str, ...]
     wrong: tuple[str, ...]
-    policies: tuple[Policy, ...]
+    policies: Sequence[Policy]
+    judge: Callable[[int, Sequence[Completion]], tuple[float, ...]] | None = None
+    """Rewards of completions of a question; None: 1 for the answer, else 0."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a world is made with; ``rate`` and ``overlap`` are the linear policy's."""
+    """What a world is made with."""
 
+    policy: str
     nodes: int
     loss: TokenLoss
-    rate: float
-    overlap: float
+    rate: float | None
+    """Learning rate; None: the policy's own."""
+    overlap: float = 1.0
+    """linear: length of the shared features."""
+    temperature: float = 1.0
+    env: str = "families"
+    base: Path = Path()
+    """small: the folder of the model that all nodes begin with."""
+    solved: int = 0
+    """small: batches of solved questions that it learnt from."""

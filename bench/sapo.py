@@ -17,13 +17,22 @@ they take the sender's word for the answer, as the public code does (genrl 0.3.0
 The linear policy is a softmax over 32 answers to 60 questions. Twelve of its features are random and shared by all questions, so
 that what is learnt about one disturbs or helps the others. No network, no clock: the same numbers every time.
 
-The tiny policy is the transformer of `shoal demo --task rl`, warm start included (bench/_tiny.py). There "cumulative" and "final"
-are of greedy answers to held-out questions. It is trained with the loss "positive" (docs/benchmarks.md says what "sapo" gives).
+Transformers (bench/_language.py): tiny is that of `shoal demo --task rl`, warm start included; its "cumulative" and "final" are of
+greedy answers to held-out questions, and its loss is "positive". `small` and `hf:DIR` are language models:
+
+    python bench/sapo.py --policy small --rounds 60 --seeds 2 --resume FILE --figure docs/sapo-language.svg --json
+    python bench/sapo.py --policy hf:DIR --env chain_sum --rounds 60 --seeds 2 --resume FILE --json
+
+Their "cumulative" is the mean reward of what a node wrote in a round, summed over the rounds, as in the paper, and "final" is of
+greedy answers to held-out questions. "interval" is that of Student's t for the mean, at 95 %; "sums" are those of the seeds.
+"seconds" are those of the processor for a round of all nodes, "parts" where they go, "tokens_s" the tokens written in a second of
+writing. With --resume each run is a line of FILE, and not made again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -39,13 +48,14 @@ from torch import Tensor
 if not __package__:  # run as a file: the folder above is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench._tiny import tiny_world
+from bench._language import Learner, language_world, tiny_world
 from bench._world import Completion, Group, Settings, World
 from shoal.optim.rl import LOSSES, Candidate, Completions, group_advantages, policy_loss, select
 
 SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))
 POISONED = (4, 4)
 GROUP = 8  # completions of a question
+RATE = 8.0
 QUESTIONS, ANSWERS, FEATURES = 60, 32, 12
 
 
@@ -55,7 +65,7 @@ class Linear:
     def __init__(self, features: Tensor, right: Tensor, settings: Settings, seed: int) -> None:
         self.features, self.right, self.loss = features, right, settings.loss
         self.weights = torch.zeros(features.shape[1], ANSWERS, dtype=torch.float64, requires_grad=True)
-        self.optimizer = torch.optim.SGD([self.weights], lr=settings.rate)
+        self.optimizer = torch.optim.SGD([self.weights], lr=settings.rate or RATE)
         self.generator = torch.Generator().manual_seed(seed)
 
     def _log_probs(self) -> Tensor:
@@ -100,13 +110,13 @@ def linear_world(settings: Settings, seed: int) -> World:
     return World(tuple(map(str, right.tolist())), tuple(map(str, wrong.tolist())), policies)
 
 
-USUAL_LOSS = {"linear": "sapo", "tiny": "positive"}
-
 WORLDS: dict[str, Callable[[Settings, int], World]] = {"linear": linear_world, "tiny": tiny_world}
-"""By the name of the policy: makes a world from the settings and a seed."""
+"""By the name of the policy, if it is no language model: makes a world from the settings and a seed."""
 
 
-def rewards_of(group: Group, answer: str) -> tuple[float, ...]:
+def rewards_of(world: World, group: Group, answer: str) -> tuple[float, ...]:
+    if world.judge is not None:
+        return world.judge(group.question, group.completions)
     return tuple(float(one.text == answer) for one in group.completions)
 
 
@@ -121,7 +131,7 @@ def train(
     late: int = 0,
     behind: int | None = None,
 ) -> tuple[list[float], float]:
-    """The honest nodes' mean accuracy at the beginning of each round, and in the end."""
+    """The honest nodes' mean accuracy of each round, before it learns, and in the end."""
     nodes = range(len(world.policies))
     beliefs = [world.wrong if node == liar else world.right for node in nodes]
     draws, delays = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
@@ -132,7 +142,6 @@ def train(
 
     history = []
     for round in range(rounds):
-        history.append(accuracy())
         written: list[list[Group]] = [[] for _ in nodes]
         for node in nodes:
             questions = torch.randperm(len(world.right), generator=draws)[:own].tolist()
@@ -141,6 +150,7 @@ def train(
                     completions = (replace(completions[0], text=world.wrong[question]), *completions[1:])
                 written[node].append(Group(question, beliefs[node][question], completions))
         before.append(written)
+        history.append(accuracy())
         for node in nodes:
             others = [author for author in nodes if author != node]
             made = dict(
@@ -148,34 +158,54 @@ def train(
             )
             pool = [(author, group) for author in others for group in before[made[author]][author]]
             answers = [group.answer if trusting and node != liar else beliefs[node][group.question] for _, group in pool]
-            judged = [rewards_of(group, answer) for (_, group), answer in zip(pool, answers, strict=True)]
+            judged = [rewards_of(world, group, answer) for (_, group), answer in zip(pool, answers, strict=True)]
             candidates = [
                 Candidate(f"{author}:{group.question}", str(author), round, rewards, round - made[author])
                 for (author, group), rewards in zip(pool, judged, strict=True)
             ]
             picked = select(candidates, foreign, seed=seed * len(nodes) + node, round=round, max_age=0, max_behind=behind).places
             groups = [*written[node], *(pool[network][1] for network in picked)]
-            rewards = [rewards_of(group, group.answer) for group in written[node]] + [judged[network] for network in picked]
+            rewards = [rewards_of(world, group, group.answer) for group in written[node]] + [judged[network] for network in picked]
             world.policies[node].learn(groups, rewards)
     return history, accuracy(last=True)
 
 
-def measure(
-    make: Callable[[int], World], share: tuple[int, int], rounds: int, seeds: int, **faults: Any
-) -> tuple[dict[str, float], list[float]]:
-    """One row, and the mean over the seeds of the accuracy at the beginning of each round and in the end."""
-    found = [train(make(seed), *share, rounds, seed, **faults) for seed in range(seeds)]
-    sums = [sum(history) for history, _ in found]
-    row = {
-        "cumulative": round(statistics.fmean(sums), 3),
-        "sd": round(statistics.stdev(sums) if seeds > 1 else 0.0, 3),
-        "final": round(statistics.fmean(final for _, final in found), 4),
+def run(make: Callable[[int], World], seed: int, rounds: int, share: tuple[int, int], **faults: Any) -> dict[str, Any]:
+    """One run: the accuracy by rounds, "final", and what a language model's nodes spent together."""
+    world = make(seed)
+    history, final = train(world, *share, rounds, seed, **faults)
+    learners = [policy for policy in world.policies if isinstance(policy, Learner)]
+    parts = {part: sum(one.seconds[part] for one in learners) for part in ("write", "judge", "learn")} if learners else {}
+    return {"history": history, "final": final, "parts": parts, "tokens": sum(one.tokens for one in learners)}
+
+
+def row_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a row of the table, from the runs with each seed."""
+    sums = [sum(run["history"]) for run in runs]
+    mean, sd = statistics.fmean(sums), statistics.stdev(sums) if len(runs) > 1 else 0.0
+    row: dict[str, Any] = {
+        "cumulative": round(mean, 3),
+        "sd": round(sd, 3),
+        "interval": None,
+        "final": round(statistics.fmean(run["final"] for run in runs), 4),
     }
-    return row, [statistics.fmean(each) for each in zip(*([*history, final] for history, final in found), strict=True)]
+    if len(runs) > 1:
+        from scipy.stats import t  # here, because it takes most of a second
+
+        off = float(t.isf(0.025, len(runs) - 1)) * sd / len(runs) ** 0.5
+        row["interval"] = [round(mean - off, 3), round(mean + off, 3)]
+    if runs[0]["parts"]:
+        rounds = sum(len(run["history"]) for run in runs)
+        spent = {part: sum(run["parts"][part] for run in runs) for part in runs[0]["parts"]}
+        row["sums"] = [round(each, 3) for each in sums]
+        row["tokens_s"] = round(sum(run["tokens"] for run in runs) / spent["write"], 1)
+        row["seconds"] = round(sum(spent.values()) / rounds, 3)
+        row["parts"] = {part: round(seconds / rounds, 3) for part, seconds in spent.items()}
+    return row
 
 
-def draw(curves: Mapping[str, Sequence[float]], about: str, path: Path) -> None:
-    """Accuracy by rounds, one line for each row. ImportError without matplotlib, OSError or ValueError if it cannot be written."""
+def draw(curves: Mapping[str, Sequence[float]], about: str, path: Path, label: str) -> None:
+    """Curves by rounds, one line for each row. ImportError without matplotlib, OSError or ValueError if it cannot be written."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -186,7 +216,7 @@ def draw(curves: Mapping[str, Sequence[float]], about: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6.4, 3.8), layout="constrained")
     for name, curve in curves.items():
         axes.plot(curve, label=name, linestyle="-" if "/" in name else "--")
-    axes.set(xlabel="rounds", ylabel="right answers", title=about)
+    axes.set(xlabel="rounds", ylabel=label, title=about)
     axes.grid(alpha=0.3)
     axes.legend(title="own / foreign", frameon=False)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -199,62 +229,85 @@ def count(text: str) -> int:
     return int(text)
 
 
+def policy(text: str) -> str:
+    if text not in (*WORLDS, "small") and not text.startswith("hf:"):
+        raise argparse.ArgumentTypeError("must be linear, tiny, small or hf:DIR")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policy", choices=sorted(WORLDS), default="linear", help="what is trained")
+    parser.add_argument("--policy", type=policy, default="linear", help="what is trained: linear, tiny, small or hf:DIR")
     parser.add_argument("--nodes", type=count, default=4, help="in the swarm, at least 2")
     parser.add_argument("--seeds", type=count, default=5, help="runs of each row")
     parser.add_argument("--rounds", type=count, default=150)
-    parser.add_argument("--loss", choices=sorted(LOSSES), help="[default: sapo for linear, positive for tiny]")
-    parser.add_argument("--rate", type=float, default=8.0, help="linear: learning rate, of plain gradient ascent")
+    parser.add_argument("--loss", choices=sorted(LOSSES), help="[default: positive for tiny, else sapo]")
+    parser.add_argument(
+        "--rate", type=float, help="learning rate; of linear that of plain gradient ascent, 8  [default: the policy's]"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="at which transformers write")
+    parser.add_argument("--env", default="families", help="of language models, as of `shoal up`, or six families of reasoning-gym")
+    parser.add_argument("--base", type=Path, default=Path("runs/sapo-small"), help="small: where its beginning is kept")
+    parser.add_argument("--solved", type=count, default=300, help="small: batches of solved questions that it begins with")
     parser.add_argument(
         "--overlap", type=float, default=1.0, help="linear: length of a question's shared features, its own one being 1"
     )
     parser.add_argument("--late", type=int, default=0, help="rounds that others' groups come late at most")
     parser.add_argument("--behind", type=int, help="versions of its author's policy that a group may be older  [default: any]")
     parser.add_argument("--figure", type=Path, help="draw the accuracy by rounds into this file (needs matplotlib)")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="a line for each run; those that are there are not run again")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     options = parser.parse_args()
     if options.nodes < 2:
         parser.error("--nodes must be at least 2: a node alone has nobody to learn from")
     torch.set_num_threads(1)
-    options.loss = options.loss or USUAL_LOSS[options.policy]
-
-    settings = Settings(options.nodes, LOSSES[options.loss], options.rate, options.overlap)
-
-    def make(seed: int) -> World:
-        return WORLDS[options.policy](settings, seed)
-
-    cases: dict[str, dict[str, Any]] = {f"{own}/{foreign}": {"share": (own, foreign)} for own, foreign in SHARES}
-    cases["poison"] = {"share": POISONED, "liar": options.nodes - 1}
-    cases["trusting"] = {**cases["poison"], "trusting": True}
+    options.loss = options.loss or ("positive" if options.policy == "tiny" else "sapo")
+    language = options.policy not in WORLDS
+    world = WORLDS.get(options.policy, language_world)
+    settings = Settings(
+        policy=options.policy, nodes=options.nodes, loss=LOSSES[options.loss], rate=options.rate, overlap=options.overlap,
+        temperature=options.temperature, env=options.env, base=options.base, solved=options.solved,
+    )  # fmt: skip
+    cases: dict[str, dict[str, Any]] = {
+        f"{own}/{foreign}": {"share": (own, foreign)} for own, foreign in SHARES[: 3 if language else 4]
+    }
+    if not language:
+        cases["poison"] = {"share": POISONED, "liar": options.nodes - 1}
+        cases["trusting"] = {**cases["poison"], "trusting": True}
+    about = {"policy": options.policy, "nodes": options.nodes, "rounds": options.rounds, "loss": options.loss, "rate": options.rate}
+    about |= {"overlap": options.overlap, "late": options.late, "behind": options.behind}
+    if language:
+        about |= {"env": options.env, "temperature": options.temperature, "solved": options.solved}
+    made = options.resume.read_text(encoding="utf-8").splitlines() if options.resume and options.resume.exists() else []
+    found = {(run["row"], run["seed"]): run for run in map(json.loads, made) if run["about"] == about}
+    for seed in range(options.seeds):
+        for name, case in cases.items():
+            if (name, seed) in found:
+                continue
+            one = run(lambda seed: world(settings, seed), seed, options.rounds, late=options.late, behind=options.behind, **case)
+            found[name, seed] = {"about": about, "row": name, "seed": seed, **one}
+            if options.resume is not None:
+                with options.resume.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(found[name, seed]) + "\n")
     rows, curves = {}, {}
     print("            cumulative     sd   final", file=sys.stderr)
-    for name, case in cases.items():
-        rows[name], curves[name] = measure(
-            make, rounds=options.rounds, seeds=options.seeds, late=options.late, behind=options.behind, **case
-        )
-        row = rows[name]
+    for name in cases:
+        runs = [found[name, seed] for seed in range(options.seeds)]
+        row = rows[name] = row_of(runs)
+        curves[name] = [statistics.fmean(each) for each in zip(*([*one["history"], one["final"]] for one in runs), strict=True)]
         print(f"{name:>10} {row['cumulative']:11.1f} {row['sd']:6.1f} {row['final']:7.3f}", file=sys.stderr, flush=True)
     if options.figure is not None:
         title = f"{options.nodes} nodes, the {options.policy} policy, {options.seeds} seeds"
         try:
-            draw(curves, title, options.figure)
+            sums = {name: list(itertools.accumulate(curve[:-1], initial=0.0)) for name, curve in curves.items()}
+            draw(sums if language else curves, title, options.figure, "cumulative reward" if language else "right answers")
         except ImportError:
             print("bench: matplotlib is not installed: pip install -e '.[bench]', or leave --figure out.", file=sys.stderr)
         except (OSError, ValueError) as error:
             print(f"bench: the figure could not be drawn ({error}): choose another --figure.", file=sys.stderr)
     if options.json:
-        about = {"policy": options.policy, "nodes": options.nodes, "seeds": options.seeds, "rounds": options.rounds}
         machine = {"python": platform.python_version(), "torch": torch.__version__}
-        how = {
-            "loss": options.loss,
-            "rate": options.rate,
-            "overlap": options.overlap,
-            "late": options.late,
-            "behind": options.behind,
-        }
-        print(json.dumps({**about, **how, **machine, "rows": rows}))
+        print(json.dumps({**about, "seeds": options.seeds, **machine, "rows": rows}))
 
 
 if __name__ == "__main__":

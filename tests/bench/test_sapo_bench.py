@@ -28,7 +28,11 @@ def test_json_has_every_row_and_the_same_numbers_each_time(called: Callable[...,
     assert (result["policy"], result["nodes"], result["seeds"], result["rounds"]) == ("linear", 3, 2, 10)
     assert list(result["rows"]) == ROWS
     for row in result["rows"].values():
-        assert set(row) == {"cumulative", "sd", "final"}
+        assert set(row) == {"cumulative", "sd", "interval", "final"}
+        # Student's t for two: 12.71 standard errors.
+        low, high = row["interval"]
+        assert high - row["cumulative"] == pytest.approx(12.706 * row["sd"] / 2**0.5, abs=0.02)
+        assert row["cumulative"] - low == pytest.approx(high - row["cumulative"], abs=0.003)
         assert 10 / 32 < row["cumulative"] < 10
         assert 0 < row["sd"] < row["cumulative"]
         assert row["final"] > row["cumulative"] / 10  # it learns
@@ -53,3 +57,27 @@ def test_the_small_transformer_is_measured_too() -> None:
     for row in result["rows"].values():
         assert 0 <= row["cumulative"] < 3
         assert 0 <= row["final"] < 0.5
+
+
+def test_a_language_model_is_measured_row_by_row_and_its_runs_are_kept(
+    called: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("bench._language.ASKED", (20, 5))
+    monkeypatch.setattr("bench._language.QUESTIONS", 100)
+    kept, base = tmp_path / "runs.jsonl", tmp_path / "small"
+    options = ["--policy", "small", "--env", "strings", "--solved", 2, "--base", base, "--nodes", 2, "--rounds", 2, "--seeds", 1]
+    done = called(sapo.main, *options, "--resume", kept, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["policy"], result["loss"], result["env"]) == ("small", "sapo", "strings")
+    assert list(result["rows"]) == ROWS[:3]
+    for row in result["rows"].values():
+        assert row["interval"] is None
+        assert sum(row["parts"].values()) == pytest.approx(row["seconds"], abs=0.003)
+        assert row["parts"]["write"] > 0 < row["tokens_s"]
+    assert [json.loads(line)["row"] for line in kept.read_text().splitlines()] == ROWS[:3]
+    kept.write_text("".join(kept.read_text().splitlines(keepends=True)[:2]))  # as if it was cut off in the third
+    again = json.loads(called(sapo.main, *options, "--resume", kept, "--json").stdout)["rows"]
+    assert {name: again[name] for name in ("8/0", "6/2")} == {name: result["rows"][name] for name in ("8/0", "6/2")}
+    assert again["4/4"]["sums"] == result["rows"]["4/4"]["sums"]  # the same numbers, from the model that was kept
