@@ -132,6 +132,7 @@ def base(module: nn.Module) -> str:
 
 
 def digest(data: bytes) -> bytes:
+    """Return the SHA-256 of a snapshot or of a claim's material, by which others fetch it."""
     return hashlib.sha256(data).digest()
 
 

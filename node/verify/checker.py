@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import math
 import re
 import time
@@ -229,27 +228,12 @@ def prove(
 
 
 def make_claim(proven: ProvenGroup, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
-    """Make the record to sign and publish; ``model`` is the SHA-256 of the policy's snapshot.
-
-    Raises ValueError if ``proven`` was drawn with another seed than that of this round and slot.
-    """
-    if proven.seed != seed_of(run, round, peer, slot, proven.at.hash):
-        raise ValueError("the group was drawn with the seed of another claim")
-    return claim_of(proven, run=run, round=round, peer=peer, slot=slot, model=model)
-
-
-def claim_of(proven: ProvenGroup, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
-    """Do ``make_claim`` without a check of the seed."""
+    """Make the record to sign and publish; ``model`` is the SHA-256 of the policy's snapshot."""
     output = output_hash([one.tokens for one in proven.completions])
     return Claim(
         peer=peer, run=run, round=round, slot=slot, model=model, prompt=proven.at.hash, sampling=proven.agreed.hash,
-        seed=proven.seed, tokens=proven.tokens, output=output, fingerprint=fingerprint(proven.material),
+        seed=proven.seed, tokens=proven.tokens, output=output, fingerprint=digest(proven.material),
     )  # fmt: skip
-
-
-def fingerprint(material: bytes) -> bytes:
-    """Return the SHA-256 of the material, its address, for `Claim.fingerprint`."""
-    return hashlib.sha256(material).digest()
 
 
 KEPT = 4  # snapshots
@@ -341,7 +325,7 @@ class Checker:
     # -- cheap tests -----------------------------------------------------------------------------------------------------
 
     def _opened(self, claim: Claim, data: bytes) -> Material:
-        if fingerprint(data) != claim.fingerprint:
+        if digest(data) != claim.fingerprint:
             raise _Wrong("The material is not the one that the claim names.")
         try:
             material = decode_material(data)

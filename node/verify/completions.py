@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +29,6 @@ from shoal.node.verify.checker import (
     Checker,
     ProvenGroup,
     examine,
-    fingerprint,
     make_claim,
     policy_label,
     prove,
@@ -70,15 +68,6 @@ ASIDE = 2**40  # distance to the questions of which one is answered instead wher
 ASIDES = 64  # questions to try there: where there are few, the same one comes up again
 
 
-@dataclass(frozen=True)
-class Written:
-    """Group to claim for ``slot``, and the weights with which it was written."""
-
-    slot: Slot
-    proven: ProvenGroup
-    snapshot: bytes
-
-
 class Claimer:
     """Writer of groups for the slots that it was offered. ``offer`` and ``take`` are for one other thread.
 
@@ -94,7 +83,7 @@ class Claimer:
         self._lock = threading.Lock()  # guards the next three
         self._slots: deque[Slot] = deque()
         self._filled: set[tuple[int, int]] = set()
-        self._written: deque[Written] = deque(maxlen=MOST_WRITTEN)
+        self._written: deque[tuple[Slot, ProvenGroup, bytes]] = deque(maxlen=MOST_WRITTEN)
         self.seconds = 0.0
         """Time of the training thread spent on writing such groups, generating included."""
 
@@ -104,12 +93,20 @@ class Claimer:
             self._filled &= {(slot.round, slot.slot) for slot in slots}
             self._slots = deque(slot for slot in slots if (slot.round, slot.slot) not in self._filled)
 
-    def take(self) -> list[Written]:
-        """Return the groups written since the last call."""
+    def take(self) -> list[Made]:
+        """Return the claims of the groups written since the last call."""
         with self._lock:
             written = list(self._written)
             self._written.clear()
-        return written
+        return [
+            Made(
+                slot,
+                make_claim(proven, run=self._run, round=slot.round, peer=self._peer, slot=slot.slot, model=digest(held)),
+                proven.material,
+                held,
+            )
+            for slot, proven, held in written
+        ]
 
     def write(self, policy: Policy, seed: int, index: int, question: Question) -> Claimed | None:
         del question  # the prover makes it anew, as verifiers do
@@ -130,7 +127,7 @@ class Claimer:
             allowed=self._allowed,
         )  # fmt: skip
         with self._lock:
-            self._written.append(Written(slot, proven, held))
+            self._written.append((slot, proven, held))
         self.seconds += time.perf_counter() - began
         return Claimed(proven.completions, slot.planted)
 
@@ -203,10 +200,7 @@ def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> 
 
     Raises VerifyError if it cannot be read, or misses one of ``provers``' dtypes: abstaining costs reputation.
     """
-    try:
-        found = load_calibration(path)
-    except CalibrationError as error:
-        raise VerifyError(f"The calibration {error}.") from None
+    found = _loaded(path)
     own = own_dtypes(found, policy_name, provers)
     wanted = {
         Pair(fingerprint.name, policy_name, prover, prover if prover in own else "float32"): fingerprint.features
@@ -272,10 +266,6 @@ class CompletionClaims:
         )  # fmt: skip
         task.claim(self.claimer.write)
 
-    @property
-    def seconds(self) -> float:
-        return self.claimer.seconds
-
     def prepare(self, notify: Callable[[str], None]) -> Checker:
         """Calibrate on honest claims, once before all that follows; ``notify`` is given sentences for people."""
         self._hand_out_again()
@@ -303,21 +293,6 @@ class CompletionClaims:
         notify(f"measured {SELF_CLAIMS} honest claims of its own, to check others by")
         return found
 
-    def offer(self, slots: Sequence[Slot]) -> None:
-        self.claimer.offer(slots)
-
-    def take(self) -> list[Made]:
-        """Return the claims made since the last call."""
-        made = []
-        for written in self.claimer.take():
-            proven, slot = written.proven, written.slot
-            claim = make_claim(
-                proven, run=self._network.swarm, round=slot.round, peer=self._network.me, slot=slot.slot,
-                model=digest(written.snapshot),
-            )  # fmt: skip
-            made.append(Made(slot, claim, proven.material, written.snapshot))
-        return made
-
     def keep(self, signed: Signed, material: bytes, snapshot: bytes | None) -> None:
         """Store a claim of this node, or one that it checked, for `shoal verify`."""
         try:
@@ -335,7 +310,7 @@ def inspect(stored: Stored, model: str, env: str | None, calibration: Path | Non
     use_threads()
     if not stored.signed:
         return Finding(False, "The claim is not signed by the peer that it names.")
-    if fingerprint(stored.material) != stored.claim.fingerprint:
+    if digest(stored.material) != stored.claim.fingerprint:
         return Finding(False, "The material is not the one that the claim names.")
     try:
         material = decode_material(stored.material)
@@ -382,7 +357,7 @@ def _loaded(path: Path) -> Calibration:
     try:
         return load_calibration(path)
     except CalibrationError as error:
-        raise VerifyError(f"The calibration cannot be used: {error}.") from error
+        raise VerifyError(f"The calibration {error}.") from error
 
 
 def report(stored: Stored, finding: Finding) -> dict[str, Any]:

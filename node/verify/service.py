@@ -12,13 +12,12 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shoal.node.config.settings import Settings
-from shoal.node.verify.audit import MINUTE, Budget, Finding, Made, NotCheckable, SwarmNetwork, VerifyError
+from shoal.node.verify.audit import MINUTE, Budget, Finding, Made, NotCheckable, SwarmNetwork
 from shoal.node.verify.checker import Checker
 from shoal.node.verify.completions import CompletionClaims
 from shoal.node.verify.history import NAME, History
@@ -63,10 +62,10 @@ class Feed:
     def notify(self, sentence: str) -> None:
         self._sentences.append(sentence)
 
-    def audited(self, audit: Audit) -> None:
+    def audited(self, claim: Claim, finding: Finding) -> None:
         """Report a claim that was checked here, if it is invalid."""
-        if not audit.accepted:
-            self.notify(f"claim {audit.claim.id.hex()[:12]} of {self._name(audit.claim.peer)} is invalid: {audit.reason}")
+        if not finding.accepted:
+            self.notify(f"claim {claim.id.hex()[:12]} of {self._name(claim.peer)} is invalid: {finding.reason}")
 
     def alarmed(self, peer: str) -> None:
         self.notify(
@@ -126,21 +125,10 @@ JOIN_S = 10.0  # seconds to wait for the thread's end
 MOST_ASKED = 3  # peers besides the author who are asked for what it does not hand out
 
 
-@dataclass(frozen=True)
-class Audit:
-    """Result of a check on this node, for people."""
-
-    claim: Claim
-    accepted: bool
-    reason: str
-    material: bytes | None
-    snapshot: bytes | None
-
-
 class Auditor:
-    """Checks claims. ``others``: peers that may have fetched the same already; ``on_audit`` is given each audit. ``fetch_s``:
-    seconds to fetch a body from its author, and as many from others instead; three times that for a whole claim. ``weigh``: what
-    the author's earlier claims make of a finding.
+    """Checks claims. ``others``: peers that may have fetched the same already; ``on_audit`` is given each claim with its finding,
+    and the material and snapshot that were fetched. ``fetch_s``: seconds to fetch a body from its author, and as many from others
+    instead; three times that for a whole claim. ``weigh``: what the author's earlier claims make of a finding.
     """
 
     def __init__(
@@ -149,7 +137,7 @@ class Auditor:
         bodies: SwarmNetwork,
         budget: Budget,
         others: Callable[[], Sequence[str]],
-        on_audit: Callable[[Audit], None],
+        on_audit: Callable[[Claim, Finding, bytes | None, bytes | None], None],
         fetch_s: float,
         timer: Callable[[], float] = time.monotonic,
         weigh: Callable[[Claim, Finding], Finding] = lambda claim, finding: finding,
@@ -177,7 +165,7 @@ class Auditor:
         vote: Vote = "valid" if found.accepted else "invalid"
         self.counts["checked"] += 1
         self.counts[vote] += 1
-        self._on_audit(Audit(claim, found.accepted, found.reason, material, snapshot))
+        self._on_audit(claim, found, material, snapshot)
         return Checked(vote, found.evidence)
 
     def _examine(self, claim: Claim) -> tuple[Finding, bytes | None, bytes | None]:
@@ -280,7 +268,7 @@ class Verification:
             "planted": self._counts["planted"],
             **{name: counts[name] for name in ("checked", "valid", "invalid", "skipped", "uncheckable")},
             "check_s": self._budget.spent,
-            "claim_s": self._kind.seconds,
+            "claim_s": self._kind.claimer.seconds,
             "share": self._budget.spent / seconds if seconds > 0 else 0.0,
             "pulled": self._counts["pulled"],
             "lost": self._counts["lost"],
@@ -311,31 +299,17 @@ class Verification:
 
     def prepare(self) -> None:
         """Do the slow preparation, once before the first `step`: calibrate on honest claims."""
-        checking = self._kind.prepare(self._feed.notify)
+        checker, network = self._kind.prepare(self._feed.notify), self._network
         self._auditor = Auditor(
-            checking,
-            self._network,
-            self._budget,
-            self._network.others,
-            self._audited,
-            self._round_s / 20,
-            self._timer,
-            self._history.weigh,
+            checker, network, self._budget, network.others, self._audited, self._round_s / 20, self._timer, self._history.weigh
         )
 
     def step(self) -> None:
         """Do what is due; takes as long as one check, or as fetching a log."""
-        made = self._made()
+        made = self._kind.claimer.take()
         with self._lock:
             self._step(made)
         self._pull()
-
-    def _made(self) -> list[Made]:
-        try:
-            return self._kind.take()
-        except VerifyError as error:
-            self._feed.notify(str(error))
-            return []
 
     def _step(self, made: Sequence[Made]) -> None:
         # First: waiting records may be of a round that has begun since, and made claims of one that is over, which others refuse.
@@ -347,7 +321,7 @@ class Verification:
             with contextlib.suppress(Refused):  # counted by the consensus
                 self._participant.take(signed, at)
         self._participant.tick(most=1)
-        self._kind.offer(self._participant.slots())
+        self._kind.claimer.offer(self._participant.slots())
         if self._participant.table is not self._reported:
             self._reported = self._participant.table
             self._feed.settled(self._reported, self._budget.spent)
@@ -425,10 +399,10 @@ class Verification:
 
     # -- for people ------------------------------------------------------------------------------------------------------
 
-    def _audited(self, audit: Audit) -> None:
-        self._feed.audited(audit)
-        if audit.material is not None:
-            self._keep(audit.claim, audit.material, audit.snapshot)
+    def _audited(self, claim: Claim, finding: Finding, material: bytes | None, snapshot: bytes | None) -> None:
+        self._feed.audited(claim, finding)
+        if material is not None:
+            self._keep(claim, material, snapshot)
 
     def _keep(self, claim: Claim, material: bytes, snapshot: bytes | None) -> None:
         self._kind.keep(self._participant.consensus.signed(claim), material, snapshot)

@@ -26,7 +26,10 @@ class World:
         self.has, self.slow, self.knows_it, self.finding = has, slow, knows, finding
         self.now, self.asked, self.put_, self.told, self.checked = 0.0, [], [], [], []
         self.budget = Budget(seconds, lambda: self.now)
-        self.auditor = Auditor(self, self, self.budget, lambda: OTHERS, self.told.append, FETCH_S, lambda: self.now)
+        self.auditor = Auditor(self, self, self.budget, lambda: OTHERS, self.tell, FETCH_S, lambda: self.now)
+
+    def tell(self, *found):
+        self.told.append(found)
 
     # -- the bodies
     def put(self, body):
@@ -69,8 +72,8 @@ def test_what_its_author_hands_out_is_checked_and_handed_on(accepted):
     assert world.asked == [("ann", MATERIAL), ("ann", SNAPSHOT)]
     assert world.checked == [(MATERIAL, SNAPSHOT)]
     assert world.put_ == [MATERIAL, SNAPSHOT]
-    (audit,) = world.told
-    assert (audit.accepted, audit.reason, audit.material, audit.snapshot) == (accepted, "As found.", MATERIAL, SNAPSHOT)
+    ((claim, finding, *bodies),) = world.told
+    assert (claim, finding.accepted, finding.reason, bodies) == (CLAIM, accepted, "As found.", [MATERIAL, SNAPSHOT])
     assert world.auditor.counts == {"checked": 1, checked.vote: 1}
 
 
@@ -95,7 +98,7 @@ def test_what_nobody_has_makes_the_claim_invalid(has, what):
     assert json.loads(checked.evidence)["reason"] == f"The author of the claim does not serve {what}."
     assert [peer for peer, _ in world.asked][-4:] == ["ann", "bob", "cat", "dan"]  # the author once, and three others
     assert world.checked == []
-    assert world.told[0].material == (MATERIAL if has else None)
+    assert world.told[0][2] == (MATERIAL if has else None)
 
 
 def test_peers_that_let_one_wait_take_a_bounded_time_and_the_author_has_all_of_its_own():

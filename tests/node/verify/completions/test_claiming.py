@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from shoal.node.rl.environment import Env, Question
-from shoal.node.verify.audit import VerifyError, digest, snapshot
-from shoal.node.verify.checker import make_claim
+from shoal.node.verify.audit import VerifyError, snapshot
 from shoal.node.verify.completions import ASIDE, MOST_WRITTEN, Claimer
 from shoal.node.verify.material import Coordinates, decode_material, seed_of
 from shoal.verification.consensus.participant import Slot
@@ -43,10 +42,9 @@ def test_a_slot_is_filled_once_with_what_the_policy_wrote_and_others_find_it_rig
     (written,) = claimer.take()
     assert claimer.take() == []
     assert written.snapshot == snapshot(world.policy)
-    assert decode_material(written.proven.material).rows() == [one.tokens for one in found.completions]
-    assert written.proven.seed == seed_of(RUN, 7, PEER, 1, Coordinates.of(world.env, SEED, 0).hash)
-    claim = make_claim(written.proven, run=RUN, round=7, peer=PEER, slot=1, model=digest(written.snapshot))
-    assert world.checker().check(claim, written.proven.material, written.snapshot).accepted
+    assert decode_material(written.material).rows() == [one.tokens for one in found.completions]
+    assert written.claim.seed == seed_of(RUN, 7, PEER, 1, Coordinates.of(world.env, SEED, 0).hash)
+    assert world.checker().check(written.claim, written.material, written.snapshot).accepted
 
 
 def test_a_policy_that_computes_in_a_dtype_that_others_refuse_is_named_before_it_claims(world):
@@ -90,10 +88,9 @@ def test_a_planted_group_answers_another_question_and_is_found_wrong(claimer, wo
     planted, right = write(claimer, world, 3), write(claimer, world, 4)
     assert (planted.planted, right.planted) == (True, False)
     written = claimer.take()[0]
-    told = decode_material(written.proven.material)
+    told = decode_material(written.material)
     assert (told.seed, told.index) == (SEED, 3)  # which is what it says
-    claim = make_claim(written.proven, run=RUN, round=7, peer=PEER, slot=1, model=digest(written.snapshot))
-    finding = world.checker().check(claim, written.proven.material, written.snapshot)
+    finding = world.checker().check(written.claim, written.material, written.snapshot)
     assert "does not compute these activations" in finding.reason
 
 
@@ -120,8 +117,7 @@ def test_a_planted_group_never_answers_the_same_question(world, round):
     other = dataclasses.replace(world, env=few)
     assert write(claimer, other).planted
     (written,) = claimer.take()
-    claim = make_claim(written.proven, run=RUN, round=7, peer=PEER, slot=0, model=digest(written.snapshot))
-    assert not other.checker().check(claim, written.proven.material, written.snapshot).accepted
+    assert not other.checker().check(written.claim, written.material, written.snapshot).accepted
     # Where there is but one question nothing can be planted, and a right claim must not be passed off as a wrong one.
     claimer = Claimer(Env("one", b"{}", Few(1)), world.agreed, RUN, PEER, policy_name="tiny", round=lambda: 7)
     claimer.offer([Slot(7, 0, True)])
