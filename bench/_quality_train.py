@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from bench._quality_methods import METHODS
+from shoal.node.data.source import number as hash_of
 from shoal.node.task import Shard
-from shoal.node.tasks.text import Document, TextTask, _digest
+from shoal.node.tasks.text import Document, TextTask
 from shoal.optim import FLOAT32, Alone, OuterOptimizer, Simulation, codec_named
 from shoal.optim.exchange.base import Contribution, Exchange, Handle
 from shoal.optim.exchange.simulation import SimulatedExchange
@@ -57,7 +58,7 @@ class QualityText(TextTask):
     """The built-in text task, with its held-out documents cut in two: one half to choose settings by, the other to report."""
 
     def _half(self, number: int) -> Tensor:
-        documents: list[Document] = [d for d in self.held_out() if _digest(f"half {d.name}") % 2 == number]
+        documents: list[Document] = [d for d in self.held_out() if hash_of(f"half {d.name}") % 2 == number]
         windows = self._windows(documents, "held-out part")
         places = torch.randint(len(windows), (WINDOWS,), generator=torch.Generator().manual_seed(number))
         return windows[places].long()

@@ -92,6 +92,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, words: Colle
     return capture.get().rstrip()
 
 
+def figure(value: float | None, form: str = ".3f") -> str:
+    """Return a number for people; a dash where it is not known or not finite."""
+    return format(value, form) if value is not None and math.isfinite(value) else "-"
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 

@@ -27,7 +27,7 @@ from shoal.node.checkpoint.export import WEIGHTS, export_model, export_numbered,
 from shoal.node.config.settings import Settings, load
 from shoal.node.console import require
 from shoal.node.data.reader import TEXT
-from shoal.node.data.source import PREFIX, DataError, is_path
+from shoal.node.data.source import PREFIX, DataError, is_path, reason
 from shoal.node.runtime.door import RL, enter
 from shoal.node.task import Task
 from shoal.node.tasks.loader import HookError
@@ -102,13 +102,8 @@ def _failed(doing: str, error: Exception) -> PushError:
     status = getattr(answer, "status_code", None)
     if status in (401, 403):
         return PushError(f"Cannot {doing}, because the hub refuses the token (status {status}): {LOGIN}.")
-    why = f"status {status}" if status is not None else _first_line(error)
+    why = f"status {status}" if status is not None else reason(error)
     return PushError(f"Cannot {doing} ({why}): check the name and the network, and try again.")
-
-
-def _first_line(error: Exception) -> str:
-    said = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), "")
-    return str(said)[:200].rstrip(" .:") or type(error).__name__
 
 
 # A download on disk that can be interrupted and resumed: files ``header`` and ``chunks`` in a folder of its own.

@@ -223,14 +223,8 @@ class RankTrainer(Trainer):
 
     def obey(self, name: str, fields: dict[str, Any]) -> None:
         """Do what rank 0 has ordered and does itself."""
-        if name == "step":
-            self.step()
-        elif name == "evaluate":
-            self.evaluate()
-        elif name == "finish":
-            self.finish()
-        elif name == "state":
-            self.state()
+        if name in ("step", "evaluate", "finish", "state"):
+            getattr(self, name)()
         elif name == "resume":
             self.resume({})
         elif name == "schedule_at":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from shoal.node.console import plural
+from shoal.node.console import figure, plural
 from shoal.node.metrics.log import Metrics, RoundRecord
 from shoal.swarm.errors import printable
 
@@ -26,13 +25,9 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0
 
 
-def _number(value: float | None, form: str) -> str:
-    return format(value, form) if value is not None and math.isfinite(value) else "-"
-
-
 def per_second(tokens_per_s: float, mfu: float | None) -> str:
     """Return tokens a second, and model FLOPs utilisation where it is known, for people."""
-    return f"{_number(tokens_per_s, ',.0f')} tokens/s" + ("" if mfu is None else f", {_number(100 * mfu, '.0f')} % MFU")
+    return f"{figure(tokens_per_s, ',.0f')} tokens/s" + ("" if mfu is None else f", {figure(100 * mfu, '.0f')} % MFU")
 
 
 def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
@@ -46,7 +41,7 @@ def describe(info: RoundRecord) -> str:
     alone = f"without a partner ({printable(info.why)})" if info.why else "without a partner"
     partner = alone if info.partner is None else f"with {printable(info.partner)}"
     part = f", fragment {info.fragment + 1} of {info.fragments}," if info.fragment < info.fragments > 1 else ""
-    loss = "" if (known := _number(info.loss, ".4f")) == "-" else f"loss {known}, "  # none where no step was between two exchanges
+    loss = "" if (known := figure(info.loss, ".4f")) == "-" else f"loss {known}, "  # none where no step was between two exchanges
     moved = f"up {info.bytes_sent / 1e6:.2f} MB, down {info.bytes_received / 1e6:.2f} MB"
     return f"round {info.round // info.fragments}{part} {partner}: {loss}{moved}, wait {info.wait_s:.2f} s{lag}"
 
@@ -74,8 +69,8 @@ class LineDisplay:
             of = f" of {self._total}" if self._total else ""
             speed = progress.rates
             tokens = f", {per_second(speed.tokens_per_s, speed.mfu)}" if speed.tokens_per_s > 0 else ""
-            loss = _number(progress.loss, ".4f")
-            self.message(f"step {progress.step}{of}: loss {loss}, {_number(speed.steps_per_s, '.1f')} steps/s{tokens}")
+            loss = figure(progress.loss, ".4f")
+            self.message(f"step {progress.step}{of}: loss {loss}, {figure(speed.steps_per_s, '.1f')} steps/s{tokens}")
 
     def round(self, info: RoundRecord) -> None:
         self.message(describe(info))
@@ -127,9 +122,9 @@ class LiveDisplay:
     def update(self, progress: Progress) -> None:
         """Move the bar."""
         if self._task is not None:
-            speed, loss = progress.rates, _number(progress.loss, ".3f")
+            speed, loss = progress.rates, figure(progress.loss, ".3f")
             self._bar.tokens = per_second(speed.tokens_per_s, speed.mfu) if speed.tokens_per_s > 0 else ""
-            self._bar.update(self._task, completed=progress.step, loss=loss, speed=_number(speed.steps_per_s, ".1f"))
+            self._bar.update(self._task, completed=progress.step, loss=loss, speed=figure(speed.steps_per_s, ".1f"))
 
     def round(self, info: RoundRecord) -> None:
         self._bar.newest = describe(info)

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.node.data.reader import BYTES, DIGEST, Reader, Tokenizer, bits_per_byte, load_tokenizer
 from shoal.node.data.source import (
+    HELD_OUT_ONE_IN,
     PREFIX,
     RECORDS,
     DataError,
@@ -44,9 +45,11 @@ from shoal.node.data.source import (
     held_out,
     is_path,
     no_document,
+    number,
 )
 from shoal.node.task import Shard, Task
 from shoal.node.tasks import text_size
+from shoal.node.training.inner_step import factor
 
 VOCABULARY = text_size.BYTES
 
@@ -199,15 +202,10 @@ def _read_stream(source: DocumentSource, left: int) -> list[Document]:
     return documents
 
 
-HELD_OUT_ONE_IN = 10
 EVALUATION_BYTES = 32 * 1024  # on windows of the default context this keeps the sampling noise near 0.5 %
 EVALUATION_BATCH = 8 * 1024  # bytes at once, which bounds the logits to 8 MB; of a larger vocabulary, fewer tokens
 STREAM_EVALUATION = 8 * EVALUATION_BYTES  # held-out bytes that are read of a stream
 ORDERS = ("", "random", "epochs")
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:8], "big")
 
 
 class TextTask(Task):
@@ -289,7 +287,7 @@ class TextTask(Task):
     def held_out(self) -> list[Document]:
         """Return the documents that no node trains on; of a stream, the first of them. Raises DataError."""
         if self.stream is None:
-            return [d for d in self.documents if _digest(d.name) % HELD_OUT_ONE_IN == 0]
+            return [d for d in self.documents if number(d.name) % HELD_OUT_ONE_IN == 0]
         found, left, document = [], STREAM_EVALUATION, None
         for _, document in self.stream.documents(EVERYTHING, 0):
             if held_out(document.content):
@@ -302,13 +300,13 @@ class TextTask(Task):
         return found
 
     def _not_held_out(self) -> list[Document]:
-        return [d for d in self.documents if _digest(d.name) % HELD_OUT_ONE_IN != 0]
+        return [d for d in self.documents if number(d.name) % HELD_OUT_ONE_IN != 0]
 
     def shard_documents(self, shard: Shard) -> list[Document]:
         """Return the documents in memory of one shard; those of two shards with equal ``of`` are disjoint."""
         training = self._not_held_out()
         # Dealing in turn, rather than by the hash alone, leaves no shard empty.
-        training.sort(key=lambda d: (_digest("shard " + d.name), d.name))
+        training.sort(key=lambda d: (number("shard " + d.name), d.name))
         return training[shard.index :: shard.of]
 
     def _windows(self, documents: list[Document], what: str) -> Tensor:
@@ -360,7 +358,7 @@ class TextTask(Task):
 
     def _random_batches(self, shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
         windows = self._windows(self.shard_documents(shard), f"shard {shard.index} of {shard.of}")
-        generator = torch.Generator().manual_seed(_digest(f"batches {shard.seed} {shard.index}") >> 1)
+        generator = torch.Generator().manual_seed(number(f"batches {shard.seed} {shard.index}") >> 1)
         while True:
             places = torch.randint(len(windows), (self.batch,), generator=generator, device="cpu")
             batch = windows[places].long()  # (B, T + 1)
@@ -417,14 +415,4 @@ class TextTask(Task):
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
         """Return a schedule of warm-up, then a cosine down to 10 % at ``steps``; without an end (0) the peak rate is kept."""
-        warmup = min(self.warmup, steps // 2) if steps else self.warmup
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            if not steps:
-                return 1.0
-            progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-            return 0.1 + 0.45 * (1.0 + math.cos(math.pi * progress))
-
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor("cosine" if steps else "constant", self.warmup, steps))

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from copy import deepcopy
 from io import FileIO
@@ -52,7 +51,7 @@ from shoal.swarm.p2p import connections, reachability
 from shoal.swarm.p2p.addresses import DialBackoff
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
 from shoal.swarm.p2p.host import Subscription
-from shoal.swarm.p2p.limits import Counters, RateLimit, TokenBuckets
+from shoal.swarm.p2p.limits import Counters, Newest, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.topics.status import Status
@@ -70,38 +69,29 @@ class PeerAddresses:
     """Addresses by peer, bounded, and when each peer may be dialled again."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[str, ...]] = OrderedDict()
-        self._failures: dict[str, int] = {}
-        self._after: dict[str, float] = {}
+        self._known = Newest[str, tuple[str, ...]](MAX_KNOWN)
+        self._tried = Newest[str, tuple[int, float]](MAX_KNOWN)  # failures since it was reached, and when it may be dialled again
 
     def learn(self, peer: str, addresses: Iterable[str]) -> None:
         """Replace the addresses of ``peer``."""
         usable = tuple(a for a in addresses if address_problem(a) is None and a.endswith(f"/p2p/{peer}"))
-        if not usable:
-            return
-        self._known[peer] = usable
-        self._known.move_to_end(peer)
-        while len(self._known) > MAX_KNOWN:
-            gone, _ = self._known.popitem(last=False)
-            self._failures.pop(gone, None)
-            self._after.pop(gone, None)
+        if usable:
+            self._known[peer] = usable
 
     def addresses(self, peer: str) -> tuple[str, ...]:
         return self._known.get(peer, ())
 
     def tried(self, peer: str, now: float, *, reached: bool) -> None:
         """Note the outcome of an attempt."""
-        if peer not in self._known:
-            return
-        failures = self._failures[peer] = 0 if reached else min(self._failures.get(peer, 0) + 1, MOST_FAILURES)
-        self._after[peer] = now + min(AGAIN_S * 2.0 ** (failures - 1), AGAIN_MAX_S)
+        failures = 0 if reached else min(self._tried.get(peer, (0, 0.0))[0] + 1, MOST_FAILURES)
+        self._tried[peer] = failures, now + min(AGAIN_S * 2.0 ** (failures - 1), AGAIN_MAX_S)
 
     def due(self, now: float, but: Iterable[str]) -> list[str]:
         """Return the peers that may be dialled now, those that failed least first."""
-        left_out = set(but)
-        found = [peer for peer in self._known if peer not in left_out and self._after.get(peer, 0.0) <= now]
+        tried = {peer: self._tried.get(peer, (0, 0.0)) for peer in self._known.keys() - set(but)}
+        found = [peer for peer, (_, after) in tried.items() if after <= now]
         random.shuffle(found)
-        return sorted(found, key=lambda peer: self._failures.get(peer, 0))
+        return sorted(found, key=lambda peer: tried[peer][0])
 
 
 # Filter of a watcher: statuses (and receipts) of its swarm, signed by their authors, newer than the last, and not too many.
@@ -123,7 +113,7 @@ class RecordFilter(Generic[R]):
         self._kind: type[R] = kind
         self._swarm, self._clock = swarm, clock
         self._quotas = TokenBuckets(QUOTA, clock)
-        self._issued: OrderedDict[str, float] = OrderedDict()
+        self._issued = Newest[str, float](MAX_PEERS)
         self._room = envelope.room_for(kind)
         self.counters = Counters()
 
@@ -152,9 +142,6 @@ class RecordFilter(Generic[R]):
         if record.issued <= self._issued.get(record.peer, 0.0):
             raise MessageError(f"A {what} was refused: a newer one was there before.", "replayed")
         self._issued[record.peer] = record.issued
-        self._issued.move_to_end(record.peer)
-        if len(self._issued) > MAX_PEERS:
-            self._issued.popitem(last=False)
         return cast(R, record)
 
 

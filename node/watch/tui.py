@@ -16,7 +16,7 @@ from textual.containers import Container
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, RichLog, Static
 
-from shoal.node.console import plural
+from shoal.node.console import figure, plural
 from shoal.node.watch.source import EventSource
 from shoal.node.watch.swarm_view import Event, SwarmView, fault_label, mean_curve
 from shoal.swarm.topics.status import TAIL, lag_label, reach_label, tokens_label
@@ -92,10 +92,6 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def number(value: float | None, form: str = ".3f") -> str:
-    return format(value, form) if value is not None and math.isfinite(value) else "-"
-
-
 def nbytes(value: float) -> str:
     """Format a number of bytes for people."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -118,9 +114,9 @@ def headline(view: SwarmView) -> str:
         parts.append(about if totals["sampled"] else f"{totals['peers']} of {totals['known']} peers")
         if low is not None:
             parts.append(f"round {low}" if low == high else f"rounds {low} to {high}")
-        parts.append(f"loss {number(totals['loss'])}")
+        parts.append(f"loss {figure(totals['loss'])}")
         if totals["reward"] is not None:
-            parts.append(f"reward {number(totals['reward'])}")
+            parts.append(f"reward {figure(totals['reward'])}")
         parts.append(f"{totals['steps_per_s']:.1f} steps/s")
         if totals["tokens_per_s"]:
             parts.append(f"{totals['tokens_per_s']:,.0f} tokens/s")
@@ -150,15 +146,15 @@ def peer_rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
                     peer.doing,
                     str(status.round),
                     str(status.step),
-                    number(status.loss),
+                    figure(status.loss),
                     ", ".join(view.name(tail) for tail in peer.partners[:3]) + (" …" if len(peer.partners) > 3 else "") or "-",
-                    number(status.steps_per_s, ".1f"),
+                    figure(status.steps_per_s, ".1f"),
                     tokens_label(status.tokens_per_s, status.mfu),
                     lag_label(status.lag, status.lag_auto, status.late),
                     reach_label(status.reach, status.throughput),
                     nbytes(peer.sent_rate) + "/s",
                     nbytes(peer.received_rate) + "/s",
-                    number(status.reward),
+                    figure(status.reward),
                     faults or "-",
                     f"{max(view.now - peer.heard, 0):.0f} s ago",
                 )

@@ -103,7 +103,7 @@ OPENERS = {
 DIGESTS = {
     "node/data/source.py:number", "node/data/source.py:held_out", "node/rl/environment.py:Gym.question",
     "node/rl/task.py:RLTask._number", "node/task.py:LoadedBatches._begin_epoch",
-    "node/tasks/text.py:_digest", "node/verify/material.py:seed_of",
+    "node/verify/material.py:seed_of",
     "optim/rules/gossip.py:chosen", "swarm/membership/dht.py:bits_of",
     "swarm/membership/dht.py:bits_in", "swarm/state/resync.py:_order", "verification/consensus/records.py:must_plant",
     "verification/consensus/records.py:is_audited",

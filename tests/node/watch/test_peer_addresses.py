@@ -43,4 +43,4 @@ def test_it_is_bounded(monkeypatch, authors):
         found.learn(author.peer, [at(author)])
         found.tried(author.peer, 0.0, reached=False)
     assert set(found.due(1e9, [])) == {author.peer for author in authors[1:]}
-    assert len(found._failures) == len(found._after) == 2
+    assert len(found._tried) == 2
