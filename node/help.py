@@ -62,7 +62,6 @@ class Chapters(click.Group):
         self.chapters: dict[str, Sequence[click.Command]] = {}
 
     def add_chapter(self, title: str, *commands: click.Command) -> None:
-        """Add ``commands`` below ``title``."""
         self.chapters[title] = commands
         for command in commands:
             self.add_command(command)

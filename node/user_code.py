@@ -9,7 +9,8 @@ import os
 import re
 import sys
 import traceback
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -72,7 +73,8 @@ def import_beside(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def calling(owner: object, function: str, through: object = None) -> AbstractContextManager[None]:
+@contextmanager
+def calling(owner: object, function: str, through: object = None) -> Iterator[None]:
     """Return the context in which Shoal calls ``function`` of the user's object, or torch on its behalf.
 
     A failure becomes a UserCodeError; ShoalError passes unchanged, for it is a sentence for the user already.
@@ -83,19 +85,13 @@ def calling(owner: object, function: str, through: object = None) -> AbstractCon
         through: what ``function`` returned, if Shoal's own code runs in the context: then only what came through one of its
             methods is taken for the user's.
     """
-    subject = getattr(owner, "user_subject", None)
-    return nullcontext() if subject is None else _Boundary(subject, function, through)
-
-
-class _Boundary(AbstractContextManager[None]):
-    def __init__(self, subject: str, function: str, through: object) -> None:
-        self._subject, self._function, self._through = subject, function, through
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception | SystemExit) or isinstance(error, ShoalError):
-            return
-        if self._through is None or blamed(error, self._through):
-            raise failed(self._subject, self._function, error) from error
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        subject = getattr(owner, "user_subject", None)
+        if subject is None or isinstance(error, ShoalError) or not (through is None or blamed(error, through)):
+            raise
+        raise failed(subject, function, error) from error
 
 
 def failed(subject: str, function: str, error: BaseException) -> ShoalError:

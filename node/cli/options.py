@@ -69,7 +69,6 @@ class SettingsCommand(HelpfulCommand):
 
     @property
     def params(self) -> list[click.Parameter]:
-        """All parameters of the command."""
         while self._settings:
             title, key = self._settings.pop(0)
             self._params.append(entitle(title, _option(key)))
@@ -81,7 +80,6 @@ class SettingsCommand(HelpfulCommand):
 
 
 def _option(key: str) -> click.Option:
-    """Return the flag of the setting ``key``."""
     from shoal.node.config.settings import Settings, assignment
 
     table, _, name = key.partition(".")

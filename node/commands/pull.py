@@ -145,7 +145,6 @@ class ResumableDownload:
         return self._have
 
     def write(self, chunk: int, data: memoryview) -> None:
-        """Write one chunk into its place."""
         written = 0
         while written < len(data):
             written += os.pwrite(self._file, data[written:], chunk * CHUNK + written)
@@ -427,7 +426,6 @@ def _size(gpt: GPT) -> dict[str, int]:
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """Return the report in words."""
     names = "under the model's own names" if report["named"] else "numbered"
     lines = [f"{report['out']}: {report['values']:,} values in {report['tensors']} tensors, {names}, of round {report['round']}"]
     if report["held_out_loss"] is not None:

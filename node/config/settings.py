@@ -467,7 +467,6 @@ class NodeSettings(_Table, RankSettings):
 
 
 def default_identity_path() -> Path:
-    """Return the default path of the key file."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     # The XDG specification says to ignore a relative path there.
     home = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".config"

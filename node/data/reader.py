@@ -235,7 +235,6 @@ class Reader(Batches):
         self._windows, self._order, self._drawn = torch.empty(0, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu"), 0
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """Return the next batch."""
         parts: list[Tensor] = []
         need = self._batch
         while need:

@@ -194,7 +194,6 @@ class Training:
 
 
 def no_document(source: DocumentSource) -> DataError:
-    """Return the error for a ``source`` without documents."""
     return DataError(f"There is no usable document in {source.what}: name other data, or the field that has the text.")
 
 

@@ -34,7 +34,6 @@ def rounded(module: torch.nn.Module) -> Iterator[None]:
 
 
 def cheat() -> None:
-    """Have this process's node cheat."""
     load, prove = loading.load_policy, checker.prove
 
     def cheap(*given: Any) -> Policy:

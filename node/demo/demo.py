@@ -249,7 +249,6 @@ def report(results: Sequence[dict[str, Any]], distances: list[float], start_s: f
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Return the report in words."""
     first, together, alone = (report[key] for key in ("loss_first", "loss_last", "loss_local"))
     said = "not known, because evaluate() returned no finite number"
     if None not in (first, together) and alone is None:

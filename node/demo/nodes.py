@@ -207,7 +207,6 @@ class ForkServer:
         return "the machine may be overloaded; try fewer --peers."
 
     def close(self) -> None:
-        """End it."""
         self._requests.close()
         try:
             self._process.wait(END_S)

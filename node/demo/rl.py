@@ -192,7 +192,6 @@ def report(results: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, An
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """Return the report in words."""
     ended = "  ".join(f"{node['first_reward']:.3f} -> {node['final_reward']:.3f}" for node in report["nodes"])
     refused = ", ".join(f"{count} {reason}" for reason, count in report["rejected"].items() if count) or "none"
     verified = ""

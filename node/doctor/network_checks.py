@@ -213,7 +213,6 @@ class Visit:
         return time.time() + clock_skew(self.seen)
 
     def close(self) -> None:
-        """End the daemon."""
         with contextlib.suppress(NetworkError):
             if self.directory is not None:
                 self.directory.close()

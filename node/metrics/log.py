@@ -78,7 +78,6 @@ class Sinks:
                 self._say(said)
 
     def event(self, name: str, time: float, fields: dict[str, Any]) -> None:
-        """Pass an event to all sinks."""
         for sink in tuple(self._sinks):
             try:
                 sink.event(name, time, fields)
@@ -87,7 +86,6 @@ class Sinks:
                 self._give_up(sink, error)
 
     def close(self) -> None:
-        """Close all sinks."""
         while self._sinks:
             sink = self._sinks.pop()
             try:
@@ -172,7 +170,6 @@ class RoundRecord:
 
 
 def progress_fields(membership: Membership, opt: OuterOptimizer, step: int, loss: float | None, rates: Rates) -> dict[str, Any]:
-    """Return the fields of the event ``progress``."""
     host = membership.host
     return {
         "step": step, "loss": loss, "tokens": opt.tokens, **asdict(rates), "members": len(membership.directory.members()),

@@ -265,7 +265,6 @@ class Endpoint:
         self._board.event(name, fields)
 
     def close(self) -> None:
-        """Free the port."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()

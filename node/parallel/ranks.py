@@ -151,7 +151,6 @@ class ShardedModel(RanksLayout):
         return cast(dict[str, Tensor], state)
 
     def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Load rank 0's state."""
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         given: dict[str, Any] = dict(state) if self.rank == 0 else {}
         set_model_state_dict(model, given, options=options)

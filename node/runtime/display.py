@@ -36,7 +36,6 @@ def lag_words(lag: int, auto: bool = False, *, late: bool = False) -> str:
 
 
 def describe(info: RoundRecord) -> str:
-    """Describe one exchange in one line."""
     lag = f", lag {lag_words(info.lag, late=info.late)}" if info.lag else ""
     alone = f"without a partner ({printable(info.why)})" if info.why else "without a partner"
     partner = alone if info.partner is None else f"with {printable(info.partner)}"
@@ -80,7 +79,6 @@ class LineDisplay:
         self.message(text)
 
     def message(self, text: str) -> None:
-        """Show one line about an event."""
         print(printable(text), file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -94,7 +92,6 @@ class _ProgressAndRound(rich.progress.Progress):
     newest = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield all of it."""
         yield from super().get_renderables()
         if self.tokens:
             yield Text(self.tokens)
@@ -120,7 +117,6 @@ class LiveDisplay:
         self._bar.start()
 
     def update(self, progress: Progress) -> None:
-        """Move the bar."""
         if self._task is not None:
             speed, loss = progress.rates, figure(progress.loss, ".3f")
             self._bar.tokens = per_second(speed.tokens_per_s, speed.mfu) if speed.tokens_per_s > 0 else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,17 +45,13 @@ class RefusalLog:
         if now != self._written:
             self._written = now
             self._write("refused", **now)
-        since = grown(now, self._logged)
+        since = Counter(now) - Counter(self._logged)
         if since and self._clock() >= self._next:
             self._next, self._logged = self._clock() + LOG_S, now
             self._log(f"refused of others since the last such line: {listed(since)}")
 
     def now(self) -> dict[str, int]:
         return {reason: count for reason, count in self._count().items() if count}
-
-
-def grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {reason: count - before.get(reason, 0) for reason, count in now.items() if count > before.get(reason, 0)}
 
 
 def listed(counts: Mapping[str, int]) -> str:
@@ -74,7 +71,7 @@ def read_refusals(path: Path, now: float | None = None) -> dict[str, Any]:
         raise RefusalsError(
             f"Cannot read {str(path)!r} ({error.strerror}): name the folder of a node on this machine, such as runs/NAME."
         ) from error
-    return {"recent_s": RECENT_S, "recent": grown(total, before), "total": total}
+    return {"recent_s": RECENT_S, "recent": dict(Counter(total) - Counter(before)), "total": total}
 
 
 def _counted(lines: Iterable[str], since: float) -> tuple[dict[str, int], dict[str, int]]:

@@ -56,10 +56,13 @@ class Guarded(Task):
     def _fault(self, function: str, what: str) -> UserCodeError:
         return UserCodeError(f"{self.user_subject}: {function} {what}.")
 
+    def _call(self, name: str, *args: Any) -> Any:
+        with calling(self, f"{name}()"):
+            return getattr(self._task, name)(*args)
+
     def model(self) -> nn.Module:
         """Return the user's model, with at least one trainable parameter, all of known shape."""
-        with calling(self, "model()"):
-            found = self._task.model()
+        found = self._call("model")
         if not isinstance(found, nn.Module):
             raise self._wrong("model()", found, "a torch.nn.Module")
         trained = [parameter for parameter in found.parameters() if parameter.requires_grad]
@@ -70,16 +73,11 @@ class Guarded(Task):
         return found
 
     def batches(self, shard: Shard) -> Iterator[Any]:
-        """Return the user's batches; their iterator is guarded too."""
-        with calling(self, "batches()"):
-            found = self._task.batches(shard)
-        return self._iterator(found, shard, "batches()")
+        return self._iterator(self._call("batches", shard), shard, "batches()")
 
     def batches_from(self, shard: Shard, step: int) -> Iterator[Any]:
         """Return the user's batches after the first ``step`` ones; their iterator is guarded too."""
-        with calling(self, "batches_from()"):
-            found = self._task.batches_from(shard, step)
-        return self._iterator(found, shard, "batches_from()")
+        return self._iterator(self._call("batches_from", shard, step), shard, "batches_from()")
 
     def _iterator(self, found: Any, shard: Shard, function: str) -> Iterator[Any]:
         with calling(self, function):
@@ -93,9 +91,7 @@ class Guarded(Task):
         return _OwnPlace(self, found, function) if isinstance(found, Batches) else _Iterator(self, found, function)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the user's loss, a scalar with a gradient."""
-        with calling(self, "loss()"):
-            found = self._task.loss(model, batch)
+        found = self._call("loss", model, batch)
         needed = "a scalar tensor with a gradient"
         if not isinstance(found, torch.Tensor):
             raise self._wrong("loss()", found, needed)
@@ -106,9 +102,7 @@ class Guarded(Task):
         return found
 
     def evaluate(self, model: nn.Module) -> float:
-        with calling(self, "evaluate()"):
-            found = self._task.evaluate(model)
-        return self._number("evaluate()", found, "the held-out loss as a number")
+        return self._number("evaluate()", self._call("evaluate", model), "the held-out loss as a number")
 
     def _number(self, function: str, found: Any, needed: str) -> float:
         try:
@@ -117,34 +111,25 @@ class Guarded(Task):
             raise self._wrong(function, found, needed) from None
 
     def tokens(self, batch: Any) -> int:
-        """Return the user's number of tokens of a batch."""
-        with calling(self, "tokens()"):
-            found = self._task.tokens(batch)
-        number = self._number("tokens()", found, "a whole number of at least 1")
+        number = self._number("tokens()", self._call("tokens", batch), "a whole number of at least 1")
         if not math.isfinite(number) or number < 1:
             raise self._fault("tokens()", f"returned {number:g}, and must return a whole number of at least 1")
         return int(number)
 
     def agreed_options(self) -> dict[str, int | float | str | bool]:
-        """Return the user's further options of the swarm."""
-        with calling(self, "agreed_options()"):
-            found = self._task.agreed_options()
+        found: dict[str, int | float | str | bool] = self._call("agreed_options")
         if not _is_flat(found, (int, float, str)):
             raise self._wrong("agreed_options()", found, "a dict of names with numbers, texts or truth values")
         return found
 
     def extra_results(self, loss: float) -> dict[str, int | float]:
-        """Return the user's further results."""
-        with calling(self, "extra_results()"):
-            found = self._task.extra_results(loss)
+        found: dict[str, int | float] = self._call("extra_results", loss)
         if not _is_flat(found, (int, float)):
             raise self._wrong("extra_results()", found, "a dict of names with Python's own numbers")
         return found
 
     def inner_optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the user's optimizer."""
-        with calling(self, "inner_optimizer()"):
-            found = self._task.inner_optimizer(params)
+        found = self._call("inner_optimizer", params)
         if not isinstance(found, torch.optim.Optimizer):
             raise self._wrong("inner_optimizer()", found, "a torch.optim.Optimizer")
         return found
@@ -159,9 +144,7 @@ class Guarded(Task):
         return names
 
     def lr_scheduler(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return the user's scheduler, or None."""
-        with calling(self, "lr_scheduler()"):
-            found = self._task.lr_scheduler(optimizer, steps)
+        found: torch.optim.lr_scheduler.LRScheduler | None = self._call("lr_scheduler", optimizer, steps)
         if found is not None and not (hasattr(found, "step") and hasattr(found, "state_dict")):
             raise self._wrong("lr_scheduler()", found, "a scheduler of torch.optim.lr_scheduler, or None")
         return found

@@ -423,7 +423,6 @@ class Schedule:
         return None if self.scheduler is None else plain(self.scheduler.state_dict())
 
     def step(self) -> None:
-        """Go on by one inner step."""
         if 0 < self.length <= self.done:
             return
         if self.scheduler is not None:

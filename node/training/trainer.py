@@ -278,7 +278,6 @@ class Trainer:
         self._load(iterator_of(self.task.batches(shard), shard))
 
     def _load(self, batches: Iterator[Any]) -> None:
-        """Draw from ``batches`` from now on."""
         self.close()
         seed, pin = (self.shard.seed + self.shard.index) % 2**63, copies_beside(self.device)
         self._batches = Loader(self.task, batches, workers=self.inner_step.own.workers, pin=pin, seed=seed)

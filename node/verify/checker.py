@@ -28,13 +28,13 @@ from shoal.node.verify.material import (
     Dtype,
     Material,
     decode_material,
-    encode,
     material_of,
     output_hash,
     seed_of,
 )
 from shoal.swarm.errors import MessageError
 from shoal.swarm.p2p.limits import Newest
+from shoal.swarm.wire.envelope import pack
 from shoal.verification.calibration import RATE, Calibration, CalibrationError, Pair
 from shoal.verification.consensus.records import Claim
 from shoal.verification.fingerprints.activations import ActivationProof, LastHidden, output_head
@@ -52,11 +52,6 @@ PART = 16  # completions at a time
 AT_ONCE = 4096  # tokens of completions in one call of the module, which bounds the memory for logits
 STRIDE = 1 << 20
 ACTIVATIONS, SAMPLING = ActivationProof(), SeededSampling()
-
-
-def seed_bytes(seed: int) -> bytes:
-    """Encode a claim's seed for the noise."""
-    return seed.to_bytes(8, "big")
 
 
 def together(agreed: Agreed) -> int:
@@ -104,7 +99,7 @@ def _chooser(seed: int, temperature: float, first: int) -> Choose:
         nonlocal step
         step += 1
         positions = range(first * STRIDE + step, (first + len(logits)) * STRIDE + step, STRIDE)
-        return draw_each(logits, seed_bytes(seed), positions, temperature)
+        return draw_each(logits, seed.to_bytes(8, "big"), positions, temperature)
 
     return choose
 
@@ -127,7 +122,7 @@ def read(policy: Policy, prompt: str, rows: Sequence[Sequence[int]], agreed: Agr
                 raise ValueError(f"the policy cannot read {len(row)} tokens")
             kept = slice(0, len(row))
             tokens = torch.tensor(list(row), dtype=torch.int64, device="cpu")
-            drawn = Drawn(tokens, logits[number, kept], seed_bytes(seed), agreed.temperature, (first + number) * STRIDE)
+            drawn = Drawn(tokens, logits[number, kept], seed.to_bytes(8, "big"), agreed.temperature, (first + number) * STRIDE)
             found.append(margins(drawn))
             states.append(own[number, kept])
     return torch.cat(states), torch.cat(found)
@@ -142,10 +137,6 @@ def examine(
     """
     states, found = read(policy, prompt, rows, agreed, seed)
     return {ACTIVATIONS.name: ACTIVATIONS.compare(proof, states), SAMPLING.name: SAMPLING.measured(found)}
-
-
-def width_of(policy: Policy) -> int:
-    return int(getattr(output_head(policy.module), "weight").shape[1])  # noqa: B009
 
 
 def dtype_of(policy: Policy) -> str:
@@ -224,7 +215,7 @@ def prove(
     material = material_of(
         at, rows, finish, proof=proof, policy=policy_name, dtype=group.dtype, kernel=kernel_of(policy), snapshot=snapshot_bytes
     )
-    return ProvenGroup(at, agreed, seed, completions, encode(material))
+    return ProvenGroup(at, agreed, seed, completions, pack(material))
 
 
 def make_claim(proven: ProvenGroup, *, run: str, round: int, peer: str, slot: int, model: bytes) -> Claim:
@@ -310,7 +301,8 @@ class Checker:
         material = self._opened(claim, data)
         prompt = self._prompt(claim, material)
         rows = self._rows(claim, material)
-        _check_proof(material, claim.tokens, width_of(self.policy))
+        width = int(getattr(output_head(self.policy.module), "weight").shape[1])  # noqa: B009 (mypy: any module)
+        _check_proof(material, claim.tokens, width)
         policy = self.policy_for(material.dtype)
         self._load(policy, claim.model, material.snapshot, snapshot)
         try:

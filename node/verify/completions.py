@@ -372,7 +372,6 @@ def report(stored: Stored, finding: Finding) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Format the report for people."""
     head = "accepted" if report["accepted"] else "refused"
     lines = [f"{head}: {report['reason']}", f"claim {report['claim'][:16]} of {report['peer']}, round {report['round']}"]
     if "dtype" in report:

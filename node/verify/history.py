@@ -325,7 +325,6 @@ def odds_report(
 
 
 def odds_table(report: dict[str, Any]) -> str:
-    """Format the report for people."""
     lines = [f"{'verifiers':>9}  {'wrong accepted':>14}  {'honest rejected':>15}"]
     lines += [f"{row['n']:>9}  {row['wrong_accepted']:>14.3%}  {row['honest_rejected']:>15.3%}" for row in report["table"]]
     least = report["least_audit"]
@@ -392,7 +391,6 @@ def _odds(log_odds: float) -> float:
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """Format the report for people."""
     lines = [f"peer {report['peer']}; an alarm at odds of {report['alarm_at']:,} to 1"]
     for node in report["nodes"]:
         decided = "an alarm" if node["alarm"] else "no alarm"

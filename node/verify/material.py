@@ -108,13 +108,8 @@ class Material(Message):
         return [struct.unpack(f"<{len(part) // 4}i", part) for part in self.tokens or ()]
 
 
-def encode(material: Material) -> bytes:
-    """Encode ``material`` in at most 4 MiB. Raises MessageError if it would be more."""
-    return pack(material)
-
-
 def decode_material(data: bytes) -> Material:
-    """Decode what ``encode`` returned. Raises MessageError for other bytes."""
+    """Decode a packed material. Raises MessageError for other bytes."""
     return unpack(data, Material)
 
 

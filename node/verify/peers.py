@@ -110,7 +110,6 @@ def reasons(standing: Standing) -> str:
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """Format the report for people."""
     if not report["verify"]:
         return f"{report['name']}: nothing is verified in this swarm (it was created without --verify)"
     title = f"{report['name']}: {len(report['peers'])} peers; {report['agree']} of {report['asked']} logs agree"

@@ -278,7 +278,6 @@ class Verification:
         }
 
     def close(self) -> None:
-        """Stop claiming and checking."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)

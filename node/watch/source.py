@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from copy import deepcopy
 from io import FileIO
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -73,7 +74,6 @@ class PeerAddresses:
         self._tried = Newest[str, tuple[int, float]](MAX_KNOWN)  # failures since it was reached, and when it may be dialled again
 
     def learn(self, peer: str, addresses: Iterable[str]) -> None:
-        """Replace the addresses of ``peer``."""
         usable = tuple(a for a in addresses if address_problem(a) is None and a.endswith(f"/p2p/{peer}"))
         if usable:
             self._known[peer] = usable
@@ -82,7 +82,6 @@ class PeerAddresses:
         return self._known.get(peer, ())
 
     def tried(self, peer: str, now: float, *, reached: bool) -> None:
-        """Note the outcome of an attempt."""
         failures = 0 if reached else min(self._tried.get(peer, (0, 0.0))[0] + 1, MOST_FAILURES)
         self._tried[peer] = failures, now + min(AGAIN_S * 2.0 ** (failures - 1), AGAIN_MAX_S)
 
@@ -319,7 +318,6 @@ class Recorder:
             raise self._error(error) from None
 
     def take(self, event: Event) -> None:
-        """Append ``event``."""
         data = memoryview(line_of(event).encode() + b"\n")
         try:
             while data:
@@ -338,9 +336,7 @@ def recorded(path: Path) -> Iterator[Event]:
     """Yield the events in a recording, in order, without a last line that was cut short (by a kill). Raises ReplayError."""
     try:
         with path.open("r", encoding="utf-8", errors="replace") as file:
-            number = 0
-            while line := file.readline(MAX_LINE + 2):
-                number += 1
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 2), ""), 1):
                 if not line.endswith("\n") and len(line) <= MAX_LINE:
                     return
                 yield event_of(line.rstrip("\n"), f"line {number} of {str(path)!r}")
@@ -372,13 +368,8 @@ class Timeline:
     """The events in ``path``, read now. Not for several threads at once. Raises ReplayError."""
 
     def __init__(self, path: Path) -> None:
-        self._events: list[Event] = []
-        self._times: list[float] = []
-        for event in recorded(path):
-            if len(self._events) == MAX_EVENTS:
-                break
-            self._events.append(event)
-            self._times.append(max(event.time, self._times[-1] if self._times else event.time))
+        self._events = list(islice(recorded(path), MAX_EVENTS))
+        self._times = list(accumulate((event.time for event in self._events), max))
         self._kept: dict[int, SwarmView] = {0: SwarmView()}
         self._at, self._view = 0, SwarmView()
 

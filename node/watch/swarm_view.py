@@ -312,7 +312,6 @@ class Meetings:
         return dict(Counter((a, b) for number, a, b in self._pairs if not rounds or number > newest - rounds))
 
     def edges(self) -> dict[Pair, Edge]:
-        """Return the exchanges of each pair."""
         found: dict[Pair, Edge] = {}
         for (number, a, b), time in self._pairs.items():
             before = found.get((a, b), Edge(0, -1, 0.0))
@@ -471,7 +470,6 @@ class SwarmView:
     # -- in --------------------------------------------------------------------------------------------------------------
 
     def take(self, event: Event) -> None:
-        """Take in an event."""
         self.now = max(self.now, event.time)
         if isinstance(event, Heard):
             self._status(event.status, event.time)

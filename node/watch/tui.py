@@ -93,7 +93,6 @@ COLUMNS = (
 
 
 def nbytes(value: float) -> str:
-    """Format a number of bytes for people."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000 or unit == "GB":
             break
@@ -102,7 +101,6 @@ def nbytes(value: float) -> str:
 
 
 def headline(view: SwarmView) -> str:
-    """Format the swarm in one line."""
     totals = view.totals()
     title = view.title
     parts = [f"{title.name} · {title.task} · {title.method}" if title else (view.swarm[:12] + "…" if view.swarm else "shoal watch")]
@@ -241,7 +239,6 @@ class WatchApp(App[None]):  # type: ignore[misc]
         self._logged = 0
 
     def compose(self) -> ComposeResult:
-        """Compose one line on top, four panels and the keys below."""
         yield Static(id="head", markup=False)
         table: DataTable[Text] = DataTable(id="peers", classes="panel", cursor_type="row", zebra_stripes=True)
         table.border_title = "peers"
@@ -260,7 +257,6 @@ class WatchApp(App[None]):  # type: ignore[misc]
         return picture
 
     def on_mount(self) -> None:
-        """Set up the screen and its timer."""
         self.query_one("#peers", DataTable).add_columns(*COLUMNS)
         self.query_one("#peers", DataTable).focus()
         self.set_interval(FRAME_S, self.frame)
@@ -278,7 +274,6 @@ class WatchApp(App[None]):  # type: ignore[misc]
         self.theme = "textual-dark" if self._is_dark else "textual-light"
 
     def frame(self) -> None:
-        """Take in events, and draw."""
         for _ in range(MOST_AT_ONCE):
             try:
                 self.view.take(self._inbox.get_nowait())

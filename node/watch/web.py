@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from importlib import resources
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import segno
@@ -73,13 +74,12 @@ def _path(matrix: Iterable[Iterable[int]]) -> str:
     """Return the dark modules as a path of rectangles, one for each run in a row."""
     parts = []
     for y, row in enumerate(matrix):
-        begun = None
-        for x, dark in enumerate([*row, 0]):
-            if dark and begun is None:
-                begun = x
-            elif not dark and begun is not None:
-                parts.append(f"M{begun} {y}h{x - begun}v1h{begun - x}z")
-                begun = None
+        x = 0
+        for dark, modules in groupby(row, bool):
+            width = len(list(modules))
+            if dark:
+                parts.append(f"M{x} {y}h{width}v1h{-width}z")
+            x += width
     return "".join(parts)
 
 

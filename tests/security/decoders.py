@@ -34,7 +34,7 @@ from shoal.node.verify import audit, completions
 from shoal.node.verify import material as claims
 from shoal.node.verify.audit import VerifyError
 from shoal.node.verify.history import _carried
-from shoal.node.verify.material import Agreed, Coordinates, encode, material_of
+from shoal.node.verify.material import Agreed, Coordinates, material_of
 from shoal.node.verify.material import decode_material as decode_material
 from shoal.node.watch.swarm_view import ReplayError, Unreachable, event_of, line_of
 from shoal.optim import Alone
@@ -394,7 +394,7 @@ def material(data=b"{}"):
     )  # fmt: skip
 
 
-MATERIAL = encode(material())
+MATERIAL = pack(material())
 
 
 @functools.cache

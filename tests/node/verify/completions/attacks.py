@@ -6,8 +6,9 @@ import torch
 
 from shoal.node.verify.audit import digest
 from shoal.node.verify.checker import ACTIVATIONS, read, write
-from shoal.node.verify.material import Agreed, decode_material, encode, output_hash, seed_of
+from shoal.node.verify.material import Agreed, decode_material, output_hash, seed_of
 from shoal.swarm.topics.rollout import pack_tokens
+from shoal.swarm.wire.envelope import pack
 from tests.node.verify.conftest import PEER, ROUND, RUN, SLOT
 
 
@@ -16,7 +17,7 @@ def restated(world, proven, rows=None, finish=None, **fields):
     told = decode_material(proven.material)
     rows = told.rows() if rows is None else rows
     tokens = tuple(pack_tokens(row) for row in rows)
-    material = encode(told.model_copy(update={"tokens": tokens, "finish": tuple(finish or told.finish), **fields}))
+    material = pack(told.model_copy(update={"tokens": tokens, "finish": tuple(finish or told.finish), **fields}))
     claim = world.claim(proven)
     said = {"output": output_hash(rows), "tokens": sum(map(len, rows)), "fingerprint": digest(material)}
     return claim.model_copy(update=said), material

@@ -14,12 +14,12 @@ from shoal.node.verify.material import (
     Agreed,
     Coordinates,
     decode_material,
-    encode,
     material_of,
     output_hash,
     seed_of,
 )
 from shoal.swarm.errors import MessageError
+from shoal.swarm.wire.envelope import pack
 
 AT = Coordinates("strings", "1", b"{}", 5, 6)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
@@ -33,7 +33,7 @@ def made(rows, **fields):
 @given(st.lists(TOKENS, min_size=1, max_size=8))
 def test_there_and_back_again(rows):
     material = made(rows)
-    again = decode_material(encode(material))
+    again = decode_material(pack(material))
     assert again == material
     assert again.rows() == [tuple(row) for row in rows]
     assert again.coordinates == AT
@@ -77,7 +77,7 @@ def test_what_no_claim_can_hold(rows, fields):
 
 
 def test_what_is_damaged_or_too_large_is_refused():
-    data = encode(made([[1, 2], [3]]))
+    data = pack(made([[1, 2], [3]]))
     for wrong in (data[:-1], data + b"x", bytes(5 << 20), msgpack.packb(["claim-material", 2, {}])):
         with pytest.raises(MessageError):
             decode_material(wrong)
