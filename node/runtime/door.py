@@ -194,7 +194,8 @@ def check_not_fixed(settings: Settings, manifest: Manifest) -> None:
     differ += _differing("train", settings.train, manifest.train, lambda name, fixed: name == "steps")  # each node's own affair
     differ += _differing("verify", settings.verify, manifest.verify)
     if isinstance(terms := manifest.terms, Terms):
-        differ += _differing("rl", settings.rl, terms, lambda name, fixed: not getattr(settings.rl, name))
+        # The policy's name there is without its habit or folder: `shoal.node.verify.start.check_terms` compares it.
+        differ += _differing("rl", settings.rl, terms, lambda name, fixed: name == "policy" or not getattr(settings.rl, name))
     text = manifest.task == reader.TEXT
     for name, wanted in settings.task.options.items():
         fixed = manifest.task_options.get(name)

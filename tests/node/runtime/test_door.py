@@ -14,7 +14,7 @@ from shoal.node.training import resources
 from shoal.node.training.resources import GB, MemoryBudgetError
 from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import open_manifest
+from shoal.swarm.manifest import Terms, open_manifest
 from shoal.swarm.state.sync import ModelDiffersError
 
 ME = Identity.ephemeral()
@@ -108,3 +108,14 @@ def test_a_checkpoint_of_ones_own_code_goes_on_with_the_code_that_is_named():
     assert made.task.hooks == "a/task.py:Mine"
     with pytest.raises(HookError, match=r"trains 'task\.py:Mine', and a checkpoint carries no code: .* with --task\.$"):
         continued(load(), manifest(TINY, "0" * 64, task="task.py:Mine"))
+
+
+@pytest.mark.parametrize("policy", ["tiny:copy:60", "hf:/models/mine"])
+def test_a_policy_has_its_own_name_here_and_its_sampling_is_the_swarms(policy):
+    terms = Terms(policy="tiny", base="0" * 64, group=4, temperature=1.0, max_tokens=8)
+    settings = load(None, {"task.hooks": "rl", "verify.audit_rate": 1.0})
+    theirs = open_manifest(new_manifest(settings, ME, "0" * 64, terms))
+    found = swarm_settings(load(None, {"rl.policy": policy}), theirs).rl
+    assert (found.policy, found.group, found.max_tokens) == (policy, 4, 8)
+    with pytest.raises(ConfigError, match=r"^The swarm has rl\.group=4, and this node was given rl\.group=8: "):
+        swarm_settings(load(None, {"rl.policy": policy, "rl.group": 8}), theirs)
