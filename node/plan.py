@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ class Row:
 
     def toml(self) -> str:
         """Return the settings as a file that `shoal up` takes."""
-        lines = [f"{key} = {_literal(value)}" for key in COPIED if (value := getattr(self.outer, key)) is not None]
+        lines = [f"{key} = {json.dumps(value)}" for key in COPIED if (value := getattr(self.outer, key)) is not None]
         return "\n".join(["[outer]", *lines]) + "\n"
 
     def json(self) -> dict[str, Any]:
@@ -61,10 +62,6 @@ class Row:
             "memory_bytes": self.memory,
             "settings": self.toml(),
         }
-
-
-def _literal(value: int | str) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def memory_of(method: str, params: int, *, overlapped: bool) -> float | None:

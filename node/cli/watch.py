@@ -63,21 +63,21 @@ def watch(
 
     inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]
     recorder = None if record is None else Recorder(record)
-    send = event_sink(inbox, recorder, drop=parsed is not None)
+    is_live = parsed is not None
+    send = event_sink(inbox, recorder, drop=is_live)
     source = live(parsed, send) if parsed is not None else replayed(replay or Path(), speed, send)
     source.start()
     try:
         if form == "tui":
             from shoal.node.watch.tui import show
 
-            show(inbox, source, live=parsed is not None, seconds=seconds)
+            show(inbox, source, live=is_live, seconds=seconds)
         elif place is not None:
             from shoal.node.watch.source import Timeline
-            from shoal.node.watch.web import Place, serve
+            from shoal.node.watch.web import serve
 
             shown, whole = None if no_link or share else parsed, None if replay is None else Timeline(replay)
-            where = Place(place.host, place.port, share)
-            serve(inbox, source, where, live=parsed is not None, seconds=seconds, say=click.echo, link=shown, timeline=whole)
+            serve(inbox, source, place, live=is_live, seconds=seconds, say=click.echo, link=shown, timeline=whole, shared=share)
         else:
             print_lines(inbox, source, seconds)
     finally:

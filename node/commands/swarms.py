@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +66,12 @@ def seeds_file() -> Path:
     return default_identity_path().with_name("seeds")
 
 
-def known_seeds(named: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> list[str]:
+def known_seeds(named: Sequence[str] = ()) -> list[str]:
     """Return the addresses of seeds: of ``named``, else of the variable, else of the file; at most `MAX_SEEDS`.
 
     Raises ConfigError: there is none, or one is no full address.
     """
-    of_variable = (os.environ if environ is None else environ).get(VARIABLE, "").split()
+    of_variable = os.environ.get(VARIABLE, "").split()
     path = seeds_file()
     for where, addresses in (("--seed", list(named)), (VARIABLE, of_variable), (str(path), list(_lines(path)))):
         for address in addresses:

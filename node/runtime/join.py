@@ -49,15 +49,15 @@ log = logging.getLogger(__name__)
 class LinkFile:
     """The link file of one run in ``folder``; call `refresh` often: it writes every ten seconds, and uses no network."""
 
-    def __init__(self, folder: Path, membership: Membership, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._membership, self._clock = folder.absolute() / LINK, membership, clock
+    def __init__(self, folder: Path, membership: Membership) -> None:
+        self._path, self._membership = folder.absolute() / LINK, membership
         self._next = float("-inf")
 
     def refresh(self) -> None:
         """Write the link with the addresses that are known now, if it is time. A disk that is full costs only this file."""
-        if self._clock() < self._next:
+        if time.monotonic() < self._next:
             return
-        self._next = self._clock() + REFRESH_S
+        self._next = time.monotonic() + REFRESH_S
         manifest = self._membership.manifest
         link = {"link": str(self._membership.link_now()), "name": manifest.name, "invite_only": manifest.invite_only}
         try:

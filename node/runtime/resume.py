@@ -254,23 +254,19 @@ def restore(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
     or CheckpointError if the checkpoint does not fit; the trainer is of no use then.
     """
     try:
-        return _restored(trainer, saved, swarm)
+        if saved.swarm != swarm:
+            begin_from(trainer, saved.trainer)
+            return [f"begins with the weights of the checkpoint in {str(saved.path)!r}, of another swarm"]
+        trainer.inner_step.loaded_from = saved.path
+        if trainer.resume(saved.trainer):
+            return []
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointError(
             f"The checkpoint in {str(saved.path)!r} does not hold what a node saves ({type(error).__name__}): take another one."
         ) from error
-
-
-def _restored(trainer: Trainer, saved: SavedRun, swarm: str) -> list[str]:
-    if saved.swarm == swarm:
-        trainer.inner_step.loaded_from = saved.path
-        if trainer.resume(saved.trainer):
-            return []
-        schedule = trainer.schedule
-        end = f" of {schedule.length}" if schedule.length else ""
-        return [f"the learning-rate schedule is another one than in the checkpoint: it goes on from step {schedule.done}{end}"]
-    begin_from(trainer, saved.trainer)
-    return [f"begins with the weights of the checkpoint in {str(saved.path)!r}, of another swarm"]
+    schedule = trainer.schedule
+    end = f" of {schedule.length}" if schedule.length else ""
+    return [f"the learning-rate schedule is another one than in the checkpoint: it goes on from step {schedule.done}{end}"]
 
 
 def begin_from(trainer: Trainer, state: Mapping[str, Any]) -> None:

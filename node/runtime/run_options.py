@@ -134,10 +134,6 @@ def network(settings: Settings) -> NetworkOptions:
 METRICS = "metrics.jsonl"
 
 
-def _nothing(link: Link) -> None:
-    pass
-
-
 @dataclass
 class RunOptions:
     """Settings of a run, and what it reports to. ``link`` None: it creates a swarm."""
@@ -146,7 +142,7 @@ class RunOptions:
     link: Link | None
     display: Display
     shutdown: ShutdownSignals
-    on_link: Callable[[Link], None] = _nothing
+    on_link: Callable[[Link], None] = lambda link: None
     """Called with the join link as soon as others can use it."""
     baseline: bool = False
     """Train the same once more without any exchange, to compare."""

@@ -163,8 +163,6 @@ class Progress:
     step: int
     loss: float
     """Mean training loss since the last report, nats."""
-    tokens: int
-    """Tokens trained on so far, with those before a resume."""
     rates: Rates
     """Over the last reports."""
 
@@ -322,7 +320,7 @@ class Trainer:
                 recent = self._recent.take()  # a GPU has caught up then
                 loss = loss if recent is None else self._finite(recent)  # none, if all steps were left out (float16)
                 rates = self.throughput.report(time.monotonic() - reported - (self._waited() - idle))
-                on_progress(Progress(self.opt.steps, loss, self.opt.tokens, rates))
+                on_progress(Progress(self.opt.steps, loss, rates))
                 reported, idle = time.monotonic(), self._waited()
             before = time.monotonic()
             after_step()

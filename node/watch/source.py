@@ -157,9 +157,9 @@ RESTART_S = 1.0  # seconds before a daemon that ended is started again
 class LightClient:
     """Watcher of the swarm of ``link``, which passes every event to ``send``, on the loop that runs `run`."""
 
-    def __init__(self, link: Link, send: Callable[[Event], None], clock: Callable[[], float] = time.time) -> None:
-        self._link, self._send, self._clock = link, send, clock
-        self._gate, self._receipts = RecordFilter(Status, link.swarm, clock), RecordFilter(Receipts, link.swarm, clock)
+    def __init__(self, link: Link, send: Callable[[Event], None]) -> None:
+        self._link, self._send = link, send
+        self._gate, self._receipts = RecordFilter(Status, link.swarm), RecordFilter(Receipts, link.swarm)
         self._book = PeerAddresses()
         for address in link.bootstrap:
             peer = address.rpartition("/p2p/")[2]
@@ -172,7 +172,7 @@ class LightClient:
 
     async def run(self) -> None:
         """Watch until cancelled; a daemon that ends is started again. Raises StartupError."""
-        self._send(Watching(time=self._clock(), swarm=self._link.swarm))
+        self._send(Watching(time=time.time(), swarm=self._link.swarm))
         while True:
             daemon = await Daemon.launch(Identity.ephemeral(), listen=LISTEN, light=True, idle="")  # no connection to it stays open
             daemon.backoff = DialBackoff(self._link.bootstrap)
@@ -209,17 +209,17 @@ class LightClient:
                 take(message.publisher, message.data)
             except MessageError as error:
                 log.debug("%s", error)
-                self._send(MessageRefused(time=self._clock(), reason=error.reason))
+                self._send(MessageRefused(time=time.time(), reason=error.reason))
 
     def _confirm(self, publisher: str, data: bytes) -> None:
         receipts = self._receipts.open(publisher, data)
-        self._send(Signed(time=self._clock(), peer=receipts.peer, receipts=receipts))
+        self._send(Signed(time=time.time(), peer=receipts.peer, receipts=receipts))
 
     def _take(self, publisher: str, data: bytes) -> None:
         status = self._gate.open(publisher, data)
         if status.state in ("waiting", "training"):
             self._book.learn(status.peer, status.addresses)
-        self._send(Heard(time=self._clock(), peer=status.peer, status=status))
+        self._send(Heard(time=time.time(), peer=status.peer, status=status))
 
     async def _keep_connected(self, daemon: Daemon) -> None:
         now = asyncio.get_running_loop().time
@@ -234,9 +234,9 @@ class LightClient:
 
     def _note_connections(self, daemon: Daemon, here: set[str]) -> None:
         for peer in self._connected - here:
-            self._send(Disconnected(time=self._clock(), peer=peer))
+            self._send(Disconnected(time=time.time(), peer=peer))
         for peer in here - self._connected:
-            self._send(Connected(time=self._clock(), peer=peer))
+            self._send(Connected(time=time.time(), peer=peer))
             self._start(self._get_to_know(daemon, peer))
         self._connected = here
 
@@ -257,7 +257,7 @@ class LightClient:
             self._dialling.discard(peer)
         self._book.tried(peer, asyncio.get_running_loop().time(), reached=reached)
         if why:
-            self._send(Unreachable(time=self._clock(), peer=peer, reason=why))
+            self._send(Unreachable(time=time.time(), peer=peer, reason=why))
 
     async def _get_to_know(self, daemon: Daemon, peer: str) -> None:
         """Ask a node for the manifest, or a bootstrap node for members; a peer that knows neither is kept as well."""
@@ -265,11 +265,8 @@ class LightClient:
             if not self._described and await self._describe(daemon, peer):
                 return
             if peer in {address.rpartition("/p2p/")[2] for address in self._link.bootstrap}:
-                stream = await self._open(daemon, peer, SEED_PROTOCOL)
-                try:
+                with contextlib.closing(await self._open(daemon, peer, SEED_PROTOCOL)) as stream:
                     members = await reachability.ask_seed(stream, self._link.swarm)
-                finally:
-                    stream.close()
                 for member in members:
                     self._book.learn(member.peer, member.addresses)
         except (TimeoutError, *DAEMON_GONE, NetworkError, MessageError) as error:  # it costs a title and no more
@@ -284,17 +281,15 @@ class LightClient:
         except DaemonError as error:
             log.debug("no manifest from %s: %s", peer, error)  # a bootstrap node has none
             return False
-        try:
+        with contextlib.closing(stream):
             await stream.send(pack(ManifestRequest(swarm=self._link.swarm)), ASK_S)
             reply = unpack(await stream.receive(ManifestReply.LIMIT, ASK_S), ManifestReply)
-        finally:
-            stream.close()
         if reply.manifest is None or swarm_id(reply.manifest) != self._link.swarm:
             return False
         title = title_of(reply.manifest)
         if not self._described:  # another peer may have answered meanwhile
             self._described = True
-            self._send(Described(time=self._clock(), **title._asdict()))
+            self._send(Described(time=time.time(), **title._asdict()))
         return True
 
 

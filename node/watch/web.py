@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from importlib import resources
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import segno
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 
-from shoal.node.console import dumps
+from shoal.node.console import HERE, Address, dumps
 from shoal.node.watch import swarm_view
 from shoal.node.watch.source import EventSource, Timeline, WatchError
 from shoal.node.watch.swarm_view import Event, SwarmView, chart
@@ -156,7 +156,6 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
     }
 
 
-HERE = "127.0.0.1"
 NAMES = (HERE, "localhost")
 FIRST_S = 0.1  # between two looks at the beginning, when peer after peer appears
 SETTLING_S = 5.0
@@ -189,14 +188,6 @@ HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
 }
-
-
-class Place(NamedTuple):
-    """Where the page is served. ``shared``: to everybody, under any name (of a reverse proxy, for instance)."""
-
-    host: str = HERE
-    port: int = 0
-    shared: bool = False
 
 
 @web.middleware  # type: ignore[untyped-decorator]
@@ -403,21 +394,23 @@ class Page:
 def serve(
     inbox: queue.Queue[Event],
     source: EventSource,
-    place: Place,
+    place: Address,
     *,
     live: bool,
     seconds: float | None,
     say: Callable[[str], None],
     link: Link | None = None,
     timeline: Timeline | None = None,
+    shared: bool = False,
 ) -> None:
     """Serve the page until a live source ends or time is up; pass its address to ``say``. WatchError if the port is taken.
 
     ``link``: to the swarm that is watched, if the page is to show a link. ``timeline``: the recording that ``source`` replays.
+    ``shared``: to everybody, under any name (of a reverse proxy, for instance).
     """
 
     async def main() -> None:
-        page = Page(inbox, source, live=live, link=link, timeline=timeline, shared=place.shared)
+        page = Page(inbox, source, live=live, link=link, timeline=timeline, shared=shared)
         # What is no request is no fault of this program, and so no line of its log.
         server_logger.addFilter(lambda record: not isinstance((record.exc_info or (None, None))[1], HttpProcessingError))
         runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=0.5)
@@ -431,8 +424,7 @@ def serve(
             except OSError as error:
                 what = error.strerror or "unknown reason"
                 raise WatchError(f"Cannot serve the page on port {place.port} ({what}): choose another with --web.") from None
-            host = f"[{place.host}]" if ":" in place.host else place.host
-            say(f"http://{host}:{site.sockets[0].getsockname()[1]}/")
+            say(f"http://{place._replace(port=site.sockets[0].getsockname()[1])}/")
             end = None if seconds is None else time.monotonic() + seconds
             await page.keep(lambda: end is not None and time.monotonic() >= end)
             site.close()

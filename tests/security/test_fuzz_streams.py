@@ -357,7 +357,7 @@ def test_the_page_of_watch_answers_whatever_is_asked(caplog, monkeypatch):
     timeline = SimpleNamespace(span=(0.0, 2.0), view_at=lambda time_s: (web.SwarmView(), False))
     thread = threading.Thread(
         target=web.serve,
-        args=(queue.Queue(), source, web.Place()),
+        args=(queue.Queue(), source, web.Address(web.HERE, 0)),
         daemon=True,
         kwargs={"live": True, "seconds": 120, "say": said.put, "timeline": timeline},
     )

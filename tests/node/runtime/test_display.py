@@ -19,7 +19,7 @@ from shoal.swarm.training.factories import Rates
 
 
 def progress(step, loss, *rates):
-    return Progress(step, loss, 0, Rates(*rates))
+    return Progress(step, loss, Rates(*rates))
 
 
 def info(**changes):

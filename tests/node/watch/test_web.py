@@ -236,7 +236,7 @@ def test_a_taken_port_is_one_sentence():
         port = server.sockets[0].getsockname()[1]
 
         def serve():
-            web.serve(queue.Queue(), Source(), web.Place(port=port), live=True, seconds=1, say=print)
+            web.serve(queue.Queue(), Source(), web.Address(web.HERE, port), live=True, seconds=1, say=print)
 
         with pytest.raises(WatchError, match=f"Cannot serve the page on port {port} .*choose another"):
             await asyncio.to_thread(serve)
@@ -248,7 +248,7 @@ def test_a_taken_port_is_one_sentence():
 def test_its_address_is_told():
     said, source = [], Source()
     source.ended.set()
-    web.serve(queue.Queue(), source, web.Place(), live=True, seconds=None, say=said.append)
+    web.serve(queue.Queue(), source, web.Address(web.HERE, 0), live=True, seconds=None, say=said.append)
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", said[0])
 
 
