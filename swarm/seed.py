@@ -24,13 +24,14 @@ the creator. A manifest that does not say that its swarm is public is refused, s
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
@@ -401,8 +402,8 @@ class Seed:
         try:
             await daemon.serve(SEED_PROTOCOL, self._handler(self._answer))
             await daemon.serve(SWARMS_PROTOCOL, self._handler(self._list))
-            await daemon.serve(DIAL_PROTOCOL, self._handler(self._dial_back))
-            await daemon.serve(SEEN_PROTOCOL, self._handler(lambda stream: self._limited(stream, tell_seen(daemon, stream))))
+            await daemon.serve(DIAL_PROTOCOL, self._handler(self._reachability.answer))
+            await daemon.serve(SEEN_PROTOCOL, self._handler(functools.partial(tell_seen, daemon)))
             found = await asyncio.wait_for(daemon.addresses(), ANSWER_S)
         except BaseException as error:
             await daemon.shutdown()
@@ -435,37 +436,27 @@ class Seed:
 
     def _handler(self, answer: Callable[[Stream], Awaitable[None]]) -> Incoming:
         async def incoming(peer_id: str, origin: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await answer(Stream(peer_id, reader, writer, self._traffic, origin))
+            await self._limited(Stream(peer_id, reader, writer, self._traffic, origin), answer)
 
         return incoming
 
     async def _answer(self, stream: Stream) -> None:
-        async def reply() -> None:
-            request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
-            answer = self.registry.answer(stream.peer_id, request, stream.origin)
-            if self.registry.has(request.swarm, stream.peer_id):
-                self.forwarding.ask(request.swarm, request.topics, stream.origin)
-            await stream.send(pack(answer), SMALL_S)
-
-        await self._limited(stream, reply())
+        request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
+        answer = self.registry.answer(stream.peer_id, request, stream.origin)
+        if self.registry.has(request.swarm, stream.peer_id):
+            self.forwarding.ask(request.swarm, request.topics, stream.origin)
+        await stream.send(pack(answer), SMALL_S)
 
     async def _list(self, stream: Stream) -> None:
-        async def reply() -> None:
-            request = unpack(await stream.receive(SwarmsRequest.LIMIT, SMALL_S), SwarmsRequest)
-            await stream.send(pack(self.board.answer(stream.peer_id, request)), SMALL_S)
+        request = unpack(await stream.receive(SwarmsRequest.LIMIT, SMALL_S), SwarmsRequest)
+        await stream.send(pack(self.board.answer(stream.peer_id, request)), SMALL_S)
 
-        await self._limited(stream, reply())
-
-    async def _dial_back(self, stream: Stream) -> None:
-        await self._limited(stream, self._reachability.answer(stream))
-
-    async def _limited(self, stream: Stream, work: Coroutine[Any, Any, None]) -> None:
+    async def _limited(self, stream: Stream, answer: Callable[[Stream], Awaitable[None]]) -> None:
         if self._places.peers[stream.peer_id] >= MAX_STREAMS_PER_PEER or not self._places.take(stream):
-            work.close()
             stream.abort()
             return
         try:
-            await work
+            await answer(stream)
             await stream.more(LINGER)
         except (MessageError, NetworkError) as error:
             log.debug("peer %s was not answered: %s", short(stream.peer_id), error)

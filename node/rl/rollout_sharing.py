@@ -15,7 +15,6 @@ from shoal.node.training.resources import shares
 from shoal.swarm.membership.membership import Membership
 from shoal.swarm.topics.rollout import PoolLimits, RolloutPool
 
-ANY_ROUND = 2**53  # nodes count rounds of their own: the age of a record follows from its arrival, in this node's rounds
 TTL_S = 120.0  # no record is of use that was issued longer ago
 LEAVE_S = 3.0  # seconds that the last rollouts have to leave a node that ends
 NOTIFY_S = 10.0  # seconds between two lines for people
@@ -42,7 +41,7 @@ class RolloutSharing:
         assert isinstance(task, RLTask)  # `make_task` made it
         self._task, self._write, self._notify, self._quiet = task, write, notify, time.monotonic()
         env: Env = task.env
-        limits = PoolLimits(max_age=ANY_ROUND, ttl=TTL_S, nbytes=shares(ram)[0])
+        limits = PoolLimits(ttl=TTL_S, nbytes=shares(ram)[0])
         self._pool = RolloutPool(membership.gossip, env.knows, limits=limits, barred=membership.directory.is_barred)
         task.connect(self._pool, membership.host.peer_id, self._on_round)
 

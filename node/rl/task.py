@@ -475,12 +475,12 @@ class RLTask(Task):
                 env_config=self.env.config,
                 seed=self._number("questions", 0),
                 index=index,
-                completions=[one.text for one in completions],
-                finish=[one.finish for one in completions],
+                completions=tuple(one.text for one in completions),
+                finish=tuple(one.finish for one in completions),
                 policy_version=number,
                 temperature=self.settings.temperature,
-                tokens=[pack_tokens(one.tokens) for one in completions],
-                logps=[pack_logps([min(log, 0.0) for log in one.log_probs]) for one in completions],
+                tokens=tuple(pack_tokens(one.tokens) for one in completions),
+                logps=tuple(pack_logps([min(log, 0.0) for log in one.log_probs]) for one in completions),
                 tokenizer=self.policy.tokenizer,
             )
             self._sharing.publish(rollout)

@@ -151,37 +151,19 @@ class Directory:
 
     # -- any thread ------------------------------------------------------------------------------------------------------
 
-    def announce(
-        self,
-        *,
-        name: str,
-        round: int,
-        step: int,
-        loss: float | None,
-        steps_per_s: float,
-        shard: int,
-        shards: int,
-        model: str,
-        state: State,
-        version: str,
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Set the fields of this node's `Member` record, and return at once. ``details``: fields that have defaults.
+    def announce(self, **fields: Any) -> None:
+        """Set the fields of this node's `Member` record, but for who and where it is, and return at once.
 
         A new round or state is published as soon as possible, anything else with the next period.
 
         Raises:
-            ValidationError (pydantic's): `Member` does not allow a field.
+            ValidationError (pydantic's): `Member` does not allow a field, or lacks one.
         """
-        fields = {
-            "name": name, "round": round, "step": step, "loss": loss, "steps_per_s": steps_per_s, "shard": shard, "shards": shards,
-            "model": model, "state": state, "version": version, **(details or {}),
-        }  # fmt: skip
         self._member(fields)
         with self._changed:
             old = self._mine
             self._mine = fields
-            if old is None or (old["round"], old["state"]) != (round, state):
+            if old is None or any(old[name] != fields[name] for name in ("round", "state")):
                 self._urgent = True
             self._changed.notify_all()
         if self._urgent:

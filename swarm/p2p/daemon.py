@@ -124,22 +124,11 @@ class Daemon:
 
     @classmethod
     async def launch(
-        cls: type[D],
-        identity: Identity,
-        *,
-        listen: Sequence[str],
-        announce: Sequence[str] = (),
-        relays: Sequence[str] = (),
-        relay: Relay = "auto",
-        public: bool = False,
-        light: bool = False,
-        idle: str = "30s",
-        timeout: float = 30.0,
+        cls: type[D], identity: Identity, *, listen: Sequence[str], relay: Relay = "auto", timeout: float = 30.0, **chosen: Any
     ) -> D:
-        """Start a daemon with ``identity``'s peer id; it answers when this returns.
+        """Start a daemon with ``identity``'s peer id, with `daemon_process.options`; it answers when this returns.
 
-        ``relays``, ``relay``, ``public``, ``idle``: see `daemon_process.options`. ``light``: take part in libp2p's own peer
-        routing as a client only. Raises StartupError, after removing everything again, within ``timeout`` seconds.
+        Raises StartupError, after removing everything again, within ``timeout`` seconds.
         """
         binary = daemon_path()
         check_binary(binary)
@@ -151,21 +140,11 @@ class Daemon:
             if key is None:
                 key = run_dir / "key"
                 identity.write_to(key)
-            chosen = options(
-                control=f"/unix{self.control}",
-                key=key,
-                listen=listen,
-                announce=announce,
-                relays=relays,
-                relay=relay,
-                public=public,
-                light=light,
-                idle=idle,
-            )
+            command = [str(binary), *options(control=f"/unix{self.control}", key=key, listen=listen, relay=relay, **chosen)]
             if relay == "off":  # -relay=0 has no effect, since p2pd's configuration has it on unless a file says otherwise
                 (run_dir / "config").write_text('{"Relay": {"Enabled": false}}')
-                chosen.append(f"-f={run_dir / 'config'}")
-            found = await asyncio.wait_for(self._start([str(binary), *chosen], lock), timeout)
+                command.append(f"-f={run_dir / 'config'}")
+            found = await asyncio.wait_for(self._start(command, lock), timeout)
             started = found == identity.peer_id
         except TimeoutError:
             raise StartupError(

@@ -150,7 +150,8 @@ def options(
     ``relays``: full multiaddrs, one of each peer, of peers that may forward connections to a node that nobody can reach.
     ``relay``: when they do: ``auto`` once peers found that out, ``only`` from the start, ``off`` never; with ``off`` this node
     does not forward for others either. ``public``: this node is known to be reachable, so nobody needs to find out, and its
-    forwarding is not cut off. ``idle``: time after which the daemon ends if no connection stays open; empty: never.
+    forwarding is not cut off. ``light``: take part in libp2p's own peer routing as a client only. ``idle``: time after which the
+    daemon ends if no connection stays open; empty: never.
     """
     beyond = not all(is_loopback(address) for address in listen)
     # Relays found in the background (p2pd's -relayDiscovery) are asked for a slot after three minutes only; these at once.

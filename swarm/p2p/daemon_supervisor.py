@@ -1,10 +1,7 @@
 """The daemon and the DHT node on it, kept alive: when the daemon dies it is started again and joins the swarm again.
 
-Everything here runs on the host's loop.
-
-Joining a swarm and staying in touch: bootstrap addresses, peers of earlier runs, members that bootstrap nodes name.
-
-Everything here runs on the host's loop.
+Joining a swarm and staying in touch: bootstrap addresses, peers of earlier runs, members that bootstrap nodes name. Everything here
+runs on the host's loop.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
@@ -42,31 +40,35 @@ ALONE = 10.0  # seconds between two searches for others while no member is conne
 LOOK_AROUND = (0.5, 1.0, 2.0, 5.0)  # seconds before each further look at who is connected; the last repeats
 
 
+@dataclass(frozen=True)
+class HostOptions:
+    """The arguments of `Host.start` for the daemon and the DHT node on it."""
+
+    listen: Sequence[str]
+    announce: Sequence[str]
+    bootstrap: Sequence[str]
+    validator: Any
+    light: bool
+    relay: Relay
+    swarm: str | None
+    must_join: bool
+
+
 class Bootstrapper:
-    """Find the members of ``swarm``. ``known`` keeps their addresses; ``must_join``: it is an error if none can be reached."""
+    """Find the members of the swarm. ``known`` keeps their addresses; ``calls``: why a peer's call to the DHT node is refused."""
 
     def __init__(
-        self,
-        supervisor: DaemonSupervisor,
-        peer_id: str,
-        *,
-        bootstrap: Sequence[str],
-        known: Peerstore,
-        swarm: str | None,
-        must_join: bool,
-        validator: Any,
-        light: bool,
-        calls: Callable[[str, int], str],
+        self, supervisor: DaemonSupervisor, peer_id: str, options: HostOptions, known: Peerstore, calls: Callable[[str, int], str]
     ) -> None:
-        self.bootstrap = tuple(bootstrap)
+        self.bootstrap = tuple(options.bootstrap)
         self.seeds: dict[str, tuple[str, ...]] = {}
         """Peer id -> addresses of the bootstrap peers that turned out to be bootstrap nodes (`shoal seed`)."""
         self.entry: tuple[str, ...] = ()
         """Ids of the members through which this node joined."""
         self.hivemind_loaded = asyncio.Event()
         """Set once `hivemind_adapter` is imported: by the thread that starts the host, while the daemon starts and dials."""
-        self._supervisor, self._peer_id, self._known = supervisor, peer_id, known
-        self._swarm, self._must_join, self._validator, self._light, self._calls = swarm, must_join, validator, light, calls
+        self._supervisor, self._peer_id, self._known, self._calls = supervisor, peer_id, known, calls
+        self._options, self._swarm, self._must_join = options, options.swarm, options.must_join
         self._classified: set[str] = set()  # bootstrap peers of which it is known whether they are bootstrap nodes
         self._looked_up: dict[str, int] = {}  # connected peer -> the look at which its addresses were looked up last
 
@@ -112,7 +114,7 @@ class Bootstrapper:
         while self._swarm is not None:
             named = await self._ask_seeds(daemon, reached)
             more = [address for address in named if address.rpartition("/p2p/")[2] not in (*reached, self._peer_id)]
-            found, _ = await connections.connect_any(daemon, more, LOOK_IN_S if self._light else 10.0)
+            found, _ = await connections.connect_any(daemon, more, LOOK_IN_S if self._options.light else 10.0)
             only_seeds = bool(self.seeds) and not set(reached) - set(self.seeds)
             if found or not only_seeds or not self._must_join or asyncio.get_running_loop().time() + SEED_S > end:
                 break
@@ -122,7 +124,7 @@ class Bootstrapper:
         await self.hivemind_loaded.wait()
         from shoal.swarm.p2p.hivemind_adapter import join_dht
 
-        return members, await join_dht(daemon, members, self._validator, self._light, self._calls)
+        return members, await join_dht(daemon, members, self._options.validator, self._options.light, self._calls)
 
     async def _ask_seeds(self, daemon: Daemon, reached: Sequence[str]) -> list[str]:
         """Return addresses of members of the swarm, from the bootstrap nodes among ``reached``."""
@@ -207,50 +209,20 @@ BACKOFF = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before each further attempt
 
 
 class DaemonSupervisor:
-    """Call `begin` once; then ``daemon`` and ``dht`` are there, except during a restart.
+    """Call `begin` once; then ``daemon`` and ``dht`` are there, except during a restart."""
 
-    ``calls``: returns why a peer's call to the DHT node is refused. The other arguments are those of `Host.start`.
-    """
-
-    def __init__(
-        self,
-        identity: Identity,
-        *,
-        listen: Sequence[str],
-        announce: Sequence[str],
-        bootstrap: Sequence[str],
-        validator: Any,
-        light: bool,
-        relay: Relay = "auto",
-        known: Peerstore | None = None,
-        swarm: str | None = None,
-        must_join: bool = True,
-        calls: Callable[[str, int], str] = lambda peer, nbytes: "",
-    ) -> None:
+    def __init__(self, identity: Identity, options: HostOptions, known: Peerstore, calls: Callable[[str, int], str]) -> None:
         self.daemon: Daemon | None = None
         self.dht: DHTNode | None = None
         self._addresses: tuple[str, ...] = ()
         self.restarts = 0
-        self.known = Peerstore(identity.peer_id) if known is None else known
-        self.backoff = DialBackoff(bootstrap)
+        self.known = known
+        self.backoff = DialBackoff(options.bootstrap)
         self.known.met = self.backoff.met
-        self.bootstrapper = Bootstrapper(
-            self,
-            identity.peer_id,
-            bootstrap=bootstrap,
-            known=self.known,
-            swarm=swarm,
-            must_join=must_join,
-            validator=validator,
-            light=light,
-            calls=calls,
-        )
-        self._identity = identity
-        self._listen = self._wanted = tuple(listen)
-        self._announce = tuple(announce)
-        self._light = light
-        self._relay = relay
-        self._slots = RelaySlots(identity.peer_id, bootstrap, relay == "only")
+        self.bootstrapper = Bootstrapper(self, identity.peer_id, options, known, calls)
+        self._identity, self._options = identity, options
+        self._listen = self._wanted = tuple(options.listen)
+        self._slots = RelaySlots(identity.peer_id, options.bootstrap, options.relay == "only")
         self._down: asyncio.Future[None] | None = None  # done as soon as the present daemon is gone
         self.handlers: dict[str, Incoming] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -315,7 +287,8 @@ class DaemonSupervisor:
         """Get on the network within ``timeout`` seconds. Raises StartupError."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
-        if not self._light and all(map(is_loopback, self._listen)) and not all(map(is_loopback, self.bootstrapper.bootstrap)):
+        inside = all(map(is_loopback, self._listen)) and not all(map(is_loopback, self._options.bootstrap))
+        if inside and not self._options.light:
             log.warning("this node listens on loopback only, so peers elsewhere cannot reach it: use --listen")
         self._listen = as_before(self._wanted, self.known.listened)
         daemon = await self._launch(timeout)
@@ -329,23 +302,23 @@ class DaemonSupervisor:
                 raise StartupError(f"the network daemon stopped while the node was joining ({error}): try again.") from error
             raise
         self._tasks = [loop.create_task(self._keep_up()), loop.create_task(self.bootstrapper.look_around())]
-        if self._relay != "off" and not all(map(is_loopback, self._listen)):
+        if self._options.relay != "off" and not all(map(is_loopback, self._listen)):
             self._tasks.append(loop.create_task(self._keep_slots()))
 
     async def _launch(self, timeout: float) -> Daemon:
-        beyond = not all(map(is_loopback, self._listen))
-        relays = await answering(self.bootstrapper.bootstrap) if beyond and self._relay != "off" else []
-        self._slots.needed |= not relays and self._relay == "auto" and not self._announce  # what libp2p finds is not seen then
-        if self._relay == "only" and not relays:
+        beyond, relay, announce = not all(map(is_loopback, self._listen)), self._options.relay, self._options.announce
+        relays = await answering(self._options.bootstrap) if beyond and relay != "off" else []
+        self._slots.needed |= not relays and relay == "auto" and not announce  # what libp2p finds is not seen then
+        if relay == "only" and not relays:
             log.warning("no bootstrap node or peer can forward to this node now, so nobody behind a NAT reaches it")
         # A node that announces addresses is reached there.
-        daemon = await (launch_relay if self._announce and self._relay == "auto" else Daemon.launch)(
+        daemon = await (launch_relay if announce and relay == "auto" else Daemon.launch)(
             self._identity,
             listen=self._listen,
-            announce=self._announce,
+            announce=announce,
             relays=relays,
-            relay=self._relay,
-            light=self._light,
+            relay=relay,
+            light=self._options.light,
             idle="5m",  # until the DHT node's connection is there, for which hivemind is imported first
             timeout=timeout,
         )

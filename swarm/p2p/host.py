@@ -25,7 +25,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import uvloop
 
@@ -37,17 +37,13 @@ from shoal.swarm.p2p.addresses import MAX_ID, Peerstore, is_loopback
 from shoal.swarm.p2p.connections import check_announced, check_free, obtain_ports
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError, messages, read_message
 from shoal.swarm.p2p.daemon_process import Relay
-from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, report
+from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, HostOptions, report
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.punch import PUNCH_PROTOCOL, Puncher, tell_seen
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing import PING, BandwidthLimiter, Echo, Pacer, TrafficMeter
 from shoal.swarm.wire.envelope import MAX_ADDRESS, MAX_MESSAGE
 from shoal.swarm.wire.messages import SEEN_PROTOCOL
-
-if TYPE_CHECKING:
-    from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
-    from shoal.swarm.pacing import BandwidthLimiter
 
 CALL_S = 5.0  # seconds for one call to the own daemon
 
@@ -210,19 +206,8 @@ class Host:
                 listen = obtain_ports(listen)
             held = lock.pop_all()
         resource_manager = ResourceManager(access_policy)
-        supervisor = DaemonSupervisor(
-            identity,
-            calls=resource_manager.calls,
-            listen=listen,
-            announce=announce,
-            bootstrap=bootstrap,
-            validator=validator,
-            light=light,
-            relay=relay,
-            known=Peerstore(identity.peer_id, known, swarm),
-            swarm=swarm,
-            must_join=must_join,
-        )
+        options = HostOptions(listen, announce, bootstrap, validator, light, relay, swarm, must_join)
+        supervisor = DaemonSupervisor(identity, options, Peerstore(identity.peer_id, known, swarm), resource_manager.calls)
         host = cls(identity.peer_id, supervisor, resource_manager, BandwidthLimiter(upload) if upload else None)
         host._lock = held
         host._thread.start()

@@ -12,6 +12,7 @@ barred author are refused as ``banned``, or dropped if they were held already.
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import struct
@@ -198,8 +199,9 @@ class Rollout(Message):
         pairs = zip(self.tokens or (), self.logps or (), strict=True)
         return tuple(Behaviour(_tensor(ids, torch.int32).long(), _tensor(logps, torch.float32)) for ids, logps in pairs)
 
+    @functools.cached_property
     def nbytes(self) -> int:
-        """Return about how much memory the record takes."""
+        """About how much memory the record takes."""
         return 1024 + sum(map(len, (*self.completions, *(self.tokens or ()), *(self.logps or ()), self.env_config)))
 
 
@@ -244,10 +246,6 @@ REASONS = (
 class PoolLimits:
     """The limits on what a pool accepts and keeps."""
 
-    max_age: int = 8
-    """Rounds: a record is stale when this node's round is ahead of the record's, or of its arrival's, by more."""
-    max_ahead: int | None = None
-    """Rounds: a record is from the future if its round is ahead of this node's by more. None: no limit, for slow nodes."""
     ttl: float = 600.0
     """Seconds since the record was issued."""
     per_sender: int = 64
@@ -258,13 +256,6 @@ class PoolLimits:
     """Bytes held at a time."""
     quota: RateLimit = field(default_factory=RateLimit)
     """The limit of one publisher in a minute."""
-
-
-@dataclass(frozen=True)
-class _Held:
-    rollout: Rollout
-    arrived: int  # this node's round
-    nbytes: int
 
 
 class RolloutPool:
@@ -289,7 +280,7 @@ class RolloutPool:
         self._limits = limits or PoolLimits()
         self.barred = barred
         self._lock = threading.Lock()  # guards the next five
-        self._held: list[_Held] = []  # in the order of arrival
+        self._held: list[Rollout] = []  # in the order of arrival
         self._round = 0
         self._expired = 0
         self._displaced = 0
@@ -300,46 +291,14 @@ class RolloutPool:
         self.topic = gossip.join(Rollout, self._take, self._limits.quota)
 
     def advance(self, round: int) -> None:
-        """Count the age of records from ``round``, the round in which this node is now."""
+        """Set the round in which this node is now, for its records."""
         with self._lock:
             self._round = round
 
-    def make(
-        self,
-        *,
-        env: str,
-        env_version: str,
-        env_config: bytes,
-        seed: int,
-        index: int,
-        completions: Sequence[str],
-        finish: Sequence[Finish],
-        policy_version: int,
-        temperature: float,
-        tokens: Sequence[bytes] | None = None,
-        logps: Sequence[bytes] | None = None,
-        tokenizer: str | None = None,
-    ) -> Rollout:
-        """Return a record of this node in its present round (`Rollout` explains the fields). Raises pydantic's ValidationError."""
-        return Rollout(
-            swarm=self._swarm,
-            peer=self._peer,
-            env=env,
-            env_version=env_version,
-            env_config=env_config,
-            seed=seed,
-            index=index,
-            completions=tuple(completions),
-            finish=tuple(finish),
-            tokens=None if tokens is None else tuple(tokens),
-            logps=None if logps is None else tuple(logps),
-            tokenizer=tokenizer,
-            policy_version=policy_version,
-            temperature=temperature,
-            round=self._round,
-            nonce=secrets.token_bytes(16),
-            issued=self._clock(),
-        )
+    def make(self, **fields: Any) -> Rollout:
+        """Return a record of this node in its present round, with the other ``fields``. Raises pydantic's ValidationError."""
+        nonce, issued = secrets.token_bytes(16), self._clock()
+        return Rollout(swarm=self._swarm, peer=self._peer, round=self._round, nonce=nonce, issued=issued, **fields)
 
     def publish(self, rollout: Rollout) -> None:
         """Share ``rollout`` with the swarm, soon; never waits. Raises MessageError if it is larger than 4 MiB, or another's."""
@@ -351,8 +310,8 @@ class RolloutPool:
         with self._lock:
             self._expire()
             held, self._held = self._held, []
-        barred = {peer for peer in {item.rollout.peer for item in held} if self.barred(peer)}
-        drained = [item.rollout for item in held if item.rollout.peer not in barred]
+        barred = {peer for peer in {rollout.peer for rollout in held} if self.barred(peer)}
+        drained = [rollout for rollout in held if rollout.peer not in barred]
         with self._lock:
             self._banned += len(held) - len(drained)
         self.bytes_received += sum(len(pack(rollout)) for rollout in drained)
@@ -391,18 +350,11 @@ class RolloutPool:
             raise MessageError("A rollout was refused: it is dated in the future.", "future")
         if rollout.issued < now - self._limits.ttl:
             raise MessageError("A rollout was refused: it is too old.", "stale")
-        with self._lock:
-            round = self._round
-        ahead = rollout.round - round
-        if self._limits.max_ahead is not None and ahead > self._limits.max_ahead:
-            raise MessageError(f"A rollout was refused: its round is {ahead} ahead.", "future")
-        if -ahead > self._limits.max_age:
-            raise MessageError(f"A rollout was refused: it is {-ahead} rounds old.", "stale")
         if not self._is_known(rollout):
             raise MessageError("A rollout of an unknown environment was refused.", "foreign-env")
         self._nonces.add((author, rollout.nonce))
         with self._lock:
-            self._held.append(_Held(rollout, round, rollout.nbytes()))
+            self._held.append(rollout)
             self._make_room(author)
 
     def _is_known(self, rollout: Rollout) -> bool:
@@ -415,17 +367,17 @@ class RolloutPool:
     def _make_room(self, author: str) -> None:
         self._expire()
         before = len(self._held)
-        theirs = [at for at, item in enumerate(self._held) if item.rollout.peer == author]
+        theirs = [at for at, held in enumerate(self._held) if held.peer == author]
         if len(theirs) > self._limits.per_sender:
             del self._held[theirs[0]]
-        nbytes = sum(item.nbytes for item in self._held)
+        nbytes = sum(held.nbytes for held in self._held)
         while self._held and (len(self._held) > self._limits.records or nbytes > self._limits.nbytes):
             nbytes -= self._held.pop(0).nbytes
         self._displaced += before - len(self._held)
 
     def _expire(self) -> None:
         """Drop records that became stale while they were held."""
-        oldest, issued = self._round - self._limits.max_age, self._clock() - self._limits.ttl
-        fresh = [item for item in self._held if min(item.rollout.round, item.arrived) >= oldest and item.rollout.issued >= issued]
+        issued = self._clock() - self._limits.ttl
+        fresh = [held for held in self._held if held.issued >= issued]
         self._expired += len(self._held) - len(fresh)
         self._held = fresh

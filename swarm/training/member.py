@@ -509,7 +509,7 @@ class TrainingMember:
             self.reporter.progress({name: fields[name] for name in PROGRESS} | speed)
         if self._publisher is not None:
             details = {} if self._sync is None else self.self_report.details()
-            self._publisher.announce(**fields, details=details | speed)
+            self._publisher.announce(**fields, **details, **speed)
 
     def start_counting(self) -> None:
         """Leave the bytes sent and received up to now out of the first round."""

@@ -135,7 +135,7 @@ def served(host):
         "speed": speed.answer,
         "seed": seed._answer,
         "swarms": seed._list,
-        "dial at a seed": seed._dial_back,
+        "dial at a seed": seed._reachability.answer,
         "punch": punch,
     }
     questions = {

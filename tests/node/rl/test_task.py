@@ -31,9 +31,6 @@ class Bus:
         self.round = round
 
     def make(self, **fields):
-        fields |= {"completions": tuple(fields["completions"]), "finish": tuple(fields["finish"])}
-        if fields.get("tokens") is not None:
-            fields |= {"tokens": tuple(fields["tokens"]), "logps": tuple(fields["logps"])}
         return Rollout(
             swarm="a" * 52, peer=self.peer, round=self.round, nonce=secrets.token_bytes(16), issued=time.time(), **fields
         )
@@ -149,8 +146,8 @@ def foreign(policy, **changes):
 def record(texts, *, seed=3, index=0, **fields):
     bus = Bus([], PEERS[0])
     return bus.make(
-        env="strings", env_version="1", env_config=ENV.config, seed=seed, index=index, completions=texts,
-        finish=["stop"] * len(texts), **{"policy_version": 0, "temperature": 1.0, **fields},
+        env="strings", env_version="1", env_config=ENV.config, seed=seed, index=index, completions=tuple(texts),
+        finish=("stop",) * len(texts), **{"policy_version": 0, "temperature": 1.0, **fields},
     )  # fmt: skip
 
 
@@ -168,8 +165,8 @@ def test_rewards_are_the_receivers_and_the_end_is_learnt(tiny):
 
 def test_the_writers_view_counts_only_for_the_very_tokens(tiny):
     texts = [right(), "zz"]
-    tokens = [pack_tokens(tiny.encode(texts[0], True)), pack_tokens([5, 5, 5])]
-    logps = [pack_logps([-1.0, -2.0]), pack_logps([-1.0] * 3)]
+    tokens = (pack_tokens(tiny.encode(texts[0], True)), pack_tokens([5, 5, 5]))
+    logps = (pack_logps([-1.0, -2.0]), pack_logps([-1.0] * 3))
     told = record(texts, tokens=tokens, logps=logps, tokenizer=tiny.tokenizer)
     (group,) = foreign(tiny).take([told], 4, 0)
     assert group.behaviour == ((-1.0, -2.0), None)
@@ -240,8 +237,8 @@ def test_nobody_crowds_others_out_and_copies_are_known(tiny):
     flood = [record(["zz", "yy"], index=index) for index in range(100)]
     bus = Bus([], PEERS[1])
     theirs = bus.make(
-        env="strings", env_version="1", env_config=ENV.config, seed=3, index=500, completions=[right(500), "zz"],
-        finish=["stop", "stop"], policy_version=0, temperature=1.0,
+        env="strings", env_version="1", env_config=ENV.config, seed=3, index=500, completions=(right(500), "zz"),
+        finish=("stop", "stop"), policy_version=0, temperature=1.0,
     )  # fmt: skip
     came = [theirs, *flood]
     assert fair(came, 64)[0] is theirs

@@ -202,7 +202,7 @@ def test_what_a_stranger_gossips_is_not_taken(club, monkeypatch):
 
 def rollout(pool):
     return pool.make(
-        env="e", env_version="1", env_config=bytes(32), seed=0, index=0, completions=["a"], finish=["stop"], policy_version=0,
+        env="e", env_version="1", env_config=bytes(32), seed=0, index=0, completions=("a",), finish=("stop",), policy_version=0,
         temperature=1.0,
     )  # fmt: skip
 

@@ -67,7 +67,7 @@ def publish(pool, count):
     for index in range(count):
         pool.publish(
             pool.make(
-                env="e", env_version="1", env_config=b"{}", seed=1, index=index, completions=["x"], finish=["stop"],
+                env="e", env_version="1", env_config=b"{}", seed=1, index=index, completions=("x",), finish=("stop",),
                 policy_version=0, temperature=1.0,
             )
         )  # fmt: skip

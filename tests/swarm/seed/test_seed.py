@@ -301,7 +301,7 @@ def test_the_daemon_is_asked_only_for_what_is_there():
         async def send(self, data, timeout):
             raise AssertionError("nothing is to be answered")
 
-    asyncio.run(seed._answer(Liar()))
+    asyncio.run(seed._limited(Liar(), seed._answer))
     assert not seed._places.peers
 
 
@@ -334,13 +334,13 @@ def test_silent_streams_of_a_range_leave_room_for_others(monkeypatch):
     async def main():
         seed, end = server.Seed(Identity.ephemeral(), listen=[]), asyncio.Event()
 
-        async def silent():
+        async def silent(stream):
             await end.wait()
 
-        held = [asyncio.ensure_future(seed._limited(Caller(f"e{n}", "10.0.0.1"), silent())) for n in range(6)]
+        held = [asyncio.ensure_future(seed._limited(Caller(f"e{n}", "10.0.0.1"), silent)) for n in range(6)]
         await asyncio.sleep(0)
         assert aborted == ["e4", "e5"]
-        await seed._limited(Caller("ada", "10.1.0.1"), asyncio.sleep(0))
+        await seed._limited(Caller("ada", "10.1.0.1"), lambda stream: asyncio.sleep(0))
         assert answered == ["ada"]
         assert aborted == ["e4", "e5", "e0"]
         end.set()

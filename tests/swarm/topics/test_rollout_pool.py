@@ -88,42 +88,35 @@ def test_what_came_is_drained_once_in_its_order():
 def test_own_records_carry_round_and_time():
     pool, gossip, _ = pool_of()
     made = pool.make(
-        env="add", env_version="1", env_config=b"\x80", seed=1, index=2, completions=["a"], finish=["stop"], policy_version=3,
-        temperature=0.5, tokens=[pack_tokens([1])], logps=[pack_logps([-1])], tokenizer="0" * 64,
+        env="add", env_version="1", env_config=b"\x80", seed=1, index=2, completions=("a",), finish=("stop",), policy_version=3,
+        temperature=0.5, tokens=(pack_tokens([1]),), logps=(pack_logps([-1]),), tokenizer="0" * 64,
     )  # fmt: skip
     assert (made.round, made.issued, made.peer, made.swarm) == (10, NOW, ME.peer_id, SWARM)
     pool.publish(made)
     assert gossip.topic.published == [made]
 
 
-def test_age_is_counted_in_rounds_and_seconds_both_ways():
-    pool, gossip, _ = pool_of(max_age=4, max_ahead=2, ttl=100.0)
-    assert gossip.deliver(record(round=6)) is None
-    assert gossip.deliver(record(round=5)) == "stale"
-    assert gossip.deliver(record(round=12)) is None
-    assert gossip.deliver(record(round=13)) == "future"
+def test_age_is_counted_in_seconds_both_ways():
+    pool, gossip, _ = pool_of(ttl=100.0)
     assert gossip.deliver(record(issued=NOW - 100)) is None
     assert gossip.deliver(record(issued=NOW - 101)) == "stale"
     assert gossip.deliver(record(issued=NOW + 59)) is None
     assert gossip.deliver(record(issued=NOW + 61)) == "future"
-    assert pool.counts["held"] == 4
+    assert gossip.deliver(record(round=2**53)) is None  # each node counts rounds of its own
+    assert pool.counts["held"] == 3
 
 
 def test_what_grows_old_in_the_pool_is_not_drained():
-    pool, gossip, clock = pool_of(max_age=4, ttl=100.0)
-    old, young, boastful = record(round=8), record(round=10), record(round=2**53)
-    for item in (old, young, boastful):
+    pool, gossip, clock = pool_of(ttl=100.0)
+    old, young = record(issued=NOW - 50), record()
+    for item in (old, young):
         assert gossip.deliver(item) is None
-    pool.advance(13)
-    assert pool.drain() == [young, boastful]
-    for item in (record(round=13), record(round=2**53)):
-        assert gossip.deliver(item) is None
-    pool.advance(18)
-    assert pool.drain() == []  # whatever round it claims, it came in round 13
-    assert gossip.deliver(record(round=18)) is None
-    clock.now += 101
+    clock.now += 51
+    assert pool.drain() == [young]
+    assert gossip.deliver(record()) is None
+    clock.now += 50
     assert pool.drain() == []
-    assert pool.counts["expired"] == 4
+    assert pool.counts["expired"] == 2
 
 
 def test_a_nonce_is_taken_once_from_each_author():
@@ -212,7 +205,7 @@ class Node:
 def pair():
     """An attacker and its victim."""
     attacker = Node()
-    victim = Node(attacker.host.addresses(), max_age=4, max_ahead=4, quota=RateLimit(messages=60))
+    victim = Node(attacker.host.addresses(), quota=RateLimit(messages=60))
     try:
         until(lambda: victim.pool.topic.listeners() and attacker.pool.topic.listeners())
         yield attacker, victim
@@ -257,8 +250,8 @@ HOSTILE = {
     "forged": lambda node: envelope(plain(seal(record(OTHER, issued=time.time()), node.identity))),
     "foreign-swarm": elsewhere,
     "foreign-env": lambda node: sealed(node, env="mul"),
-    "stale": lambda node: sealed(node, round=5),
-    "future": lambda node: sealed(node, round=15),
+    "stale": lambda node: sealed(node, issued=time.time() - 700),
+    "future": lambda node: sealed(node, issued=time.time() + 90),
     "unavailable": announced,
 }
 
