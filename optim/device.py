@@ -92,7 +92,6 @@ def peak(device: torch.device) -> int | None:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Let `peak` begin anew."""
     if copies_beside(device):
         torch.get_device_module(device).reset_peak_memory_stats(device)
 

@@ -250,7 +250,6 @@ class AccessPolicy:
 
     @property
     def by_invitation(self) -> bool:
-        """True if peers have to show an invitation."""
         return self._creator is not None
 
     def denies(self, peer: str) -> bool:

@@ -61,7 +61,6 @@ def public_key_of(peer_id: object) -> bytes | None:
 
 
 def is_peer_id(text: object) -> bool:
-    """Return whether ``text`` is the base58 peer id of an Ed25519 key."""
     return public_key_of(text) is not None
 
 

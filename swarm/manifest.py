@@ -205,12 +205,10 @@ class OuterSettings(BaseModel):
 
     @property
     def row(self) -> Method:
-        """The method's row of the table."""
         return METHODS[self.method]
 
     @property
     def alone(self) -> bool:
-        """Whether the node trains without exchange."""
         return self.method == ALONE
 
     def _fits_the_round(self) -> None:
@@ -266,7 +264,6 @@ class OuterSettings(BaseModel):
         return self.weights or ("tokens" if uneven else method.weights)
 
     def knobs(self) -> dict[str, int | float | str]:
-        """Return the method's knobs that are set, and its ``overlap``."""
         return {knob: value for knob in KNOBS if (value := getattr(self, knob)) is not None} | self.overlap()
 
     def resolved(self) -> OuterSettings:

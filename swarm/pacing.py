@@ -47,7 +47,6 @@ class BandwidthLimiter:
         """Bytes that are sent at once."""
 
     def spend(self, nbytes: int) -> None:
-        """Charge ``nbytes`` bytes that are sent now."""
         self._refill()
         self._left -= nbytes
 
@@ -378,7 +377,6 @@ class Pacer:
         return None if pace is None else min(pace._bases, default=None)
 
     def forget(self, peer: str) -> None:
-        """Learn the link to ``peer`` anew."""
         if (pace := self._paces.get(peer)) is not None:
             pace.forget()
 
@@ -434,7 +432,6 @@ class Ways:
         self.note(peer, past, max(FAILED * was, min(rate, was or rate)))
 
     def forget(self, peer: str) -> None:
-        """Forget what was measured with ``peer``."""
         self._known.pop(peer, None)
 
     def tries(self, peer: str, past: bool) -> bool:

@@ -106,7 +106,6 @@ class SeedRegistry:
         return tuple(members[peer].record for peer in by_turns((peer, members[peer].host) for peer in drawn)[:most])
 
     def has(self, swarm: str, peer: str) -> bool:
-        """Return whether ``peer`` is noted as a member of ``swarm``."""
         self._forget_silent()
         return peer in self._swarms.get(swarm, {})
 
@@ -116,7 +115,6 @@ class SeedRegistry:
         return len(self._swarms.get(swarm, {})), self._named(swarm, most)
 
     def count(self) -> tuple[int, int]:
-        """Return the numbers of swarms and of members noted."""
         self._forget_silent()
         return len(self._swarms), sum(map(len, self._swarms.values()))
 

@@ -37,7 +37,6 @@ from shoal.optim.rl import (
     select,
 )
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip.envelope import LRUSet
 from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.topics.rollout import Rollout, RolloutPool, pack_logps, pack_tokens
 
@@ -167,7 +166,7 @@ class RemoteRollouts:
         self._newest = Newest[str, tuple[float, int]](SENDERS)
         """Of each sender the rollout that it issued last: when, and by which version of its policy."""
         self._kept: list[_Kept] = []
-        self._seen = LRUSet(REMEMBERED)
+        self._seen = Newest[str, None](REMEMBERED)
         self.used = 0
         """Number of groups that were learnt from."""
         self.newest: tuple[tuple[str, float], ...] = ()
@@ -229,7 +228,7 @@ class RemoteRollouts:
         if key in self._seen:
             self.rejected["duplicate"] += 1
             return None
-        self._seen.add(key)
+        self._seen[key] = None
         try:
             question = self._env.made.question(rollout.seed, rollout.index)
             if question.prompt in self._held_out:

@@ -30,7 +30,6 @@ _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
 
 
 def packed_bytes(count: int, width: int) -> int:
-    """Return the bytes that ``count`` codes of ``width`` bits need."""
     return (count * width + 7) // 8
 
 

@@ -72,29 +72,13 @@ class BodyStore:
     def _held(self) -> int:
         return sum(map(len, self._bodies.values()))
 
-    async def fetch(self, peer: str, sha256: bytes, nbytes: int, timeout: float) -> bytes:
+    async def fetch(self, peer: str, sha256: bytes, nbytes: int, timeout: float, *, up_to: bool = False) -> bytes:
         """Fetch the body with this digest and size from ``peer``, whole and checked, within ``timeout`` seconds.
 
-        Raises NetworkError if the peer cannot be reached or is too slow; MessageError if it holds no such body (reason
-        ``unavailable``) or sends another one (``digest``).
+        ``up_to``: it may be smaller. Raises NetworkError if the peer cannot be reached or is too slow; MessageError if it holds no
+        such body (reason ``unavailable``), or one of another size (``digest``, or with ``up_to`` ``oversized``), which is refused
+        unread, or sends another one (``digest``).
         """
-
-        def check(size: int) -> None:
-            if size != nbytes:
-                raise MessageError(f"A body of {size} bytes was refused: {nbytes} were announced.", "digest")
-
-        return await self._take(peer, sha256, check, timeout)
-
-    async def fetch_up_to(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
-        """Fetch a body of any size up to ``most`` bytes; a larger one is refused unread (``oversized``). Else as ``fetch``."""
-
-        def check(size: int) -> None:
-            if size > most:
-                raise MessageError(f"A body of {size} bytes was refused: at most {most} are allowed.", "oversized")
-
-        return await self._take(peer, sha256, check, timeout)
-
-    async def _take(self, peer: str, sha256: bytes, check: Callable[[int], None], timeout: float) -> bytes:
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
 
@@ -107,7 +91,10 @@ class BodyStore:
             reply = unpack(await stream.receive(BodyReply.LIMIT, left()), BodyReply)
             if not reply.nbytes:
                 raise MessageError("The peer does not hold the body any more.", "unavailable")
-            check(reply.nbytes)
+            if up_to and reply.nbytes > nbytes:
+                raise MessageError(f"A body of {reply.nbytes} bytes was refused: at most {nbytes} are allowed.", "oversized")
+            if not up_to and reply.nbytes != nbytes:
+                raise MessageError(f"A body of {reply.nbytes} bytes was refused: {nbytes} were announced.", "digest")
             body = bytearray(reply.nbytes)
             await stream.swap(memoryview(b""), memoryview(body), chunk_timeout=CHUNK_S, deadline=end)
         whole = bytes(body)

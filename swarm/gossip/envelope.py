@@ -2,7 +2,7 @@
 
 Nothing is decompressed before its size is known to be allowed, nor beyond the size that was announced.
 
-Containers that forget their oldest entries, so that no peer can make them grow.
+A queue that forgets its oldest items, so that no peer can make it grow.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import contextlib
 import hashlib
 import threading
 import zlib
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
@@ -87,26 +87,6 @@ class BoundedQueue(Generic[T]):
                 self._filled.clear()
                 filled = self._filled
             await filled.wait()
-
-
-class LRUSet:
-    """A set of the newest ``limit`` items; older ones are forgotten. Not for several threads at once."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._items: OrderedDict[Hashable, None] = OrderedDict()
-
-    def __contains__(self, item: Hashable) -> bool:
-        return item in self._items
-
-    def add(self, item: Hashable) -> bool:
-        """Add ``item``; return False if it was there."""
-        if item in self._items:
-            return False
-        self._items[item] = None
-        if len(self._items) > self._limit:
-            self._items.popitem(last=False)
-        return True
 
 
 Encoding = Literal["plain", "zlib"]

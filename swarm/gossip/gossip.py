@@ -41,9 +41,9 @@ from shoal.swarm.access import AccessPolicy
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.bodies import FETCH_S, MAX_STORED, BodyFetcher, BodyStore
-from shoal.swarm.gossip.envelope import Body, BodyAnnouncement, BoundedQueue, Encoding, GossipEnvelope, LRUSet, Opened, topic_of
+from shoal.swarm.gossip.envelope import Body, BodyAnnouncement, BoundedQueue, Encoding, GossipEnvelope, Opened, topic_of
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.limits import Counters, RateLimit, TokenBuckets
+from shoal.swarm.p2p.limits import Counters, Newest, RateLimit, TokenBuckets
 from shoal.swarm.wire.envelope import MAX_MESSAGE, M, Message, pack
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Topic(Generic[M]):
         self._body_store = gossip.body_store
         self._fetcher = BodyFetcher(gossip.body_store, self._fetched, self.counters.reject, gossip.fetch_s, self._host.met)
         self._quotas = TokenBuckets(quota)
-        self._seen = LRUSet(REMEMBERED)
+        self._seen = Newest[tuple[str, bytes] | bytes, None](REMEMBERED)
         self._inbox: BoundedQueue[tuple[str, GossipEnvelope]] = BoundedQueue(*inbox)
         self._outbox: BoundedQueue[M] = BoundedQueue(*OUTBOX)
         self.sealed = b""
@@ -211,7 +211,7 @@ class Topic(Generic[M]):
         if (publisher, digest) in self._seen:
             raise MessageError("A message was refused: it arrived before.", "replayed")
         self._charge(publisher, 1, len(data))
-        self._seen.add((publisher, digest))
+        self._seen[publisher, digest] = None
         opened = envelope.open_envelope(data, self._swarm, self._room)
         self._charge(publisher, 0, max(0, opened.size - len(data)))
         self.counters.reject("overflow", len(self._inbox.put((publisher, opened), len(data))))
@@ -253,10 +253,10 @@ class Topic(Generic[M]):
             raise MessageError("A record was refused: it arrived before.", "replayed")
         if isinstance(opened.message, BodyAnnouncement):
             self._announced(publisher, opened.message)
-            self._seen.add(opened.content)  # only now: one publisher's quota must not keep the next one's copy out
+            self._seen[opened.content] = None  # only now: one publisher's quota must not keep the next one's copy out
             return
         self._check_access(opened.author)
-        self._seen.add(opened.content)
+        self._seen[opened.content] = None
         if self._handler is not None:
             self.sealed = opened.sealed
             self._handler(opened.author, cast(M, opened.message))

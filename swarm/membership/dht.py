@@ -106,7 +106,6 @@ def _path(prefix: str, swarm: str, peer_id: str) -> str | None:
 
 
 def key_of(swarm: str, prefix: str) -> str:
-    """Return the DHT key of a node of the trie."""
     return f"{swarm}/m/{prefix}"
 
 
@@ -118,7 +117,6 @@ def _dht_id(swarm: str, prefix: str) -> bytes:
 
 
 def make_record(prefix: str, member: Member, identity: Identity) -> bytes:
-    """Return the signed record to store under ``prefix``."""
     data: bytes = msgpack.packb([prefix, seal(member, identity)])
     return data
 

@@ -25,12 +25,9 @@ class Announced(Protocol):
     """A member by what it announces of itself: full multiaddrs, and when (Unix seconds)."""
 
     @property
-    def addresses(self) -> tuple[str, ...]:
-        """The addresses under which others reach it."""
-
+    def addresses(self) -> tuple[str, ...]: ...
     @property
-    def issued(self) -> float:
-        """The time of the announcement."""
+    def issued(self) -> float: ...
 
 
 def lasting_link(

@@ -299,22 +299,12 @@ def _and(names: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+SHOWN = (
+    "name", "peer", "state", "step", "loss", "steps_per_s", "tokens_per_s", "mfu", "exchange_s", "wait_s", "lag", "lag_auto",
+    "late", "exchanges", "reach", "throughput", "version",
+)  # fmt: skip
+"""Fields of a record that are shown as they are."""
 ROUGH = 0.25  # standard error, of fewer than 16 in view, beyond which a number of peers says more than is known
-
-
-def facts(peer: str, member: Member, fragments: int = 1) -> dict[str, Any]:
-    """Return what a member reports of its training, ready for JSON. In a round each of the ``fragments`` is exchanged."""
-    return {
-        "name": member.name,
-        "peer": peer,
-        "state": member.state,
-        "round": member.round // fragments,
-        "step": member.step,
-        "loss": member.loss,
-        "steps_per_s": member.steps_per_s,
-        "tokens_per_s": member.tokens_per_s,
-        "mfu": member.mfu,
-    }
 
 
 def totals(members: Mapping[str, Member], size: int) -> dict[str, Any]:
@@ -354,7 +344,7 @@ def totals_said(found: Mapping[str, Any]) -> str:
 def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now: float, size: int | None = None) -> dict[str, Any]:
     """Return the swarm, its ``members`` (peer id -> record) at ``now`` (Unix seconds) and the health report, ready for JSON.
 
-    ``size``: of the whole swarm, if ``members`` are a part of it.
+    ``size``: of the whole swarm, if ``members`` are a part of it. In a round each fragment is exchanged.
     """
     fragments = int(manifest.outer.overlap().get("fragments", 1))
     return {
@@ -368,23 +358,15 @@ def overview(swarm: str, manifest: Manifest, members: Mapping[str, Member], now:
         "totals": totals(members, len(members) if size is None else size),
         "members": [
             {
-                **facts(peer, member, fragments),
+                **{name: getattr(member, name) for name in SHOWN},
+                "round": member.round // fragments,
                 "step_s": 1 / member.steps_per_s if member.steps_per_s else None,
-                "exchange_s": member.exchange_s,
-                "wait_s": member.wait_s,
-                "lag": member.lag,
-                "lag_auto": member.lag_auto,
-                "late": member.late,
-                "exchanges": member.exchanges,
                 "failures": dict(member.failures),
                 "missing": list(member.missing_names),
                 "shard": f"{member.shard}/{member.shards}",
-                "version": member.version,
-                "reach": member.reach,
-                "throughput": member.throughput,
                 "seen_s_ago": round(max(now - member.issued, 0.0), 1),
             }
-            for peer, member in sorted(members.items(), key=lambda item: (item[1].name, item[0]))
+            for member in sorted(members.values(), key=lambda member: (member.name, member.peer))
         ],
         "findings": health_report(members, now, in_seconds=manifest.outer.round.startswith("seconds")),
     }

@@ -107,7 +107,6 @@ class PeerViews:
         self.hints: dict[str, Contact] = {}
 
     def knows(self, peer: str) -> bool:
-        """Return whether ``peer`` is in a view, or this node itself."""
         return peer == self._me or peer in self.active or peer in self.passive
 
     def hint(self, contact: Contact) -> bool:

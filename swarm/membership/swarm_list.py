@@ -23,7 +23,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.errors import MessageError, NetworkError
@@ -123,11 +123,8 @@ class SeedAnnouncer:
     def announce(self, manifest: bytes, *, params: int, round_bytes: int, memory: int, device: str) -> None:
         """From now on announce the public swarm of the sealed ``manifest`` to the seeds; see `Announcement`."""
         if len(manifest) > MAX_MANIFEST:
-            log.warning(
-                "this swarm is not announced to bootstrap nodes: its settings have %d bytes, more than %d.",
-                len(manifest),
-                MAX_MANIFEST,
-            )
+            why = "this swarm is not announced to bootstrap nodes: its settings have %d bytes, more than %d."
+            log.warning(why, len(manifest), MAX_MANIFEST)
             return
         self._announced = Announcement(
             swarm=self._swarm, peer=self._identity.peer_id, manifest=manifest, params=min(params, MAX_COUNT),
@@ -237,7 +234,7 @@ def merged(found: Iterable[PublicSwarm]) -> list[PublicSwarm]:
         addresses.setdefault(one.swarm, {}).update(dict.fromkeys(one.addresses))
         if one.swarm not in best or one.peers > best[one.swarm].peers:
             best[one.swarm] = one
-    whole = (PublicSwarm(**{**vars(one), "addresses": tuple(addresses[one.swarm])}) for one in best.values())
+    whole = (replace(one, addresses=tuple(addresses[one.swarm])) for one in best.values())
     return sorted(whole, key=lambda one: (-one.peers, one.title.name, one.swarm))
 
 

@@ -415,7 +415,6 @@ class DialBackoff:
                 del self._ranges[where]
 
     def due(self, peer: str, addresses: Sequence[str]) -> list[str]:
-        """Return those of the ``addresses`` of ``peer`` that may be dialled now."""
         with self._lock:
             return [address for address in addresses if self._wait(peer, address) <= 0]
 

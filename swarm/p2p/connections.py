@@ -301,7 +301,6 @@ class RelaySlots:
         self._restarted = float("-inf")
 
     def addresses(self) -> list[str]:
-        """Return the full multiaddrs at which relays forward to this node."""
         return [f"{relay}/p2p-circuit/p2p/{self._own}" for relay in self._held]
 
     def ended(self) -> None:

@@ -164,18 +164,14 @@ class Daemon:
 
     async def _start(self, command: list[str], lock: int) -> str:
         """Start the process and wait for it; return the peer id that it has."""
-        await self._spawn(command, lock)
-        self._server = await asyncio.start_unix_server(self._accept, str(self.inbound))
-        return b58encode((await self._identify()).id[:MAX_ID])
-
-    async def _spawn(self, command: list[str], lock: int) -> None:
         self._child = start_guarded(self._run_dir, command, lock)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._follower = asyncio.create_task(follow(await self._child.output(), self._output, ready))
         await ready
+        self._server = await asyncio.start_unix_server(self._accept, str(self.inbound))
+        return b58encode((await self._identify()).id[:MAX_ID])
 
     async def ended(self) -> int:
-        """Wait until the process is gone; return its exit status."""
         assert self._child is not None
         return await self._child.wait()
 
@@ -249,7 +245,6 @@ class Daemon:
         return reader, writer, answer
 
     async def _ask(self, kind: str, **fields: Any) -> Any:
-        """Send a request whose answer is all that comes back."""
         _, writer, answer = await self.request(kind, **fields)
         writer.close()
         return answer

@@ -216,7 +216,6 @@ class GuardedProcess:
         return reader
 
     async def wait(self) -> int:
-        """Wait until it has ended; return its exit status."""
         return await asyncio.shield(self._ended)
 
     def terminate(self) -> None:

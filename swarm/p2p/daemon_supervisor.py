@@ -252,7 +252,6 @@ class DaemonSupervisor:
 
     @property
     def moves(self) -> int:
-        """How often this machine was taken to another network."""
         return self._slots.moves
 
     def running(self) -> Daemon:

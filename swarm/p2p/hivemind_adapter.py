@@ -69,7 +69,6 @@ class _Calls(P2P):  # type: ignore[misc]
         self._daemon_listen_maddr = self._client_listen_maddr = None
 
     async def open(self, control: str, inbound: str) -> None:
-        """Connect to the daemon at the socket ``control``."""
         self._client = await p2pclient.Client.create(Multiaddr(f"/unix{control}"), Multiaddr(f"/unix{inbound}"))
         self._alive = True
 

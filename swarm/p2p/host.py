@@ -97,7 +97,6 @@ class PubSub:
         """All that this node ever subscribed to."""
 
     async def subscribe(self, topic: str) -> Subscription:
-        """Listen to ``topic`` from now on."""
         self.topics.add(topic)
         reader, writer, _ = await self._ask("SUBSCRIBE", topic)
         return Subscription(reader, writer)
@@ -234,12 +233,10 @@ class Host:
 
     @property
     def alive(self) -> bool:
-        """True while the daemon runs."""
         return self._supervisor.daemon is not None and not self._closed
 
     @property
     def restarts(self) -> int:
-        """Number of times that the daemon died and was started again."""
         return self._supervisor.restarts
 
     def addresses(self) -> tuple[str, ...]:

@@ -28,11 +28,14 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.swarm.access import AccessPolicy
 from shoal.swarm.p2p.addresses import range_of
 from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
+
+if TYPE_CHECKING:
+    from shoal.swarm.p2p.stream import Stream
 
 MINUTE, HOUR = 60.0, 3600.0
 K = TypeVar("K")
@@ -138,7 +141,6 @@ class Counters:
         self._rejected: Counter[str] = Counter()
 
     def add(self, event: str, count: int = 1) -> None:
-        """Count an event, such as ``sent``."""
         with self._lock:
             self._events[event] += count
 
@@ -151,32 +153,20 @@ class Counters:
             return dict(self._events)
 
     def rejected(self) -> dict[str, int]:
-        """Return reason -> number of rejections."""
         with self._lock:
             return dict(self._rejected)
-
-
-class Caller(Protocol):
-    """A stream that a peer has opened, as `shoal.swarm.p2p.stream.Stream`."""
-
-    peer_id: str
-    origin: str
-    partner: bool
-
-    def abort(self) -> None:
-        """End it at once."""
 
 
 class StreamPlaces:
     """At most ``most`` streams. ``ends``: called with one that has to give way, instead of ending it."""
 
-    def __init__(self, most: int, ends: Callable[[Caller], None] | None = None) -> None:
+    def __init__(self, most: int, ends: Callable[[Stream], None] | None = None) -> None:
         self._most, self._ends = most, ends
-        self._streams: dict[Caller, None] = {}  # the oldest first
+        self._streams: dict[Stream, None] = {}  # the oldest first
         self.peers: Counter[str] = Counter()
         """The streams of each peer."""
 
-    def take(self, stream: Caller, beyond: int = 0) -> bool:
+    def take(self, stream: Stream, beyond: int = 0) -> bool:
         """Give ``stream`` a place, one of ``beyond`` further ones if need be; return False if none is left for it."""
         if len(self._streams) >= self._most + beyond:
             last = self._last(stream)
@@ -188,7 +178,7 @@ class StreamPlaces:
         self.peers[stream.peer_id] += 1
         return True
 
-    def free(self, stream: Caller) -> None:
+    def free(self, stream: Stream) -> None:
         """Give back the place of ``stream``, if it has one."""
         if stream in self._streams:
             del self._streams[stream]
@@ -196,7 +186,7 @@ class StreamPlaces:
             if not self.peers[stream.peer_id]:
                 del self.peers[stream.peer_id]
 
-    def _last(self, stream: Caller) -> Caller | None:
+    def _last(self, stream: Stream) -> Stream | None:
         """Return the stream that gives way: of the crowded range a stranger's, the oldest of the peer that has most."""
         ranges, own = Counter(range_of(other.origin) for other in self._streams), range_of(stream.origin)
         crowded, taken = ranges.most_common(1)[0]
@@ -264,7 +254,7 @@ class ResourceManager:
         """
         self._hourly[protocol] = TokenBuckets(RateLimit(messages=1 << 30, nbytes=nbytes, senders=4096, period=HOUR), self._clock)
 
-    def acquire(self, stream: Caller, protocol: str) -> str:
+    def acquire(self, stream: Stream, protocol: str) -> str:
         """Return why the stream is refused; nothing if it is served, and then `release` must be called at its end."""
         stream.partner = self.partner(stream.peer_id)
         reason = self._refusal(stream.peer_id, range_of(stream.origin), protocol) or self._placed(stream)
@@ -272,14 +262,14 @@ class ResourceManager:
             self._counters.reject(reason)
         return reason
 
-    def renew(self, stream: Caller, protocol: str) -> bool:
+    def renew(self, stream: Stream, protocol: str) -> bool:
         """Return whether a further request on a stream that is served may be answered: it counts as one on a new stream."""
         reason = self._refusal(stream.peer_id, range_of(stream.origin), protocol, 1)
         if reason:
             self._counters.reject(reason)
         return not reason
 
-    def release(self, stream: Caller, protocol: str, sent: int) -> None:
+    def release(self, stream: Stream, protocol: str, sent: int) -> None:
         """Note the end of a stream on which ``sent`` bytes went out."""
         self._places.free(stream)
         self._strangers.free(stream)
@@ -287,7 +277,6 @@ class ResourceManager:
             self._hourly[protocol].charge(stream.peer_id, sent)
 
     def reject(self, reason: str) -> None:
-        """Count a request that its handler refused."""
         self._counters.reject(reason)
 
     def refused(self) -> dict[str, int]:
@@ -316,7 +305,7 @@ class ResourceManager:
         hourly = self._hourly.get(protocol)
         return "spent" if hourly is not None and not hourly.take(peer, 1, 1) else ""
 
-    def _placed(self, stream: Caller) -> str:
+    def _placed(self, stream: Stream) -> str:
         """Give the stream a place, and return why not. It is judged last, for another may have to give way to it."""
         known, total = self.known(stream.peer_id), self._busy.total()
         if not known and not self._strangers.take(stream):
@@ -327,7 +316,7 @@ class ResourceManager:
         self._strangers.free(stream)
         return "crowded"
 
-    def _end(self, stream: Caller) -> None:
+    def _end(self, stream: Stream) -> None:
         """End a stream that has to give way."""
         self._places.free(stream)
         self._strangers.free(stream)

@@ -118,7 +118,6 @@ class Puncher:
         return any(peer in self._ids and self._traffic.ways.best(peer) for peer in self.reached)
 
     def owner(self, its: str) -> str | None:
-        """Return the member that has the second daemon with this id."""
         return self._owners.get(its)
 
     async def open(self, peer: str, protocol: str) -> Stream | None:

@@ -387,7 +387,7 @@ class _Bulk(asyncio.BufferedProtocol):
         self._incoming = incoming
         self._out, self._traffic = out, traffic
         self._on_progress = on_progress
-        self._received = arrived
+        self.received = arrived
         self._writable = asyncio.Event()
         self._writable.set()
         self._lost = False
@@ -403,17 +403,13 @@ class _Bulk(asyncio.BufferedProtocol):
             else:
                 self._transport.resume_reading()
 
-    @property
-    def received(self) -> int:
-        return self._received
-
     def moved(self) -> int:
         """Return the bytes received plus those that the socket took."""
-        return self._received + self._out.written - int(self._transport.get_write_buffer_size())
+        return self.received + self._out.written - int(self._transport.get_write_buffer_size())
 
     def left(self, nbytes: int) -> tuple[int, int]:
         """Return the bytes that are still to be received, and those of ``nbytes`` that the socket has yet to take."""
-        return len(self._incoming) - self._received, nbytes - self.moved() + self._received
+        return len(self._incoming) - self.received, nbytes - self.moved() + self.received
 
     async def can_write(self) -> None:
         """Wait until the transport takes more. Raises ConnectionResetError."""
@@ -434,21 +430,21 @@ class _Bulk(asyncio.BufferedProtocol):
         self._transport.resume_reading()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._incoming[self._received : self._received + CHUNK]
+        return self._incoming[self.received : self.received + CHUNK]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._received += nbytes
+        self.received += nbytes
         self._traffic.received += nbytes
         if self.arrived.done():
             return
         try:
             if nbytes and self._on_progress is not None:
-                self._on_progress(self._received)
+                self._on_progress(self.received)
         except Exception as error:  # the caller's, so it is raised there and not in the loop
             self._transport.pause_reading()
             self.arrived.set_exception(error)
             return
-        if self._received == len(self._incoming):
+        if self.received == len(self._incoming):
             self._transport.pause_reading()  # what follows is the next message
             self.arrived.set_result(None)
 

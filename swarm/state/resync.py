@@ -40,7 +40,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, median_low
 
 import torch
@@ -87,12 +87,7 @@ log = logging.getLogger(__name__)
 
 
 def catch_up(
-    membership: Membership,
-    model: str,
-    opt: OuterOptimizer,
-    clock: Callable[[], float] = time.monotonic,
-    *,
-    begun: bool = True,
+    membership: Membership, model: str, opt: OuterOptimizer, clock: Callable[[], float] = time.monotonic, *, begun: bool = True
 ) -> State | None:
     """Fetch the state of a swarm that is under way; return None if nobody else has finished a round yet.
 
@@ -151,7 +146,6 @@ def sources_in(host: Host, members: Mapping[str, Member], model: str, creator: s
 
 
 def query_for(membership: Membership, model: str, opt: OuterOptimizer) -> StateQuery:
-    """Return the query for a state that fits ``opt``."""
     request = StateRequest(swarm=membership.swarm, model=model)
     return StateQuery(request, opt.shapes, opt.shared_shapes, equal=opt.anchored, fragments=opt.fragments)
 
@@ -370,7 +364,6 @@ class Resynchronizer:
 
     @property
     def diverged(self) -> bool:
-        """True while this node knows that its weights have diverged."""
         return bool(self._diverged)
 
     def joined(self, state: State) -> None:
@@ -431,15 +424,8 @@ class Resynchronizer:
             return
         request = StateRequest(swarm=self._membership.swarm, model=self._model, astray=not self._afresh, round=own)
         patience = PATIENCE_S if self._afresh else SECOND_S
-        query = StateQuery(
-            request,
-            self._opt.shapes,
-            self._opt.shared_shapes,
-            equal=self._opt.anchored,
-            confirmed=self._afresh,
-            fragments=self._opt.fragments,
-            patience=patience,
-        )
+        query = query_for(self._membership, self._model, self._opt)
+        query = replace(query, request=request, confirmed=self._afresh, patience=patience)
         try:
             self._pending = begin_fetch(self._membership.host, query, others)
         except NetworkError as error:

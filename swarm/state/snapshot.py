@@ -165,7 +165,6 @@ def snapshot_id(header: StateHeader) -> bytes:
 
 
 def chunks_in(nbytes: int) -> int:
-    """Return how many chunks ``nbytes`` make."""
     return -(-nbytes // CHUNK)
 
 
@@ -280,7 +279,6 @@ class SnapshotCache:
             return sum(now - asked <= BUSY_S for _, asked in self._held.values()) >= KEPT
 
     def newest(self, since: int) -> Snapshot | None:
-        """Return the snapshot of the latest round, if it is not before ``since``."""
         with self._lock:
             found = [snapshot for snapshot, _ in self._held.values() if snapshot.header.round >= since]
         return max(found, key=lambda snapshot: snapshot.header.round, default=None)
@@ -405,7 +403,6 @@ class ChunkPlan:
 
     @property
     def done(self) -> bool:
-        """True when nothing is missing."""
         return not self._free and not self._asked
 
     @property
@@ -463,11 +460,7 @@ class MemorySink:
         if content is None:
             content = spool_for(nbytes) or torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.content: Tensor | Spool = content
-        self._have = set(have)
-
-    @property
-    def have(self) -> set[int]:
-        return self._have
+        self.have = set(have)
 
     def write(self, chunk: int, data: memoryview) -> None:
         """Copy one chunk into its place."""
@@ -475,7 +468,7 @@ class MemorySink:
             self.content.write(chunk * CHUNK, data)
         else:
             self.content.numpy().data[chunk * CHUNK : chunk * CHUNK + len(data)] = data
-        self._have.add(chunk)
+        self.have.add(chunk)
 
 
 async def fetch_digests(host: Host, swarm: str, header: StateHeader, sources: Sequence[Peer]) -> bytes:

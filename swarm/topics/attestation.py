@@ -64,7 +64,6 @@ class Attestation(Message):
 
 
 def sign_record(identity: Identity, data: bytes) -> bytes:
-    """Return the author's signature over an encoded record, 64 bytes."""
     return identity.sign(CONTEXT, data)
 
 
@@ -107,7 +106,6 @@ class Attestations:
         return {**counted, "rejected": {reason: count for reason, count in rejected.items() if count}}
 
     def close(self) -> None:
-        """Stop publishing and receiving."""
         self.topic.close()
 
     # -- on the loop -----------------------------------------------------------------------------------------------------
@@ -159,7 +157,7 @@ class EvidenceStore:
         """
         body = self._store.get(sha256) or self._again(sha256)
         if body is None:
-            body = self._host.call(self._store.fetch_up_to(peer, sha256, most, timeout), timeout + GRACE_S)
+            body = self._host.call(self._store.fetch(peer, sha256, most, timeout, up_to=True), timeout + GRACE_S)
             self._keep(sha256, body)
         if len(body) > most:
             raise MessageError(f"A body of {len(body)} bytes was refused: at most {most} are allowed.", "oversized")
@@ -231,7 +229,6 @@ class LogServer:
         host.serve(LOG_PROTOCOL, self._answer)
 
     def close(self) -> None:
-        """Stop handing out logs; never waits."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, stream: Stream) -> None:
@@ -274,8 +271,7 @@ class LogServer:
 
 
 async def _fetch(host: Host, peer: str, addresses: Sequence[str], request: LogRequest, timeout: float) -> bytes:
-    loop = asyncio.get_running_loop()
-    end = loop.time() + timeout
+    end = (loop := asyncio.get_running_loop()).time() + timeout
 
     def left(at_most: float) -> float:
         return max(0.01, min(at_most, end - loop.time()))

@@ -28,9 +28,8 @@ from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip.envelope import LRUSet
 from shoal.swarm.gossip.gossip import Gossip
-from shoal.swarm.p2p.limits import RateLimit
+from shoal.swarm.p2p.limits import Newest, RateLimit
 from shoal.swarm.wire.envelope import KIB, Count, Digest, Label, Message, Moment, Nonce, PeerId, SwarmId, pack
 
 MAX_COMPLETIONS = 64
@@ -225,7 +224,6 @@ def pack_tokens(ids: Sequence[int]) -> bytes:
 
 
 def pack_logps(logps: Sequence[float]) -> bytes:
-    """Return one completion's log-probabilities in the form of a rollout."""
     return struct.pack(f"<{len(logps)}f", *logps)
 
 
@@ -287,11 +285,10 @@ class RolloutPool:
         self._banned = 0
         self.bytes_sent = self.bytes_received = 0
         """Of records published and drained, each once: GossipSub sends some to several neighbours, and frames them."""
-        self._nonces = LRUSet(REMEMBERED)  # (author, nonce); on the loop only
+        self._nonces = Newest[tuple[str, bytes], None](REMEMBERED)  # (author, nonce); on the loop only
         self.topic = gossip.join(Rollout, self._take, self._limits.quota)
 
     def advance(self, round: int) -> None:
-        """Set the round in which this node is now, for its records."""
         with self._lock:
             self._round = round
 
@@ -352,7 +349,7 @@ class RolloutPool:
             raise MessageError("A rollout was refused: it is too old.", "stale")
         if not self._is_known(rollout):
             raise MessageError("A rollout of an unknown environment was refused.", "foreign-env")
-        self._nonces.add((author, rollout.nonce))
+        self._nonces[author, rollout.nonce] = None
         with self._lock:
             self._held.append(rollout)
             self._make_room(author)

@@ -180,7 +180,6 @@ class RecordPublisher(Generic[M]):
         self.topic.close()
 
     def gaps(self) -> tuple[float, float]:
-        """Return the least and the most seconds between two records."""
         share = max(self._members(), 1) / PER_SECOND
         return max(GAP_S, share), max(self._beat, share)
 
@@ -204,17 +203,6 @@ class RecordPublisher(Generic[M]):
 
 
 HELD_S = 2 * GAP_S  # seconds for which a projection is in the statuses, unless a better one comes
-
-
-def _usable(projection: tuple[float, ...]) -> bool:
-    """Return whether a status can hold it: weights that are no numbers any more have none."""
-    return len(projection) == PROJECTED + 1 and all(abs(number) <= MAX_REAL for number in projection)
-
-
-def _rounded(projection: tuple[float, ...]) -> tuple[float, tuple[float, ...]]:
-    """Return norm and sums with the digits that a distance of a millionth needs; more would make recordings longer."""
-    *sums, norm = (float(f"{number:.7g}") for number in projection)
-    return norm, tuple(sums)
 
 
 class StatusReporter:
@@ -310,12 +298,14 @@ class StatusReporter:
 
         All peers then prefer the numbers that more powers of two divide, so that a watcher gets those of the same exchanges.
         """
-        if not _usable(projection):
+        if len(projection) != PROJECTED + 1 or not all(abs(part) <= MAX_REAL for part in projection):  # of weights gone wrong
             self._more["projection"] = None
             return
         known = self._more.get("projection")
         if known is None or self._clock() >= self._projected + HELD_S or number & -number >= known[0] & -known[0]:
-            self._more["projection"], self._projected = (number, *_rounded(projection)), self._clock()
+            # The digits that a distance of a millionth needs: more would make recordings longer.
+            *sums, norm = (float(f"{part:.7g}") for part in projection)
+            self._more["projection"], self._projected = (number, norm, tuple(sums)), self._clock()
 
     def event(self, event: str, **fields: Any) -> None:
         """Note an event of the metrics besides rounds: ``rl`` and ``verify`` are of interest here."""
@@ -334,7 +324,6 @@ class StatusReporter:
                 self.tally.made(votes=fields["voted"])
 
     def verified(self, report: Mapping[str, int]) -> None:
-        """Note the counts of verification so far: claims made, and checks done here."""
         with self._lock:
             self._more |= {"claims": report["claimed"], "checked": report["checked"], "invalid": report["invalid"]}
 

@@ -302,7 +302,6 @@ class OuterSync:
             self._took_over()
 
     def offer(self) -> None:
-        """Hand out the slow weights if a peer waits for them."""
         self._server.offer(self._state)
 
     def at_rest(self) -> AbstractContextManager[None]:
@@ -363,7 +362,6 @@ class LagReport:
             self._waits.clear()
 
     def details(self) -> dict[str, Any]:
-        """Return the fields of `shoal.swarm.wire.messages.Member` about the lag."""
         return {"lag": self._opt.lag, "lag_auto": self._opt.lag_auto, "late": self.late}
 
     def events(self) -> list[str]:
@@ -474,7 +472,6 @@ class TrainingMember:
         return self.sync.self_report
 
     def serve(self) -> None:
-        """Answer peers that ask for the slow weights from now on."""
         self._sync = OuterSync(self._membership, self._model, self._opt, self.exchange, self._screen, self._clock)
 
     def begin(self, state: State | None = None) -> None:

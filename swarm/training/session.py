@@ -464,11 +464,9 @@ class FollowingSession(Session):
         raise self._no_network()
 
     def status(self) -> dict[str, Any]:
-        """Raise SessionError."""
         raise self._no_network()
 
     def close(self) -> None:
-        """End this rank's part; rank 0 leaves the swarm."""
         self._closed = True
 
     def _real_exchange(self, opt: OuterOptimizer) -> Any:

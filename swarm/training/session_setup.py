@@ -259,5 +259,4 @@ class SessionExchange(Exchange):
             return NoPartner()
 
     def close(self) -> None:
-        """Begin all later rounds without a partner."""
         self._closed = True

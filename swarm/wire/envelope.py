@@ -194,7 +194,6 @@ _source: ContextVar[Callable[[int], bytes]] = ContextVar("nonces", default=secre
 
 
 def fresh_nonce() -> bytes:
-    """Return sixteen random bytes that nobody can predict."""
     return _source.get()(SIZE)
 
 

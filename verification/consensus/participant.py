@@ -321,11 +321,8 @@ class ViewQuorum:
         return tuple(sorted(wanted - {self._own.peer}, key=lambda peer: (peer not in tabled, peer)))
 
     def _counting(self, field: Literal["root", "table"]) -> dict[str, bytes]:
-        return {
-            peer: view.root if field == "root" else view.table
-            for peer, view in self._views.items()
-            if peer not in self._twice and (self._voters is None or peer in self._voters)
-        }
+        counted = (peer for peer in self._views.keys() - self._twice if self._voters is None or peer in self._voters)
+        return {peer: getattr(self._views[peer], field) for peer in counted}
 
     def _counted(self, field: Literal["root", "table"]) -> bytes | None:
         if self._own is None:
@@ -577,7 +574,6 @@ class Participant:
         self._agreements.setdefault(view.round, ViewQuorum(view.round)).take(view)
 
     def _stamp(self, record: VoteRecord) -> int:
-        """Return `Ledger.stamp`, or -1 for a record about an unknown claim."""
         stamp = self.consensus.ledger.stamp(record)
         return -1 if stamp is None else stamp
 

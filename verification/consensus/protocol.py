@@ -181,7 +181,7 @@ class Consensus:
         self.electorates: dict[int, Electorate] = {}
         self.counts: Counter[str] = Counter()
         self.round, self._since = 0, clock()
-        self.views: Callable[[View], None] = _no_views
+        self.views: Callable[[View], None] = lambda view: None
         self._run, self._verify, self._clock, self._banned = run, verify, clock, banned
         self._signatures: dict[bytes, bytes] = {}
         self._at: float | None = None
@@ -480,10 +480,6 @@ class Consensus:
         """Forget the oldest cases: none of their votes is taken any more, the ledger keeps the earlier ones."""
         while len(self._cases) >= self.limits.cases:
             del self._cases[next(iter(self._cases))]
-
-
-def _no_views(view: View) -> None:
-    """Ignore views, where no electorate is agreed on, as in tests of one peer."""
 
 
 # A peer as a verifier: it turns duties into signed records. A callback checks the claims.

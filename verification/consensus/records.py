@@ -69,16 +69,13 @@ class VoteRecord(BaseModel):
 
     @functools.cached_property
     def encoded(self) -> bytes:
-        return bytes(msgpack.packb([f"shoal/verification/1/{self.KIND}", *self.__class__._values(self)]))
+        fields = (getattr(self, name) for name in type(self).model_fields)
+        return bytes(msgpack.packb([f"shoal/verification/1/{self.KIND}", *fields]))
 
     @functools.cached_property
     def id(self) -> bytes:
         """SHA-256 of the encoding."""
         return hashlib.sha256(self.encoded).digest()
-
-    @classmethod
-    def _values(cls, record: VoteRecord) -> list[object]:
-        return [getattr(record, name) for name in cls.model_fields]
 
 
 class Entry(VoteRecord):
@@ -127,7 +124,6 @@ class Reveal(VoteRecord):
     salt: Hash
 
     def fits(self, commitment: Commitment) -> bool:
-        """Return whether this is the vote that ``commitment`` hid."""
         same = (self.peer, self.case, self.attempt) == (commitment.peer, commitment.case, commitment.attempt)
         return same and commitment.digest == hide(self)
 
@@ -184,7 +180,6 @@ class Signed:
 
     @classmethod
     def by(cls, sign: Sign, record: VoteRecord) -> Signed:
-        """Sign ``record`` with its author's ``sign``."""
         return cls(record, sign(record.encoded))
 
 
@@ -283,7 +278,6 @@ class Ledger:
         return identity in self._records
 
     def get(self, identity: bytes) -> VoteRecord | None:
-        """Return the record with this id, or None."""
         return self._records.get(identity)
 
     def add(self, record: VoteRecord) -> bool:
@@ -323,7 +317,6 @@ class Ledger:
         return found[0] if len(found) == 1 else None
 
     def entries_of(self, peer: str) -> list[Entry]:
-        """Return all entries of ``peer``, in order of arrival."""
         return self._entries.get(peer, [])
 
     def peers(self) -> int:
@@ -333,7 +326,6 @@ class Ledger:
         return sorted((entry for group in self._entries.values() for entry in group), key=lambda entry: (entry.round, entry.id))
 
     def published(self, round: int) -> list[Claim | Dispute | Opening]:
-        """Return the claims and appeals of ``round``, by id."""
         found: list[Claim | Dispute | Opening] = [claim for claim in self.claims() if claim.round == round]
         found += [appeal for group in self._appeals.values() for appeal in group if appeal.round == round]
         return sorted(found, key=lambda item: item.id)
@@ -392,7 +384,6 @@ class Chain:
 
     @property
     def anchor(self) -> bytes:
-        """End of the chain, published in round ``start``."""
         return self._links[-1]
 
     def link(self, round: int) -> bytes:

@@ -132,7 +132,6 @@ class Ruling:
 
 
 def quorum(verifiers: int) -> int:
-    """Return the least number that is more than half."""
     return verifiers // 2 + 1
 
 
@@ -145,7 +144,6 @@ def decide(marks: Collection[Mark | None]) -> Vote | None:
 
 
 def is_backed(ledger: Ledger, case: bytes, attempt: int, peer: str, vote: str) -> bool:
-    """Return whether ``peer`` committed to this vote and revealed it."""
     commitments = ledger.ballots(Commitment, case, attempt, peer)
     reveals = [reveal for reveal in ledger.ballots(Reveal, case, attempt, peer) if reveal.vote == vote]
     return any(reveal.fits(commitment) for reveal in reveals for commitment in commitments)

@@ -61,7 +61,6 @@ class Evidence:
 
     @property
     def size(self) -> float:
-        """Length in whole windows."""
         return math.fsum(self.sizes)
 
     def means(self) -> tuple[float, ...]:

@@ -1,16 +1,17 @@
-"""The parts of gossip by themselves: quotas, bounded queues, LRU sets, fetching."""
+"""The parts of gossip by themselves: quotas, bounded queues and tables, fetching."""
 
 import asyncio
+import copy
 
 import pytest
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import bodies as bodies_module
 from shoal.swarm.gossip.bodies import FETCHERS, MAX_PER_PUBLISHER, MAX_SOURCES, MAX_WAITING, BodyFetcher, BodyStore
-from shoal.swarm.gossip.envelope import BodyAnnouncement, BoundedQueue, LRUSet
+from shoal.swarm.gossip.envelope import BodyAnnouncement, BoundedQueue
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
-from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
+from shoal.swarm.p2p.limits import Newest, RateLimit, TokenBuckets
 from tests.clocks import Clock
 
 SWARM = swarm_id(b"")
@@ -77,15 +78,14 @@ def test_a_bounded_queue_is_filled_from_another_thread():
     asyncio.run(run())
 
 
-def test_seen_forgets_the_oldest():
-    seen = LRUSet(2)
-    assert seen.add("a")
-    assert not seen.add("a")
-    assert seen.add("b")
-    assert seen.add("c")
-    assert "a" not in seen
-    assert seen.add("a")
-    assert "b" not in seen
+def test_the_newest_entries_are_kept_and_a_copy_has_the_same_bound():
+    kept = Newest(2)
+    for key in ("a", "b", "a", "c"):
+        kept[key] = None
+    assert list(kept) == ["a", "c"]
+    again = copy.copy(kept)
+    again["d"] = None
+    assert (list(again), list(kept)) == (["c", "d"], ["a", "c"])
 
 
 def test_a_body_store_is_bounded(network):
