@@ -46,7 +46,8 @@ class ErrorFeedback:
         self.codec, self.beta = codec, beta
         self.error: list[Tensor] | None = None
         """e, of the shapes of the last ``encode``; None before the first."""
-        self._payload: Tensor | None = None
+        self.payload: Tensor | None = None
+        """What awaits its outcome: with it under "payload", a loaded state goes on as if it had been encoded there."""
         self._again = False
         """True if the next ``encode`` is of what was encoded before the state was saved: it was in flight."""
 
@@ -63,9 +64,9 @@ class ErrorFeedback:
 
         After ``load_state_dict`` of a state with a payload the first call returns that payload, and nothing changes.
         """
-        if self._again and self._payload is not None:
+        if self._again and self.payload is not None:
             self._again = False
-            return self._payload.to("cpu", copy=True)
+            return self.payload.to("cpu", copy=True)
         if accelerator_of(tensors) is not None and isinstance(self.codec, Packs):
             checks = Checks()
             return checks.read(self.packed(tensors, checks))
@@ -73,17 +74,17 @@ class ErrorFeedback:
         payload = self.codec.encode(total)
         error = [torch.sub(a, sent, out=sent) for a, sent in zip(total, self._decoded(payload, total), strict=True)]
         check_finite(error, "a tensor to be sent, or its decoded form,")
-        self.error, self._payload = error, payload.clone()
+        self.error, self.payload = error, payload.clone()
         return payload
 
     @torch.no_grad()
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
         """Encode on the device of the tensors, where the payload is kept too. Only for a wrapped codec that does."""
         assert isinstance(self.codec, Packs)
-        if self._again and self._payload is not None:
+        if self._again and self.payload is not None:
             self._again = False
-            payload = Checks.payload(self._payload.numel(), tensors[0].device)
-            return payload.copy_(self._payload)
+            payload = Checks.payload(self.payload.numel(), tensors[0].device)
+            return payload.copy_(self.payload)
         total = self._total(tensors)
         payload = self.codec.packed(total, checks)
         sent = self.codec.unpacked(payload, [tuple(tensor.shape) for tensor in total], Checks())
@@ -91,7 +92,7 @@ class ErrorFeedback:
         checks.require(finite(error), f"a tensor to be sent, or its decoded form, {NOT_FINITE}")
 
         def keep() -> None:
-            self.error, self._payload = error, payload.clone()
+            self.error, self.payload = error, payload.clone()
 
         checks.then(keep)
         return payload
@@ -116,21 +117,16 @@ class ErrorFeedback:
 
     def sent(self) -> list[Tensor]:
         """Return the decoded values of the last ``encode``, on the devices of its tensors. ValueError if none awaits an outcome."""
-        if self._payload is None or self.error is None:
+        if self.payload is None or self.error is None:
             raise ValueError("nothing has been sent since the last outcome")
-        return self._decoded(self._payload, self.error)
+        return self._decoded(self.payload, self.error)
 
     @property
     def pending(self) -> bool:
-        return self._payload is not None
-
-    @property
-    def payload(self) -> Tensor | None:
-        """What awaits its outcome: with it under "payload", a loaded state goes on as if it had been encoded there."""
-        return self._payload
+        return self.payload is not None
 
     def accepted(self) -> None:
-        self._payload, self._again = None, False
+        self.payload, self._again = None, False
 
     @torch.no_grad()
     def rejected(self, applied: Sequence[Tensor] = ()) -> None:
@@ -139,7 +135,7 @@ class ErrorFeedback:
         ValueError if there was no ``encode`` since the last outcome.
         """
         self.error = self._taken_back(applied)
-        self._payload, self._again = None, False
+        self.payload, self._again = None, False
 
     def _taken_back(self, applied: Sequence[Tensor]) -> list[Tensor]:
         sent, error = self.sent(), self.error or []
@@ -166,7 +162,7 @@ class ErrorFeedback:
             raise ValueError(f"the saved payload of {self.name} has not the {size} bytes of its tensors")
         self.codec.load_state_dict(state_dict["inner"])
         self.error = None if error is None else [tensor.to(torch.float32, copy=True) for tensor in error]
-        self._payload, self._again = (None if payload is None else payload.clone()), payload is not None
+        self.payload, self._again = (None if payload is None else payload.clone()), payload is not None
 
     def _decoded(self, payload: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         devices = {tensor.device for tensor in like}

@@ -98,7 +98,7 @@ class Mod4Codec:
         """Exponents of rms(w - slow) of the contribution to be sent, or in flight."""
         self._rho, self._apart, self._far = FIRST, 0, False
         self._seed = bytes(SEED)
-        self._pending = False
+        self.pending = False
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
         return SEED + (2 + HALF) * _count(shapes)
@@ -126,7 +126,7 @@ class Mod4Codec:
         shapes, own = [tuple(tensor.shape) for tensor in tensors], Rows(head)
         exponents, moved = self._range(own)
         rest = [tensor.float().clone() for tensor in to_host(tensors[len(head) :])]
-        self._pending = True
+        self.pending = True
         return PairMessage(self._seed, own, exponents, moved, shapes, tail, rest)
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -173,24 +173,20 @@ class Mod4Codec:
     # The outcome of a contribution (`Rejectable`, `Resendable`).
 
     @property
-    def pending(self) -> bool:
-        return self._pending
-
-    @property
     def payload(self) -> Tensor | None:
         """None: what is in flight is encoded anew, with the same bits, from the saved state and the same tensors."""
         return None
 
     def accepted(self) -> None:
-        self._pending, self._apart = False, 0
+        self.pending, self._apart = False, 0
 
     def rejected(self, applied: Sequence[Tensor] = ()) -> None:
         """Note that it is in none: the next partner is further away."""
-        self._pending, self._apart = False, self._apart + 1
+        self.pending, self._apart = False, self._apart + 1
 
     def state_dict(self, unsent: Sequence[Tensor] | None = None) -> dict[str, Any]:
         """Return the measured distances, what is needed to encode the contribution in flight again, and the codec's name."""
-        kept = {"measured": self._measured, "moved": self._moved if self._pending and unsent is None else None}
+        kept = {"measured": self._measured, "moved": self._moved if self.pending and unsent is None else None}
         texts = {name: None if found is None else _text(found) for name, found in kept.items()}
         return {"codec": self.name, **texts, "rho": self._rho, "apart": self._apart, "far": self._far, "seed": self._seed.hex()}
 
@@ -203,7 +199,7 @@ class Mod4Codec:
             raise ValueError("the saved state of mod4 has a range that no run measures: it was damaged")
         self._measured, self._moved, self._rho, self._apart, self._seed = measured, moved, rho, apart, seed
         self._far = bool(state_dict.get("far"))
-        self._pending = False
+        self.pending = False
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ class Combined(Wrapper):
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], order: Sequence[Tensor] = ()) -> None:
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self.parts: list[torch.optim.Optimizer] = []
         self.order = list(order)
         if not optimizers:
             raise ValueError("there is no inner optimizer: hand in at least one")
@@ -264,18 +264,14 @@ class Combined(Wrapper):
         if order and not {parameter for group in groups for parameter in group["params"]} <= set(order):
             raise ValueError("the order lacks a parameter of the optimizers")
         super().__init__(groups, dict(ChainMap(*(one.defaults for one in optimizers))))
-        self._optimizers = list(optimizers)
+        self.parts = list(optimizers)
 
     def _inside(self) -> Sequence[torch.optim.Optimizer]:
-        return self._optimizers
-
-    @property
-    def parts(self) -> Sequence[torch.optim.Optimizer]:
-        return self._optimizers
+        return self.parts
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError once it is made: the group would have no optimizer."""
-        if self._optimizers:
+        if self.parts:
             raise ValueError("add parameter groups to one of the inner optimizers before combining them")
         super().add_param_group(param_group)
 
@@ -286,7 +282,7 @@ class Combined(Wrapper):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take a step of each. ``closure`` is called once, by the first."""
         loss: float | None = None
-        for number, one in enumerate(self._optimizers):
+        for number, one in enumerate(self.parts):
             if number == 0 and closure is not None:
                 loss = one.step(closure)
             else:
@@ -297,7 +293,7 @@ class Combined(Wrapper):
         """Return the state of all, with the parameters numbered throughout."""
         state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
-        for one in self._optimizers:
+        for one in self.parts:
             first, own = sum(len(group["params"]) for group in groups), one.state_dict()
             state |= {first + key if isinstance(key, int) else key: value for key, value in own["state"].items()}
             groups += [{**group, "params": [first + key for key in group["params"]]} for group in own["param_groups"]]
@@ -310,7 +306,7 @@ class Combined(Wrapper):
         if own != saved:
             raise ValueError(f"the saved inner optimizers have parameter groups of {saved} parameters, these of {own}")
         first = 0
-        for one in self._optimizers:
+        for one in self.parts:
             mine = groups[first : first + len(one.param_groups)]
             first += len(mine)
             keys = {key for group in mine for key in group["params"]}

@@ -49,7 +49,7 @@ from shoal.optim.outer.inner import (
 )
 from shoal.optim.outer.rule import START, AveragesEvenly, KeepsFast, RoundContext, Rule, State, assign
 from shoal.optim.outer.state import OuterState
-from shoal.optim.outer.weights import ModelWeights, Processes, distance
+from shoal.optim.outer.weights import ModelWeights, Processes
 from shoal.optim.schedule import Apply, AutoLag, Delayed, Every, RoundLength, Schedule, Send, Steps, Streaming
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def sources(states: Mapping[str, Sequence[float]], *, first: bool = False) -> li
     for peer in sorted(states):
         for part in parts:
             one, other = states[peer], states[part[0]]
-            if distance(one, other) <= SAME * max(map(abs, (*one, *other))):
+            if math.dist(one, other) <= SAME * max(map(abs, (*one, *other))):
                 part.append(peer)
                 break
         else:

@@ -23,19 +23,8 @@ from shoal.optim.outer.weights import local, sharded_like
 
 OUTER, PROGRESS = "outer", "progress"
 _PLAIN = (
-    "steps",
-    "position",
-    "length",
-    "round",
-    "tokens",
-    "sent_at",
-    "applied",
-    "arrivals",
-    "kind",
-    "settings",
-    "schedule",
-    "order",
-)
+    "steps", "position", "length", "round", "tokens", "sent_at", "applied", "arrivals", "kind", "settings", "schedule", "order",
+)  # fmt: skip
 
 
 class TorchForm:

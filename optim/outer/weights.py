@@ -129,11 +129,6 @@ def sketches(tensors: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the Euclidean distance of two sketches."""
-    return math.dist(one, other)
-
-
 def projection(tensors: Iterable[Tensor]) -> tuple[float, ...]:
     """Return `PROJECTED` sums of the values of ``tensors``, each value with a random sign, alike on every peer; and then the norm.
 

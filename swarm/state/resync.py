@@ -36,6 +36,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import logging
+import math
 import random
 import time
 from collections import Counter, deque
@@ -47,7 +48,6 @@ import torch
 
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.optim.codecs.base import Shape
-from shoal.optim.outer.weights import distance
 from shoal.optim.schedule import Send
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.contribution import ExchangeStats, parameters_digest
@@ -255,7 +255,7 @@ class DriftDetector:
             self.moved()
             return
         if fragment in self._last:
-            self._moves.setdefault(fragment, deque(maxlen=8)).append(distance(sketch, self._last[fragment]))
+            self._moves.setdefault(fragment, deque(maxlen=8)).append(math.dist(sketch, self._last[fragment]))
         self._last[fragment] = sketch
         moves = self._moves.get(fragment, ())
         least = PRECISION * max(abs(number) for number in sketch)
@@ -290,7 +290,7 @@ class DriftDetector:
                 unknown = True
                 continue
             own, limit = known
-            if distance(own, shown[2]) <= limit:
+            if math.dist(own, shown[2]) <= limit:
                 near.add(peer)
             else:
                 far.add(peer)

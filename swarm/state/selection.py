@@ -108,14 +108,6 @@ class SnapshotOffer:
         return self.peer, self.addresses
 
 
-@dataclass(frozen=True)
-class Collected:
-    """Offers of several peers, in the order in which these were to be asked, and the errors of the others."""
-
-    offers: list[SnapshotOffer]
-    errors: dict[str, Exception]
-
-
 def believed(rounds: Iterable[int]) -> int:
     """Return the latest round that is believed if peers state these, at least one: a lone one far ahead of the others is not."""
     return median_low(rounds) + AHEAD
@@ -179,8 +171,9 @@ async def collect(
     patience: float,
     nbytes: int,
     most: int = 64,
-) -> Collected:
+) -> tuple[list[SnapshotOffer], dict[str, Exception]]:
     """Ask all ``sources`` for a snapshot of about ``nbytes``, until two offer the same one or all (or ``most``) have answered.
+    Return the offers, in the order of ``sources``, and the errors of the others.
 
     Where they are in several address ranges, as many ranges are waited for, not peers: one range can have any number of those.
     It ends ``patience`` seconds after the first offer at the latest. ``check`` raises ShoalError at a header that does not fit.
@@ -215,7 +208,7 @@ async def collect(
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
     order = {peer: place for place, (peer, _) in enumerate(sources)}
-    return Collected(sorted(offers, key=lambda offer: order[offer.peer]), errors)
+    return sorted(offers, key=lambda offer: order[offer.peer]), errors
 
 
 def agreed(offers: Sequence[SnapshotOffer]) -> list[SnapshotOffer]:
@@ -260,10 +253,10 @@ async def choose(
     behind = [offer.source for offer in offers if offer.header.round < later]
     if equal and behind and not found:
         nbytes = offers[0].header.nbytes
-        again = await collect(host, request.model_copy(update={"since": later}), behind, check, patience, nbytes)
+        again, _ = await collect(host, request.model_copy(update={"since": later}), behind, check, patience, nbytes)
         # A peer that has reached the later round may have gone beyond it, and offers that now.
-        latest = {offer.peer: offer for offer in (*offers, *again.offers)}
-        for every in ([*offers, *again.offers], list(latest.values())):
+        latest = {offer.peer: offer for offer in (*offers, *again)}
+        for every in ([*offers, *again], list(latest.values())):
             if (found := agreed(every)) and _spread(found, every):
                 return found
     best = await _confirmed(host, request.swarm, offers, draw, strict)

@@ -41,7 +41,7 @@ from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.optim.exchange.base import OnDemand
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import BorrowedPayload
-from shoal.swarm.p2p.limits import StreamPlaces
+from shoal.swarm.p2p.limits import Newest, StreamPlaces
 from shoal.swarm.p2p.stream import Stream, running, short
 from shoal.swarm.pacing import slow_s
 from shoal.swarm.wire.envelope import CHUNK, pack, pack_shapes, unpack
@@ -247,14 +247,12 @@ class SnapshotCache:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._held: dict[bytes, tuple[Snapshot, float]] = {}
+        self._held = Newest[bytes, tuple[Snapshot, float]](KEPT)
 
     def put(self, snapshot: Snapshot) -> None:
         """Hand out a snapshot from now on; beyond two, drop the least recently requested."""
         with self._lock:
             self._held[snapshot.id] = (snapshot, self._clock())
-            while len(self._held) > KEPT:
-                del self._held[min(self._held, key=lambda one: self._held[one][1])]
 
     def get(self, id: bytes) -> Snapshot | None:
         """Return the snapshot with this id, and mark it as requested."""
@@ -381,10 +379,6 @@ MAX_SOURCES = 8
 
 Peer = tuple[str, Sequence[str]]
 """Peer id and addresses."""
-
-
-class WrongChunkError(MessageError):
-    """A peer sent something other than the snapshot's chunk."""
 
 
 class ChunkPlan:
@@ -533,10 +527,7 @@ class _Download:
 
     async def _whole(self) -> None:
         while not self.plan.done:
-            await self._changed()
-
-    async def _changed(self) -> None:
-        await self._change.wait()
+            await self._change.wait()
 
     def _notify(self) -> None:
         self._change.set()
@@ -550,13 +541,13 @@ class _Download:
             while peer not in self._gone and not self.plan.done:
                 chunk = self.plan.ask(source, peer)
                 if chunk is None:
-                    await self._changed()
+                    await self._change.wait()
                     continue
                 room = scratch[: chunk_size(self._header.nbytes, chunk)]
                 await source.take(chunk, room)
                 if blake3(room).digest() != self._digests[chunk * DIGEST : (chunk + 1) * DIGEST]:
                     self.wrong.add(peer)
-                    raise WrongChunkError(
+                    raise MessageError(
                         f"peer {short(peer)} served a chunk of the weights that does not match its digest: it is not asked "
                         "again, and the chunk is fetched elsewhere."
                     )

@@ -173,21 +173,20 @@ async def choose_source(
     """
     # Copies that are not equal need not all be waited for: two will do, unless they did not confirm each other.
     most = FEW if query.equal or attempt else ENOUGH
-    answers = await collect(host, query.request, sources, query.check, query.patience, FLOAT32.nbytes(query.shapes), most)
-    for peer, error in answers.errors.items():
+    offers, errors = await collect(host, query.request, sources, query.check, query.patience, FLOAT32.nbytes(query.shapes), most)
+    for peer, error in errors.items():
         level = logging.WARNING if isinstance(error, NetworkError | MessageError) else logging.INFO  # the others are raised below
         log.log(level, "no weights from peer %s: %s", short(peer), error)
-    if answers.offers:
+    if offers:
         if not query.confirmed:
-            return agreed(answers.offers) or [max(plausible(answers.offers), key=lambda one: one.header.round)]
+            return agreed(offers) or [max(plausible(offers), key=lambda one: one.header.round)]
         draw = draw or random.Random(fresh_nonce())
         options = {"equal": query.equal, "strict": not attempt}  # later all have been waited for
-        return await choose(host, query.request, answers.offers, query.check, draw, patience=query.patience, **options)
-    errors = list(answers.errors.values())
-    mendable = next((error for error in errors if not isinstance(error, NetworkError | MessageError)), None)
+        return await choose(host, query.request, offers, query.check, draw, patience=query.patience, **options)
+    mendable = next((error for error in errors.values() if not isinstance(error, NetworkError | MessageError)), None)
     if mendable is not None:
         raise mendable
-    if all(isinstance(error, NoStateError) for error in errors):
+    if all(isinstance(error, NoStateError) for error in errors.values()):
         raise NoStateError("all peers that were asked refused, or are gone.")
     raise NetworkError("none of the peers that were asked could serve weights.")
 

@@ -11,6 +11,7 @@ It is no proof of work: two keys of one owner can confirm each other. So a tally
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import logging
 import math
@@ -60,11 +61,7 @@ class Work(NamedTuple):
 
 
 def total(works: Iterable[Work]) -> Work:
-    """Return the sum of ``works``."""
-    found = Work()
-    for work in works:
-        found = found.plus(work)
-    return found
+    return functools.reduce(Work.plus, works, Work())
 
 
 def confirmed(signed: Work, own: Work, rollouts: float = math.inf, votes: float = math.inf) -> Work:

@@ -1,11 +1,13 @@
 """Detection of differing weights, by sketches in records of the same round, and who gives way."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.outer.weights import NUMBERS, distance, sketch
+from shoal.optim.outer.weights import NUMBERS, sketch
 from shoal.swarm.identity import Identity
 from shoal.swarm.state.resync import DOUBTS, DriftDetector, SplitDecision
 from shoal.swarm.wire.envelope import SKETCH
@@ -50,7 +52,7 @@ def test_sketches_of_equal_weights_are_equal_and_of_others_far(dtype):
     length = sum((a.double() - b.double()).square().sum().item() for a, b in zip(weights, moved, strict=True)) ** 0.5
     assert len(sketch(weights)) == NUMBERS == SKETCH
     assert sketch(weights) == sketch([tensor.clone() for tensor in weights])
-    assert 0.2 * length < distance(sketch(weights), sketch(moved)) < 3 * length
+    assert 0.2 * length < math.dist(sketch(weights), sketch(moved)) < 3 * length
 
 
 def test_a_swarm_that_is_together_does_nothing():
