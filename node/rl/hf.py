@@ -8,19 +8,22 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shoal.node.console import require
 from shoal.node.rl.environment import Choose, Completion, PolicyError, chances, draw, drawn, looks, pad
 from shoal.node.user_code import calling
 
-ROWS = 16  # sequences at once, forward and backward, which bounds the memory
+ROWS, LARGE = 16, 100_000_000  # sequences at once, written and learnt from, which bounds the memory; of so large a model
 RANK = 16
 
 
@@ -41,7 +44,12 @@ class HF:
         self._end: int = tokenizer.eos_token_id
         self._ends = {self._end, *(token for token in also if isinstance(token, int))}
         self.vocabulary: int = _inner(model).get_input_embeddings().weight.shape[0]
-        self._keeps = "logits_to_keep" in inspect.signature(_inner(model).forward).parameters
+        size = sum(parameter.numel() for parameter in model.parameters())
+        self._rows = min(max(ROWS, ROWS * LARGE // size), 8 * ROWS)
+        parameters = inspect.signature(_inner(model).forward).parameters
+        self._keeps = "logits_to_keep" in parameters
+        self._cache = "cache" if "cache" in parameters else "past_key_values"  # the old name goes with transformers 5.40
+        self._plain_cache = _plain(_inner(model).config)
         self.tokenizer = hashlib.sha256(b"hf/1:" + tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
     def encode(self, completion: str, ended: bool) -> list[int]:
@@ -68,45 +76,57 @@ class HF:
     def generate(
         self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int, choose: Choose | None = None
     ) -> list[list[Completion]]:
-        """Implement `Policy.generate`, ROWS sequences at a time."""
+        """Implement `Policy.generate` by continuous batching (Orca, OSDI 2022): a row that has ended makes room for one that waits.
+
+        Rows that begin together share the computation of an equal prompt. With ``choose``, and where the cache is not a plain one,
+        no row leaves before all have ended.
+        """
         generator = torch.Generator().manual_seed(seed)
-        wanted = [prompt for prompt in prompts for _ in range(count)]
+        asked = [self._prompt(prompt) for prompt in prompts]
         # The longest prompts together, so that little is padded.
-        rows = sorted(range(len(wanted)), key=lambda row: len(wanted[row]))
+        waiting = deque(sorted(range(len(prompts) * count), key=lambda row: len(asked[row // count])))
+        together = choose is not None or not self._plain_cache
+        ends = torch.tensor(sorted(self._ends), device=self._device())
         found: dict[int, Completion] = {}
         was_training = self.module.training
         self.module.eval()
-        for start in range(0, len(rows), ROWS):
-            part = rows[start : start + ROWS]
-            written = self._write([wanted[row] for row in part], temperature, max_tokens, generator, choose)
-            found.update(zip(part, written, strict=True))
+        batch = _Batch.empty()
+        while waiting or batch.rows:
+            room = self._rows - len(batch.rows)
+            if waiting and (not batch.rows or (not together and room >= self._rows // 4)):
+                rows = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+                chance = chances(generator, max_tokens, len(rows), ends.device).T
+                batch = batch.join(self._begin(rows, [asked[row // count] for row in rows], chance, shared=not together))
+            batch.draw(temperature, choose, ends)
+            if looks(len(batch.ids), ends.device) or len(batch.ids) == max_tokens:
+                over = not bool(batch.going.any())
+                if over or not together:
+                    found |= {row: self._completion(ids[:max_tokens], logs) for row, ids, logs in batch.leave(over)}
+            if batch.rows:
+                batch.mask = torch.cat([batch.mask, torch.ones_like(batch.mask[:, :1])], 1)
+                batch.logits, batch.cache = self._next(batch.last[:, None], batch.mask, batch.cache)
         self.module.train(was_training)
         return [[found[number * count + one] for one in range(count)] for number in range(len(prompts))]
 
-    def _write(
-        self, prompts: list[str], temperature: float, most: int, generator: torch.Generator, choose: Choose | None
-    ) -> list[Completion]:
-        tokens, mask = pad([self._prompt(prompt) for prompt in prompts], self._end, left=True, device=self._device())
-        keep = {"logits_to_keep": 1} if self._keeps else {}
-        past: Any = None
-        ids: list[Tensor] = []
-        logs: list[Tensor] = []
-        going = torch.ones(len(prompts), dtype=torch.bool, device=mask.device)
-        ends = torch.tensor(sorted(self._ends), device=mask.device)
-        for chance in chances(generator, most, len(prompts), mask.device):
-            if looks(len(ids), mask.device) and not bool(going.any()):
-                break
-            places = _places(mask)[:, -tokens.shape[1] :]
-            made = self.module(
-                input_ids=tokens, attention_mask=mask.long(), position_ids=places, past_key_values=past, use_cache=True, **keep
-            )
-            past = made.past_key_values
-            chosen, log_prob = draw(made.logits[:, -1], temperature, chance, choose)
-            ids.append(chosen)
-            logs.append(log_prob)
-            going = going & ~torch.isin(chosen, ends)
-            tokens, mask = chosen[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        return [self._completion(row, of_row) for row, of_row in drawn(ids, logs)]
+    def _begin(self, rows: list[int], asked: list[list[int]], chance: Tensor, *, shared: bool) -> _Batch:
+        """Compute the prompts of ``rows``, if ``shared`` equal ones once."""
+        prompts = list(dict.fromkeys(map(tuple, asked))) if shared else [tuple(ids) for ids in asked]
+        tokens, mask = pad(prompts, self._end, left=True, device=self._device())
+        logits, cache = self._next(tokens, mask, None)
+        if len(prompts) < len(rows):
+            places = torch.tensor([prompts.index(tuple(ids)) for ids in asked], device=mask.device)
+            cache.batch_select_indices(places)
+            logits, mask = logits[places], mask[places]
+        none = torch.zeros(len(rows), dtype=torch.int64, device=mask.device)
+        return _Batch(rows, [([], []) for _ in rows], cache, mask, logits, chance, none, none, none == 0, [], [])
+
+    def _next(self, tokens: Tensor, mask: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Return the logits (b, V) after ``tokens`` (b, t), the last of ``mask`` (b, T), and the cache with them."""
+        made = self.module(
+            input_ids=tokens, attention_mask=mask.long(), position_ids=_places(mask)[:, -tokens.shape[1] :], use_cache=True,
+            **{self._cache: cache}, **({"logits_to_keep": 1} if self._keeps else {}),
+        )  # fmt: skip
+        return made.logits[:, -1], getattr(made, self._cache)
 
     def _completion(self, ids: list[int], logs: list[float]) -> Completion:
         length = next((place + 1 for place, token in enumerate(ids) if token in self._ends), len(ids))
@@ -115,14 +135,19 @@ class HF:
         return Completion(text, tuple(ids[:length]), tuple(logs[:length]), "stop" if ended else "length")
 
     def log_probs(self, prompts: Sequence[str], completions: Sequence[Sequence[int]], temperature: float) -> tuple[Tensor, Tensor]:
-        """Implement `Policy.log_probs`; activations are computed again in the backward pass, ROWS sequences at a time."""
+        """Implement `Policy.log_probs`; activations of more sequences than go at once are computed again in the backward pass."""
         after, mask = pad(completions, self._end, left=False, device=self._device())
         parts = []
-        for start in range(0, len(prompts), ROWS):
-            part = slice(start, start + ROWS)
+        for start in range(0, len(prompts), self._rows):
+            part = slice(start, start + self._rows)
             before, seen = pad([self._prompt(prompt) for prompt in prompts[part]], self._end, left=True, device=self._device())
             tokens, visible = torch.cat([before, after[part]], 1), torch.cat([seen, mask[part]], 1)
-            parts.append(checkpoint(self._part, tokens, visible, after.shape[1], temperature, use_reentrant=False))
+            again = len(prompts) > self._rows
+            parts.append(
+                checkpoint(self._part, tokens, visible, after.shape[1], temperature, use_reentrant=False)
+                if again
+                else self._part(tokens, visible, after.shape[1], temperature)
+            )
         return torch.cat(parts), mask
 
     def logits(self, prompts: Sequence[str], completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -142,6 +167,88 @@ class HF:
         logs = (made.logits[:, -length - 1 : -1].float() / (temperature or 1.0)).log_softmax(-1)
         of_tokens: Tensor = logs.gather(-1, tokens[:, -length:, None])[..., 0]
         return of_tokens
+
+
+@dataclass
+class _Batch:
+    """Rows b that are written at once: T tokens of each by now, its padding included."""
+
+    rows: list[int]
+    past: list[tuple[list[int], list[float]]]
+    """Of each row tokens and log-probabilities, without those in ``ids`` and ``logs``."""
+    cache: Any
+    mask: Tensor
+    """bool (b, T)."""
+    logits: Tensor
+    """(b, V), of the next token."""
+    chance: Tensor
+    """(b, most tokens of a row)."""
+    written: Tensor
+    last: Tensor
+    going: Tensor
+    ids: list[Tensor]
+    logs: list[Tensor]
+
+    @classmethod
+    def empty(cls) -> _Batch:
+        nothing = torch.empty(0, device="cpu")
+        return cls([], [], None, nothing, nothing, nothing, nothing, nothing, nothing, [], [])
+
+    def draw(self, temperature: float, choose: Choose | None, ends: Tensor) -> None:
+        most = self.chance.shape[1]
+        chance = self.chance.gather(1, self.written.clamp(max=most - 1)[:, None])[:, 0]
+        self.last, log = draw(self.logits, temperature, chance, choose)
+        self.ids.append(self.last)
+        self.logs.append(log)
+        self.written = self.written + 1
+        self.going = self.going & ~torch.isin(self.last, ends) & (self.written < most)
+
+    def leave(self, over: bool) -> Iterator[tuple[int, list[int], list[float]]]:
+        """Yield the rows that have ended, with their tokens and log-probabilities, and drop them; all if it is ``over``."""
+        for (tokens, logs), (new, new_logs) in zip(self.past, drawn(self.ids, self.logs), strict=True):
+            tokens += new
+            logs += new_logs
+        self.ids, self.logs = [], []
+        going = [False] * len(self.rows) if over else self.going.tolist()
+        yield from ((row, *past) for row, past, goes in zip(self.rows, self.past, going, strict=True) if not goes)
+        if all(going):
+            return
+        self.rows = [row for row, goes in zip(self.rows, going, strict=True) if goes]
+        self.past = [past for past, goes in zip(self.past, going, strict=True) if goes]
+        if self.rows:
+            kept = self.going.nonzero()[:, 0]
+            self.cache.batch_select_indices(kept)
+            self.mask, self.chance, self.written, self.last, self.going = (
+                each[kept] for each in (self.mask, self.chance, self.written, self.last, self.going)
+            )
+            self._widen(self.mask.shape[1] - int(self.mask.any(0).long().argmax()))
+
+    def join(self, new: _Batch) -> _Batch:
+        """Return both together."""
+        if not self.rows:
+            return new
+        length = max(self.mask.shape[1], new.mask.shape[1])
+        for batch in (self, new):
+            batch._widen(length)
+        for mine, other in zip(self.cache.layers, new.cache.layers, strict=True):
+            mine.keys, mine.values = torch.cat([mine.keys, other.keys]), torch.cat([mine.values, other.values])
+        names = ("mask", "logits", "chance", "written", "last", "going")
+        both = {name: torch.cat([getattr(self, name), getattr(new, name)]) for name in names}
+        return _Batch(self.rows + new.rows, self.past + new.past, self.cache, **both, ids=[], logs=[])
+
+    def _widen(self, length: int) -> None:
+        """Put padding before all rows, or take it away, so that they are ``length`` tokens long."""
+        more = length - self.mask.shape[1]
+        self.mask = functional.pad(self.mask, (more, 0))
+        for layer in self.cache.layers if more else ():
+            layer.keys, layer.values = (functional.pad(each, (0, 0, more, 0)) for each in (layer.keys, layer.values))
+
+
+def _plain(config: Any) -> bool:
+    """Return whether all layers keep keys and values of all tokens, so that rows can be added."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
 def _places(mask: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.node.config.settings import RLSettings
-from shoal.node.rl.environment import Env, Gym, PolicyError, Strings, canonical
+from shoal.node.rl.environment import Env, Gym, PolicyError, Strings, canonical, draw
 from shoal.node.rl.hf import HF, load_hf
 from shoal.node.rl.task import RLTask, RolloutGroup, make_update
 from shoal.node.task import Shard
@@ -46,7 +46,9 @@ def policy(folder):
     return load_hf(str(folder))
 
 
-def test_log_probs_of_generation_are_those_of_a_whole_pass(policy):
+def test_log_probs_of_generation_are_those_of_a_whole_pass(policy, monkeypatch):
+    monkeypatch.setattr(policy, "_rows", 8)  # of 21, so that some begin while others are written
+    monkeypatch.setattr(policy, "_ends", {0, 5, 15, 25, 35, 45})
     for temperature in (1.0, 0.5):
         groups = policy.generate(PROMPTS, 7, temperature=temperature, max_tokens=9, seed=5)
         flat = [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group]
@@ -63,14 +65,86 @@ def test_greedy_is_what_transformers_generates(policy, folder):
         assert list(mine.tokens) == theirs[0, ids.shape[1] :].tolist()
 
 
+def sliding():
+    torch.manual_seed(1)
+    config = transformers.MistralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=128, sliding_window=6, eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    return HF(transformers.MistralForCausalLM(config), tokenizer(), lr=1e-3)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_row_that_ends_makes_room_and_each_completion_is_that_of_its_prompt_alone(policy, monkeypatch, plain):
+    made = policy if plain else sliding()
+    monkeypatch.setattr(made, "_rows", 4)
+    monkeypatch.setattr(made, "_ends", set(range(0, 96, 9)))  # so that some end early, some late and some never
+    prompts = [f"{'long ' * (number % 4)}{number}" for number in range(11)]
+    sizes, widths = [], []
+
+    def look(module, args, given):
+        sizes.append(len(given["input_ids"]))
+        widths.append(given["attention_mask"].shape[1])
+
+    hook = made.module.register_forward_pre_hook(look, with_kwargs=True)
+    alone = [made.generate([prompt], 1, temperature=0.0, max_tokens=12, seed=0)[0][0] for prompt in prompts]
+    passes_alone = len(sizes)
+    sizes.clear()
+    together = [one for (one,) in made.generate(prompts, 1, temperature=0.0, max_tokens=12, seed=0)]
+    hook.remove()
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    for mine, own in zip(together, alone, strict=True):
+        torch.testing.assert_close(torch.tensor(mine.log_probs), torch.tensor(own.log_probs), atol=2e-5, rtol=0)
+    lengths = [len(one.tokens) for one in alone]
+    assert (min(lengths) < 4, max(lengths), passes_alone) == (True, 12, sum(lengths))
+    assert max(sizes) == 4
+    assert max(widths) <= max(map(len, map(made._prompt, prompts))) + 12  # whoever was there before
+    # A token of a row costs one row of a pass, and none is computed for a row that has ended; else rows wait for the longest.
+    assert (sum(sizes) == sum(lengths)) is plain
+
+
+def test_completions_are_the_same_where_one_rarely_looks_who_has_ended(policy, monkeypatch):
+    """As on a GPU, which the host would wait for: rows go on past their end, and past the most tokens, until it looks."""
+    monkeypatch.setattr(policy, "_ends", set(range(0, 96, 9)))
+    monkeypatch.setattr(policy, "_rows", 4)
+    found = []
+    for every in (1, 8):
+        monkeypatch.setattr("shoal.node.rl.hf.looks", lambda token, device, every=every: token % every == 0)
+        found.append(policy.generate(PROMPTS, 5, temperature=0.0, max_tokens=11, seed=0))
+    assert [[one.tokens for one in group] for group in found[0]] == [[one.tokens for one in group] for group in found[1]]
+    assert {len(one.tokens) for group in found[0] for one in group} > {11}
+
+
+def test_rows_that_begin_together_share_an_equal_prompt(policy, monkeypatch):
+    sizes = []
+    hook = policy.module.register_forward_pre_hook(
+        lambda module, args, given: sizes.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    first, again, other = (policy.generate(["abc", "abcde"], 3, temperature=1.0, max_tokens=5, seed=seed) for seed in (1, 1, 2))
+    hook.remove()
+    assert sizes[0] == (2, 5)
+    assert first == again != other
+    # Each token by a chance of its own: drawn by hand from one pass over the whole text.
+    chance = torch.rand(5, 6, generator=torch.Generator().manual_seed(1))
+    flat = [one.tokens for group in first for one in group]
+    logits, mask = policy.logits([prompt for prompt in ("abc", "abcde") for _ in range(3)], flat)
+    for row, tokens in enumerate(flat):
+        by_hand, _ = draw(logits[row, mask[row]], 1.0, chance[: len(tokens), row])
+        assert tuple(by_hand.tolist()) == tokens
+
+
 def test_gradients_do_not_depend_on_how_many_go_at_once(policy, monkeypatch):
     rows = [policy.encode(text, True) for text in ("abc", "", "d e")]
     found = []
     for at_once in (1, 16):
-        monkeypatch.setattr("shoal.node.rl.hf.ROWS", at_once)
+        monkeypatch.setattr(policy, "_rows", at_once)
         policy.module.zero_grad()
+        passes = []
+        hook = policy.module.register_forward_pre_hook(lambda *given, passes=passes: passes.append(given))
         logs, mask = policy.log_probs(PROMPTS, rows, 1.0)
         (logs * mask).sum().backward()
+        hook.remove()
+        assert len(passes) == (2 * len(PROMPTS) if at_once == 1 else 1)  # again in the backward pass, where that saves memory
         found.append([p.grad.clone() for p in policy.module.parameters() if p.grad is not None])
     assert found[0]
     for left, right in zip(*found, strict=True):
