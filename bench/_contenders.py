@@ -1,4 +1,4 @@
-"""The contenders of bench/exchange.py: one end each of ours, raw TCP and hivemind, with the same few methods."""
+"""The contenders of bench/exchange.py: one end each of ours, a pair or a group, raw TCP and hivemind, with the same few methods."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ PIECES = 16  # tensors of a payload
 SWARM = "a" * 52
 PATIENCE = 120.0  # seconds for one exchange
 FLOATS_PER_MB = 250_000
+GROUP = 4  # members of a group, from which on it all-reduces
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 T = TypeVar("T")
 
@@ -41,8 +42,8 @@ class Peer(ABC):
         """What the other end must know."""
 
     @abstractmethod
-    def meet(self, other: dict[str, Any]) -> None:
-        """Connect to the other end."""
+    def meet(self, other: dict[str, Any], *more: dict[str, Any]) -> None:
+        """Connect to the other end, or to all others of a group."""
 
     def prepare(self, mb: int) -> None:
         if mb != self.mb:
@@ -78,14 +79,14 @@ class Ours(Peer):
         self.host = Host.start(self.identity, listen=[f"/ip4/{ip}/tcp/0"])
         self.rounds = 0
         self.got: Any = None
+        self.options: dict[str, Any] = {}
 
     def address(self) -> dict[str, Any]:
         return {"peer": self.host.peer_id, "addresses": self.host.addresses()}
 
-    def meet(self, other: dict[str, Any]) -> None:
+    def meet(self, other: dict[str, Any], *more: dict[str, Any]) -> None:
         from shoal.optim.exchange.base import Contribution, RoundKey
-        from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-        from shoal.swarm.exchange.pair.exchange import PairExchange
+        from shoal.swarm.exchange.context import PeerContext
         from shoal.swarm.wire.messages import Member
 
         def member(peer: str, addresses: Sequence[str]) -> Member:
@@ -94,17 +95,23 @@ class Ours(Peer):
                 shard=0, shards=1, model="0" * 64, state="training", issued=time.time(), version="0",
             )  # fmt: skip
 
-        members = {at["peer"]: member(at["peer"], at["addresses"]) for at in (self.address(), other)}
+        members = {at["peer"]: member(at["peer"], at["addresses"]) for at in (self.address(), other, *more)}
         self.key, self.contribution = RoundKey, Contribution
         context = PeerContext(self.host, self.identity, SWARM, "0" * 64, 0, lambda: members)
-        self.swarm = PairExchange(context, ExchangeTimeouts(exchange=PATIENCE))
+        self.swarm = self.exchange_of(context)
+
+    def exchange_of(self, context: Any) -> Any:
+        from shoal.swarm.exchange.context import ExchangeTimeouts
+        from shoal.swarm.exchange.pair.exchange import PairExchange
+
+        return PairExchange(context, ExchangeTimeouts(exchange=PATIENCE))
 
     def prepare(self, mb: int) -> None:
         self.got = None
         super().prepare(mb)
 
     def exchange(self) -> None:
-        self.got = self.swarm.start(self.contribution(self.key(SWARM, self.rounds), self.own)).result()
+        self.got = self.swarm.start(self.contribution(self.key(SWARM, self.rounds), self.own, **self.options)).result()
         self.rounds += 1
 
     def right(self) -> bool:
@@ -112,6 +119,32 @@ class Ours(Peer):
 
     def close(self) -> None:
         self.host.close()
+
+
+class Reduced(Ours):
+    """One of a group of `GROUP`, which all-reduces float32."""
+
+    def exchange_of(self, context: Any) -> Any:
+        from shoal.swarm.exchange.context import ExchangeTimeouts
+        from shoal.swarm.exchange.group.exchange import GroupExchange
+
+        return GroupExchange(context, ExchangeTimeouts(exchange=PATIENCE))
+
+    def right(self) -> bool:
+        return self.got is not None and len(self.got.members) == GROUP
+
+
+class Gathered(Reduced):
+    """One of a group of `GROUP`, which gathers payloads of ``mb`` in int8."""
+
+    def __init__(self, number: int, ip: str) -> None:
+        super().__init__(number, ip)
+        from shoal.optim.codecs.registry import INT8
+
+        self.options = {"codec": INT8}
+
+    def prepare(self, mb: int) -> None:
+        super().prepare(4 * mb)
 
 
 class Tcp(Peer):
@@ -140,7 +173,7 @@ class Tcp(Peer):
     def address(self) -> dict[str, Any]:
         return {"port": self.port}
 
-    def meet(self, other: dict[str, Any]) -> None:
+    def meet(self, other: dict[str, Any], *more: dict[str, Any]) -> None:
         if other["port"]:
             self.connected.set_result(self._call(asyncio.open_connection("127.0.0.1", other["port"])))
         self.reader, self.writer = self.connected.result(PATIENCE)
@@ -192,7 +225,7 @@ class HivemindAllReduce(Peer):
     def address(self) -> dict[str, Any]:
         return {"addresses": [str(address) for address in self.dht.get_visible_maddrs()] if self.dht else []}
 
-    def meet(self, other: dict[str, Any]) -> None:
+    def meet(self, other: dict[str, Any], *more: dict[str, Any]) -> None:
         if self.dht is None:
             self.dht = self.hivemind.DHT(initial_peers=other["addresses"], start=True, use_ipfs=False)
 
@@ -252,4 +285,11 @@ class Hivemind(HivemindAllReduce):
         self.averager.step(timeout=PATIENCE)
 
 
-KINDS: dict[str, Callable[[int, str], Peer]] = {"ours": Ours, "tcp": Tcp, "hivemind": Hivemind, "allreduce": HivemindAllReduce}
+KINDS: dict[str, Callable[[int, str], Peer]] = {
+    "ours": Ours,
+    "reduced": Reduced,
+    "gathered": Gathered,
+    "tcp": Tcp,
+    "hivemind": Hivemind,
+    "allreduce": HivemindAllReduce,
+}

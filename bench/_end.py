@@ -68,7 +68,7 @@ def main(kind: str, number: int, limit: float, ip: str = "127.0.0.1") -> None:
         for line in sys.stdin:
             order = json.loads(line)
             if order["do"] == "meet":
-                peer.meet(order["other"])
+                peer.meet(*order["others"])
                 say(met=True)
             elif order["do"] == "prepare":
                 peer.prepare(order["mb"])

@@ -7,7 +7,8 @@ the partner included, "allreduce" the same without that. The contenders take tur
 all of them; one turn of each is thrown away, the median of the others counts. Processor seconds are those of both ends with all
 that they forked, daemons too: on a machine that does other work as well they say more than the clock does.
 
-With --rtt the two ends, ours alone, are in network namespaces (as root on Linux) whose link has that round trip and is fast enough
+With --rtt the ends, of ours alone (a pair; a group of four that all-reduces float32; one that gathers int8, of which --mb is the
+payload) are in network namespaces (as root on Linux) whose link has that round trip and is fast enough
 that the delay counts and not the rate: what an exchange costs in round trips, after some that warm up the connection. Between two
 exchanges is a pause, as between the rounds of a training run, after which Linux begins each connection slowly again: the second
 figure of a row is that of a system told not to (net.ipv4.tcp_slow_start_after_idle).
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -37,10 +39,13 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # called by its path, Python looks only beside this file
 
+from bench._contenders import GROUP
 from bench._link import Link, LinkError, Namespaces
 
 ROOT = Path(__file__).resolve().parents[1]
 RIVALS = ("tcp", "hivemind", "allreduce")
+GROUPS = ("reduced", "gathered")
+OURS = ("ours", *GROUPS)
 RATE = 125e6  # bytes a second of the link of --rtt
 WARM, PAUSE_S = 25, 2.0  # exchanges over it that do not count, and seconds between two
 LIMIT = 1800.0  # seconds that the whole may take
@@ -132,13 +137,13 @@ class Contender:
         self.computed: list[float] = []  # processor seconds of each of them, by both ends
 
     def begin(self) -> None:
-        for number in range(2):
+        for number in range(GROUP if self.kind in GROUPS else 2):
             command = [sys.executable, "-m", "bench._end", self.kind, str(number), str(LIMIT)]
             if self._link is not None:
                 command = [*self._link.enter(number), *command, self._link.ip(number)]
             self.ends.append(Process(self.kind, number, command))
         addresses = [end.answer()["address"] for end in self.ends]
-        self._all([{"do": "meet", "other": other} for other in reversed(addresses)])
+        self._all([{"do": "meet", "others": [other for other in addresses if other is not own]} for own in addresses])
 
     def _all(self, orders: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for end, order in zip(self.ends, orders, strict=True):
@@ -147,18 +152,18 @@ class Contender:
 
     def first(self, mb: int) -> bool:
         """Whether the mean is right, in an exchange that does not count. Rivals are given three attempts."""
-        for _ in range(ATTEMPTS if self.kind != "ours" else 1):
+        for _ in range(ATTEMPTS if self.kind in RIVALS else 1):
             self.turn(mb)
-            if all(end["right"] for end in self._all([{"do": "check"}] * 2)):
+            if all(end["right"] for end in self._all([{"do": "check"}] * len(self.ends))):
                 self.peak, self.computed = 0.0, []
                 return True
         return False
 
     def turn(self, mb: int) -> float:
         """Seconds of one exchange: both ends are ready, both are told to go, the slower one counts."""
-        ready = self._all([{"do": "prepare", "mb": mb}] * 2)
+        ready = self._all([{"do": "prepare", "mb": mb}] * len(self.ends))
         began = sum(end.processor_seconds() for end in self.ends)
-        done = self._all([{"do": "go"}] * 2)
+        done = self._all([{"do": "go"}] * len(self.ends))
         self.computed.append(sum(end.processor_seconds() for end in self.ends) - began)
         if self.peak == 0.0:
             self.before = max(end["before"] for end in ready) / 1e6
@@ -206,23 +211,23 @@ def row(mb: int, seconds: dict[str, list[float]], ours: Contender) -> dict[str, 
     return found
 
 
-def over_distance(sizes: list[int], trips: list[int], repeats: int) -> list[dict[str, Any]]:
-    """One row per round trip, in ms, and size: the median exchange, with a kernel as it is and one that stays quick."""
+def over_distance(sizes: list[int], trips: list[int], kinds: list[str], repeats: int) -> list[dict[str, Any]]:
+    """One row per round trip, in ms, kind and size: the median exchange, with a kernel as it is and one that stays quick."""
     rows = []
-    for trip in trips:
+    for trip, kind in itertools.product(trips, kinds):
         kernels: list[dict[int, float]] = []
         for knobs in ({}, {"tcp_slow_start_after_idle": "0"}):
             try:
-                link = Namespaces(2, RATE, trip / 2000, mtu=1500, knobs=knobs)
+                link = Namespaces(GROUP if kind in GROUPS else 2, RATE, trip / 2000, mtu=1500, knobs=knobs)
             except LinkError as error:
                 raise BenchError(f"--rtt: {error}.") from None
-            contender = Contender("ours", link)
+            contender = Contender(kind, link)
             try:
                 contender.begin()
                 kernels.append({})
                 for mb in sizes:
                     if not contender.first(mb):
-                        raise BenchError(f"our exchange of {mb} MB gave a wrong result.")
+                        raise BenchError(f"our exchange of {mb} MB ({kind}) gave a wrong result.")
                     seconds = []
                     for number in range(WARM + repeats):
                         time.sleep(PAUSE_S if number >= WARM else 0.0)
@@ -233,16 +238,18 @@ def over_distance(sizes: list[int], trips: list[int], repeats: int) -> list[dict
                 link.close()
         for mb in sizes:
             slow, quick = (found[mb] for found in kernels)
-            rows.append({"rtt_ms": trip, "mb": mb, "seconds": round(slow, 4), "round_trips": round(slow * 1000 / trip, 2)})
+            rows.append(
+                {"kind": kind, "rtt_ms": trip, "mb": mb, "seconds": round(slow, 4), "round_trips": round(slow * 1000 / trip, 2)}
+            )
             rows[-1] |= {"quick_seconds": round(quick, 4), "quick_round_trips": round(quick * 1000 / trip, 2)}
     return rows
 
 
 def show_distance(rows: list[dict[str, Any]]) -> None:
-    table = Table("round trip ms", "MB", "s", "round trips", "quick s", "quick round trips", title="Pair exchange over a distance")
+    table = Table("kind", "round trip ms", "MB", "s", "round trips", "quick s", "quick round trips", title="Over a distance")
     for row in rows:
         names = ("rtt_ms", "mb", "seconds", "round_trips", "quick_seconds", "quick_round_trips")
-        table.add_row(*(f"{row[name]:g}" for name in names))
+        table.add_row(row["kind"], *(f"{row[name]:g}" for name in names))
     Console(stderr=True).print(table)
 
 
@@ -267,6 +274,12 @@ def arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"choose among {', '.join(RIVALS)}")
         return list(dict.fromkeys(names))
 
+    def kinds(text: str) -> list[str]:
+        names = text.split(",")
+        if not set(names) <= set(OURS):
+            raise argparse.ArgumentTypeError(f"choose among {', '.join(OURS)}")
+        return list(dict.fromkeys(names))
+
     def delays(text: str) -> list[int]:
         values = [int(part) for part in text.split(",")]
         if not all(1 <= value <= 2000 for value in values):
@@ -278,10 +291,11 @@ def arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError("must be at least 1")
         return int(text)
 
-    parser = argparse.ArgumentParser(description="Time the exchange of a pair of nodes on this machine.")
+    parser = argparse.ArgumentParser(description="Time the exchange of a pair or a group of nodes on this machine.")
     parser.add_argument("--mb", type=sizes, default=[4, 40, 400], help="sizes in million bytes, separated by commas")
     parser.add_argument("--against", type=rivals, default=list(RIVALS), help="of tcp, hivemind and allreduce, or '' for none")
     parser.add_argument("--rtt", type=delays, help="ours alone over links with these round trips, in ms, separated by commas")
+    parser.add_argument("--kinds", type=kinds, default=list(OURS), help="of --rtt: ours (a pair), reduced, gathered (groups)")
     parser.add_argument("--repeats", type=count, default=5, help="exchanges of each size that count")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     return parser.parse_args()
@@ -295,7 +309,7 @@ def main() -> int:
         if options.rtt is None:
             rows = measure(options.mb, options.against, options.repeats)
         else:
-            rows = over_distance(options.mb, options.rtt, options.repeats)
+            rows = over_distance(options.mb, options.rtt, options.kinds, options.repeats)
     except BenchError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
