@@ -100,6 +100,8 @@ class Stream:
         self._traffic = traffic
         self.sent = 0
         """Bytes sent on this stream."""
+        self.received = 0
+        """Bytes received on it."""
         self._sent_ahead: _Outgoing | None = None  # what the next swap sends, of which a part was sent
         self._ahead: asyncio.Task[None] | None = None
         self._announced: int | None = None  # length of a message whose body has not arrived yet
@@ -127,6 +129,10 @@ class Stream:
         if self._traffic.upload is not None:
             self._traffic.upload.spend(nbytes)
 
+    def _took(self, nbytes: int) -> None:
+        self.received += nbytes
+        self._traffic.received += nbytes
+
     async def receive(self, limit: int, timeout: float) -> bytes:
         """Receive the next message, at most ``limit`` bytes, within ``timeout`` seconds.
 
@@ -138,7 +144,7 @@ class Stream:
     async def _head(self) -> int:
         if self._announced is None:
             self._announced = int.from_bytes(await self._reader.readexactly(_HEAD), "big")
-            self._traffic.received += _HEAD
+            self._took(_HEAD)
         return self._announced
 
     async def _receive(self, limit: int) -> bytes:
@@ -151,7 +157,7 @@ class Stream:
             )
         data = await self._reader.readexactly(announced)
         self._announced = None
-        self._traffic.received += len(data)
+        self._took(len(data))
         return data
 
     def send_ahead(self, outgoing: memoryview | Blocks) -> None:
@@ -182,7 +188,7 @@ class Stream:
         there = 0
         while there < len(incoming) and (data := await self._reader.read(min(CHUNK, len(incoming) - there))):
             incoming[there : there + len(data)] = data
-            self._traffic.received += len(data)
+            self._took(len(data))
             there += len(data)
             arrived(there)
 
@@ -218,7 +224,7 @@ class Stream:
         out, self._sent_ahead, self._ahead = self._sent_ahead or _Outgoing(outgoing), None, None
         # The protocol that is replaced must not be waiting for the socket, for it gets no callbacks meanwhile.
         await self._within(self._writer.drain(), min(chunk_timeout, deadline - loop.time()), "took no bytes")
-        bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), arrived, out, self._traffic, on_progress)
+        bulk = _Bulk(self._reader, self._writer, incoming.cast("B"), arrived, out, self._took, on_progress)
         sender = loop.create_task(self._send_bulk(bulk, out))
         whole, began, ways, way = False, loop.time(), self._traffic.ways, (self.peer_id, self.way != self.peer_id)
         measured = min(outgoing.nbytes, incoming.nbytes) >= LARGE and not arrived
@@ -376,7 +382,7 @@ class _Bulk(asyncio.BufferedProtocol):
         incoming: memoryview,
         arrived: int,
         out: _Outgoing,
-        traffic: TrafficMeter,
+        took: Callable[[int], None],
         on_progress: Callable[[int], None] | None,
     ) -> None:
         # The asyncio reader and writer of a socket, as Any: their private parts are needed below.
@@ -385,7 +391,7 @@ class _Bulk(asyncio.BufferedProtocol):
         self._transport = writer.transport
         self._usual = writer.transport.get_protocol()
         self._incoming = incoming
-        self._out, self._traffic = out, traffic
+        self._out, self._took = out, took
         self._on_progress = on_progress
         self.received = arrived
         self._writable = asyncio.Event()
@@ -434,7 +440,7 @@ class _Bulk(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self.received += nbytes
-        self._traffic.received += nbytes
+        self._took(nbytes)
         if self.arrived.done():
             return
         try:

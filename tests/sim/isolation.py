@@ -8,8 +8,9 @@ import logging
 from collections.abc import Iterator
 from unittest.mock import patch
 
+from shoal.swarm.exchange import context
 from shoal.swarm.exchange.group import exchange as group_exchange
-from shoal.swarm.exchange.pair import calls
+from shoal.swarm.exchange.group import reduction
 from tests.sim.clock import VirtualLoop
 from tests.sim.memory_stream import Ends, stream_pair
 
@@ -41,10 +42,11 @@ def isolated(loop: VirtualLoop) -> Iterator[ErrorCollector]:
     logger.propagate = False
     gc.disable()
     try:
-        # A virtual loop has no sockets; and streams that are kept have to be gone when a simulation rests.
+        # A virtual loop has no sockets; streams that are kept have to be gone when a simulation rests, and payloads are small.
         with (
             patch.object(group_exchange, "connected", _connected),
-            patch.object(calls, "KEPT_S", 5.0),
+            patch.object(context, "KEPT_S", 5.0),
+            patch.object(reduction, "WINDOW", 0),
         ):
             yield errors
     finally:

@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,10 +33,11 @@ from shoal.optim.codecs.base import FloatCodec, all_finite, buffer
 from shoal.optim.exchange.averaging import UpdateScreen, mean_of
 from shoal.optim.exchange.base import Mean
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.exchange.context import ANSWERED, KeptStreams, answer_all
 from shoal.swarm.exchange.contribution import EncodedContribution, ExchangeAttempt
 from shoal.swarm.exchange.group.roster import LivenessView, Roster
 from shoal.swarm.p2p.limits import StreamPlaces
-from shoal.swarm.p2p.stream import Stream, short, stop
+from shoal.swarm.p2p.stream import Stream, running, short, stop
 from shoal.swarm.wire.envelope import HashList, pack, unpack
 from shoal.swarm.wire.messages import GroupHello
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 PAYLOAD_PROTOCOL = "/shoal/group-payload/1"
+WINDOW = 256 << 10  # bytes that a new stream takes at once; a kept one only what its window has left, unless more have widened it
 MAX_HELD = 64  # callers from groups that this node does not know yet
 
 
@@ -55,17 +57,35 @@ class PeerStreams:
         self._running: dict[bytes, Reduction] = {}
         self._held: dict[asyncio.Event, bytes] = {}
         self._places = StreamPlaces(MAX_HELD)
+        self._kept, self._waiting = KeptStreams(host), StreamPlaces(ANSWERED)
         host.serve(PAYLOAD_PROTOCOL, self._serve)
 
-    async def open(self, peer: str, nonce: bytes) -> Stream:
-        """Open a stream to a member, for the group with this nonce. Raises NetworkError."""
-        stream = await self._host.open(peer, PAYLOAD_PROTOCOL, addresses=self._view.addresses(peer), timeout=self.chunk_timeout)
+    async def call(self, peer: str, nonce: bytes, nbytes: int, use: Callable[[Stream], Awaitable[None]]) -> None:
+        """Open a stream to a member, for the group with this nonce, or take one that was kept, and ``use`` it for ``nbytes`` each
+        way at most. One whose use ends well is kept if they are more than a new one takes at once; a kept one that the member had
+        just ended is replaced. Raises what ``use`` does, or NetworkError.
+        """
+        large = nbytes > WINDOW
+        if large and (kept := self._kept.take(peer)) is not None:
+            before = kept.received
+            try:
+                await self._used(kept, nonce, use)
+                return self._kept.keep(kept)
+            except NetworkError as error:
+                if error.reason != "broken" or kept.received > before:
+                    raise
+        addresses = self._view.addresses(peer)
+        stream = await self._host.open(peer, PAYLOAD_PROTOCOL, addresses=addresses, timeout=self.chunk_timeout)
+        await self._used(stream, nonce, use)
+        self._kept.keep(stream) if large else stream.close()
+
+    async def _used(self, stream: Stream, nonce: bytes, use: Callable[[Stream], Awaitable[None]]) -> None:
         try:
             await stream.send(pack(GroupHello(nonce=nonce)), self.chunk_timeout)
+            await use(stream)
         except BaseException:
-            stream.abort()
+            stream.abort()  # so that the other end notices at once
             raise
-        return stream
 
     def begin(self, reduction: Reduction) -> None:
         """Hand the reduction the streams of its group, also those that came before this node knew of the group."""
@@ -79,22 +99,25 @@ class PeerStreams:
         self._running.pop(reduction.group.nonce, None)
 
     async def _serve(self, stream: Stream) -> None:
+        await answer_all(self._host, PAYLOAD_PROTOCOL, stream, self._answer, self._waiting)
+
+    async def _answer(self, stream: Stream) -> bool:
+        """Hand the stream to the reduction of the group that it names; return whether another may follow."""
         hello = unpack(await stream.receive(GroupHello.LIMIT, self.chunk_timeout), GroupHello)
         if hello.nonce not in self._running:
             if not self._places.take(stream):
-                return
+                return False
             event = asyncio.Event()
             self._held[event] = hello.nonce
             try:
                 await asyncio.wait_for(event.wait(), self.chunk_timeout)
             except TimeoutError:
-                return
+                return False
             finally:
                 self._places.free(stream)
                 del self._held[event]
         reduction = self._running.get(hello.nonce)
-        if reduction is not None and stream.peer_id in reduction.group.readies:
-            await reduction.accept(stream)
+        return reduction is not None and stream.peer_id in reduction.group.readies and await reduction.accept(stream)
 
 
 log = logging.getLogger(__name__)
@@ -178,10 +201,15 @@ class AllGather:
         self.lose(self.group.places(late))
         return late
 
+    def _calls(self, peer: str) -> bool:
+        """Return whether this node calls the member: of two the leader, which knows of the group first; else the first in order."""
+        leader = self.group.leader
+        return self._me == leader or (peer != leader and self._me < peer)
+
     async def _with(self, peer: str) -> None:
-        """Exchange with one member: of two the first in order calls."""
+        """Exchange with one member."""
         with contextlib.suppress(asyncio.TimeoutError):
-            if self._me > peer:
+            if not self._calls(peer):
                 await asyncio.wait_for(self._called[peer].wait(), self._streams.chunk_timeout)
             elif not self._called[peer].is_set():
                 self._moving[peer] = asyncio.ensure_future(self._call(peer))
@@ -190,21 +218,25 @@ class AllGather:
         self._called[peer].set()
 
     async def _call(self, peer: str) -> None:
+        nbytes = self._attempt.contribution.payload.nbytes
+        await self._tried(peer, self._streams.call(peer, self.group.nonce, nbytes, self._swap))
+
+    async def accept(self, stream: Stream) -> bool:
+        """Serve a member that has called; return whether that ended well."""
+        peer = stream.peer_id
+        if peer not in self._called or self._called[peer].is_set() or self._calls(peer):
+            return False
+        self._moving[peer] = asyncio.ensure_future(self._tried(peer, self._swap(stream)))
+        self._called[peer].set()
+        await asyncio.wait({self._moving[peer]})
+        return peer in self._parts
+
+    async def _tried(self, peer: str, work: Awaitable[None]) -> None:
         try:
-            with contextlib.closing(await self._streams.open(peer, self.group.nonce)) as stream:
-                await self._swap(stream)
+            await work
         except (NetworkError, MessageError) as error:
             log.info("round %d: nothing from %s: %s", self._attempt.key.round, short(peer), error)
             self._attempt.failed(peer, error)
-
-    async def accept(self, stream: Stream) -> None:
-        """Serve a member that has called; its stream is closed when this returns."""
-        peer = stream.peer_id
-        if peer not in self._called or self._called[peer].is_set() or self._me < peer:
-            return
-        self._moving[peer] = asyncio.ensure_future(self._swap(stream))
-        self._called[peer].set()
-        await asyncio.wait({self._moving[peer]})
 
     async def _swap(self, stream: Stream) -> None:
         peer, ready = stream.peer_id, self.group.readies[stream.peer_id]
@@ -212,20 +244,16 @@ class AllGather:
         scratch = buffer(ready.nbytes)
         incoming = scratch.numpy().data
         hashes = HashList(incoming)
-        try:
-            await stream.swap(
-                self._attempt.contribution.payload, incoming, chunk_timeout=self._streams.chunk_timeout, deadline=self._until,
-                longest=self._longest, on_progress=hashes.advance,
-            )  # fmt: skip
-            if hashes.digest() != ready.sha256:
-                raise MessageError(f"the payload of peer {short(peer)} does not match the digest it announced.", "damaged")
-            problem, _ = await asyncio.to_thread(self._attempt.problem, peer, scratch)
-            if problem is not None:
-                raise MessageError(f"the contribution of peer {short(peer)} was refused: {problem}.", problem.kind)
-            self._parts[peer], self.arrived[peer] = (ready.weight, scratch), asyncio.get_running_loop().time()
-        except (NetworkError, MessageError) as error:
-            log.info("round %d: nothing from %s: %s", self._attempt.key.round, short(peer), error)
-            self._attempt.failed(peer, error)
+        await stream.swap(
+            self._attempt.contribution.payload, incoming, chunk_timeout=self._streams.chunk_timeout, deadline=self._until,
+            longest=self._longest, on_progress=hashes.advance,
+        )  # fmt: skip
+        if hashes.digest() != ready.sha256:
+            raise MessageError(f"the payload of peer {short(peer)} does not match the digest it announced.", "damaged")
+        problem, _ = await asyncio.to_thread(self._attempt.problem, peer, scratch)
+        if problem is not None:
+            raise MessageError(f"the contribution of peer {short(peer)} was refused: {problem}.", problem.kind)
+        self._parts[peer], self.arrived[peer] = (ready.weight, scratch), asyncio.get_running_loop().time()
 
 
 PART = 1 << 18  # bytes that are averaged at a time
@@ -317,16 +345,17 @@ class AllReduce:
         if places:
             self._failed.set()
 
-    async def accept(self, stream: Stream) -> None:
-        """Serve a member that sends its part of this node's share and takes the average of it."""
+    async def accept(self, stream: Stream) -> bool:
+        """Serve a member that sends its part of this node's share and takes the average of it; return whether that ended well."""
         caller = self._callers.get(stream.peer_id)
         if caller is None or caller.done() or self._over.is_set():
-            return
+            return False
         caller.set_result(stream)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._over.wait(), max(self._until - asyncio.get_running_loop().time(), 0.0))
         if self._mean is None:
             stream.abort()
+        return self._mean is not None
 
     async def _reduced(self, dtype: torch.dtype) -> Tensor:
         """Return the mean of all, flat, float32. Raises NetworkError or MessageError as soon as anything is missing."""
@@ -351,23 +380,19 @@ class AllReduce:
         parts, patience = self._parts(peer, values), REDUCER * self._streams.chunk_timeout
         if not parts:
             return
-        stream = await self._streams.open(peer, self.group.nonce)
 
-        async def send() -> None:
+        async def send(stream: Stream) -> None:
             for part in parts:
                 await stream.send(_packed(values[part]), patience)
 
-        sending = asyncio.ensure_future(send())
-        try:
-            for part in parts:
-                mean[part] = await self._received(stream, part, torch.float32, patience)
-            await sending
-        except BaseException:
-            stream.abort()  # so that the other end notices at once
-            raise
-        finally:
-            await stop(sending)
-        stream.close()
+        async def use(stream: Stream) -> None:
+            async with running(send(stream)) as (sending,):
+                for part in parts:
+                    mean[part] = await self._received(stream, part, torch.float32, patience)
+                await sending
+
+        share = (parts[-1].stop - parts[0].start) * mean.element_size()
+        await self._streams.call(peer, self.group.nonce, share, use)
 
     async def _average(self, values: Tensor, mean: Tensor) -> None:
         """Average this node's share of the values of all members, and send each of them the averages."""

@@ -26,19 +26,22 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal.optim.exchange.base import RoundKey, candidates, groups, partner_of, rank
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import (
+    ANSWERED,
     LEAST_S,
     OVERLAPPED_S,
     ExchangeTimeouts,
+    KeptStreams,
     PairRounds,
     PassedOver,
     PeerContext,
     RoundEvidence,
     TrainingTime,
+    answer_all,
 )
 from shoal.swarm.exchange.contribution import BARRED, EncodedContribution
 from shoal.swarm.exchange.pair.transfer import Attempt, Incoming, PairTransfer, PartnerContribution, Withdrawn
@@ -46,10 +49,6 @@ from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import Stream, first_of, race, running, short, stop
 from shoal.swarm.wire.envelope import ENVELOPE, fresh_nonce, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Answer, Member, Offer
-
-if TYPE_CHECKING:
-    from shoal.swarm.p2p.host import Host
-
 
 log = logging.getLogger(__name__)
 
@@ -349,40 +348,6 @@ async def receive_offer(stream: Stream, seconds: float) -> Offer:
     return offer
 
 
-KEPT_S = 600.0  # seconds without a call, after which a stream is ended
-KEPT, KEPT_EACH = 32, 4  # streams at most, and to one peer, with which several fragments may be exchanged at once
-
-
-class KeptStreams:
-    """Streams on which a call of this node has ended well. The next call to the peer needs no round trip to open one, and the
-    windows of flow control, with which a new stream takes four round trips for 1 MB, have grown.
-    """
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._idle: dict[Stream, asyncio.TimerHandle] = {}  # the one used last is the last
-
-    def keep(self, stream: Stream) -> None:
-        """Keep ``stream`` until it is taken, or others take its place."""
-        self._idle[stream] = asyncio.get_running_loop().call_later(KEPT_S, self._end, stream)
-        of_peer = [other for other in self._idle if other.peer_id == stream.peer_id]
-        for oldest in {*of_peer[:-KEPT_EACH], *list(self._idle)[:-KEPT]}:
-            self._end(oldest)
-
-    def take(self, peer: str) -> Stream | None:
-        """Return a kept stream to ``peer`` that may be used, if there is one; it is the caller's."""
-        for stream in [other for other in reversed(self._idle) if other.peer_id == peer]:
-            if self._host.usable(stream):
-                self._idle.pop(stream).cancel()
-                return stream
-            self._end(stream)
-        return None
-
-    def _end(self, stream: Stream) -> None:
-        self._idle.pop(stream).cancel()
-        stream.close()
-
-
 async def open_unless(called: asyncio.Event, opening: Coroutine[Any, Any, Stream]) -> Stream | None:
     """Open a stream; return None if ``called`` is set before it is open, and then end it. Raises NetworkError."""
     stream, call, wanted = asyncio.ensure_future(opening), asyncio.ensure_future(called.wait()), False
@@ -616,7 +581,6 @@ class Caller:
 
 
 EXCHANGE_PROTOCOL = "/shoal/exchange/1"
-ANSWERED = 64  # streams of callers that wait for their next call, at most
 
 
 class CallAnswerer:
@@ -628,13 +592,7 @@ class CallAnswerer:
 
     async def serve(self, stream: Stream) -> None:
         """Answer the calls that come on a stream, one after another."""
-        while await self._serve(stream) and self._kept.take(stream):
-            try:
-                more = await stream.more(KEPT_S)
-            finally:
-                self._kept.free(stream)
-            if not (more and self._context.host.resource_manager.renew(stream, EXCHANGE_PROTOCOL)):
-                return
+        await answer_all(self._context.host, EXCHANGE_PROTOCOL, stream, self._serve, self._kept)
 
     async def _serve(self, stream: Stream) -> bool:
         """Answer one call; return whether another may follow it."""

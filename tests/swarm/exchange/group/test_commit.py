@@ -17,7 +17,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL, DecisionLog, GroupCommit, MemberState
-from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Gathered
+from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL, AllGather, AllReduce, Gathered
 from shoal.swarm.exchange.group.roster import encode_roster, ready_message
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import Stream
@@ -126,6 +126,61 @@ def test_the_way_follows_from_the_codec_and_every_member_gets_the_same_bits(scho
     payload = codec.nbytes([LARGE])
     for peer in peers:  # an all-reduce sends 2 (K - 1) / K payloads, gathering K - 1
         assert peer.host.traffic.sent == pytest.approx((1.6 if codec is FLOAT32 else 4) * payload, rel=0.05)
+
+
+def called(peers):
+    """Who has opened a stream for payloads to whom, in order."""
+    return [(caller, other) for caller, other, protocol in peers[0].network.opened if protocol == PAYLOAD_PROTOCOL]
+
+
+@WAYS
+def test_streams_between_members_stay_open_for_their_next_groups(school, codec):
+    peers = school.peers(4)
+    for round in range(8):
+        check_same([peer.start(round, float(number), codec, LARGE) for number, peer in enumerate(peers)])
+    calls = called(peers)
+    assert len(calls) == len(set(calls))
+    assert {frozenset(call) for call in calls} == {frozenset((a.id, b.id)) for a in peers for b in peers if a is not b}
+
+
+@WAYS
+def test_for_what_a_new_stream_takes_at_once_none_is_kept(school, codec):
+    """Of a kept one's window a part is used up: the rest would wait for a round trip."""
+    peers = school.peers(4)
+    for round in range(2):
+        check_same([peer.start(round, float(number), codec, (4,)) for number, peer in enumerate(peers)])
+    assert len(called(peers)) == 2 * (12 if codec is FLOAT32 else 6)
+    assert not any(peer.exchange._groups._streams._kept._idle for peer in peers)
+
+
+def test_of_two_members_that_gather_the_leader_calls_else_the_first_in_order(school):
+    leader, *others = school.ranked(school.peers(4))
+    check_same(start([leader, *others], codec_named("int8")))
+    first, second, third = sorted(peer.id for peer in others)
+    expected = [(leader.id, first), (leader.id, second), (leader.id, third), (first, second), (first, third), (second, third)]
+    assert sorted(called(others)) == sorted(expected)
+
+
+@WAYS
+def test_a_kept_stream_that_its_other_end_has_just_ended_is_replaced(school, monkeypatch, attempts, codec):
+    peers = school.peers(4)
+    check_same(start(peers, codec))
+    kept = {stream for peer in peers for stream in peer.exchange._groups._streams._kept._idle}
+    before = called(peers)
+    assert len(kept) == len(before)
+
+    async def end():
+        for peer in peers:
+            monkeypatch.setattr(peer.host, "usable", lambda stream: True)  # the end of the stream is still on its way
+            for stream in set(peer.host.streams) - kept:
+                stream.abort()
+
+    peers[0].host.call(end(), 60)
+    handles = [peer.start(1, float(number), codec, LARGE) for number, peer in enumerate(peers)]
+    assert check_same(handles).members == tuple(sorted(peer.id for peer in peers))
+    assert set(called(peers)[len(before) :])
+    assert attempts == [("allreduce" if codec is FLOAT32 else "gather", 4, True)] * 2
+    assert all(peer.exchange.stats.report()["failures"] == () for peer in peers)
 
 
 def test_who_leads_may_choose_to_gather_always(school, attempts):
@@ -367,10 +422,12 @@ def test_strangers_get_no_payload(school, monkeypatch):
         peer.sees = [other.id for other in peers]
     refused, run = [], AllGather.run
 
-    async def running(gathering):
-        stream = await stranger.exchange._groups._streams.open(gathering._me, gathering.group.nonce)
+    async def nothing(stream):
         with pytest.raises(NetworkError):
             await stream.receive(1 << 20, 3.0)
+
+    async def running(gathering):
+        await stranger.exchange._groups._streams.call(gathering._me, gathering.group.nonce, 1 << 20, nothing)
         refused.append(gathering._me)
         await run(gathering)
 

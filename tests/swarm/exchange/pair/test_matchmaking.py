@@ -14,8 +14,8 @@ import torch
 from shoal.optim import BFLOAT16, FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution, partner_of, rank
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange import context
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
 from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
@@ -420,8 +420,8 @@ def test_few_streams_are_kept_and_none_for_long():
             self.ended = True
 
     async def main():
-        kept = calls.KeptStreams(SimpleNamespace(usable=lambda stream: stream is not last))
-        of_one = [Kept("a") for _ in range(calls.KEPT_EACH + 2)]
+        kept = context.KeptStreams(SimpleNamespace(usable=lambda stream: stream is not last))
+        of_one = [Kept("a") for _ in range(context.KEPT_EACH + 2)]
         last = of_one[-1]
         for stream in of_one:
             kept.keep(stream)
@@ -429,13 +429,13 @@ def test_few_streams_are_kept_and_none_for_long():
         assert kept.take("b") is None
         assert kept.take("a") is of_one[-2]
         assert last.ended
-        for number in range(calls.KEPT):
+        for number in range(context.KEPT):
             kept.keep(Kept(f"peer {number}"))
         assert all(stream.ended for stream in of_one[:-2])
         assert not of_one[-2].ended
-        assert len(kept._idle) == calls.KEPT
+        assert len(kept._idle) == context.KEPT
         handles = list(kept._idle.values())
-        assert all(abs(handle.when() - asyncio.get_running_loop().time() - calls.KEPT_S) < LONG for handle in handles)
+        assert all(abs(handle.when() - asyncio.get_running_loop().time() - context.KEPT_S) < LONG for handle in handles)
         for stream in list(kept._idle):
             kept._end(stream)
         assert all(handle.cancelled() for handle in handles)
