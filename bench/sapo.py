@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="at which transformers write")
     parser.add_argument("--env", default="families", help="of language models, as of `shoal up`, or six families of reasoning-gym")
     parser.add_argument("--base", type=Path, default=Path("runs/sapo-small"), help="small: where its beginning is kept")
-    parser.add_argument("--solved", type=count, default=300, help="small: batches of solved questions that it begins with")
+    parser.add_argument("--solved", type=count, default=900, help="small: batches of solved questions that it begins with")
     parser.add_argument(
         "--overlap", type=float, default=1.0, help="linear: length of a question's shared features, its own one being 1"
     )
