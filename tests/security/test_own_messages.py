@@ -63,8 +63,8 @@ def test_a_record_holds_whatever_training_comes_to(loss, speed, tokens, mfu, rou
     opt = SimpleNamespace(round=round, steps=step, lag=3, lag_auto=True)
     said = []
 
-    def announce(*, details, **fields):
-        said.append({**fields, **details})
+    def announce(**fields):
+        said.append(fields)
 
     publisher = SimpleNamespace(announce=announce, leave=lambda seconds: None)
     traffic = SimpleNamespace(rate=lambda: None, sent=0, received=0)
