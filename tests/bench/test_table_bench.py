@@ -337,3 +337,4 @@ def test_overlapped_runs_are_as_late_as_the_link_that_the_default_is_judged_by()
     assert [methods.lag("noloco-overlap", every) for every in (1, 10, 16, 20)] == [1, 6, 10, 12]  # five eighths of a round
     assert (methods.lag("noloco", 50), methods.lag("co2", 50)) == (0, 50)
     assert (methods.lag("noloco-overlap", 25, "mod4"), methods.lag("noloco-overlap", 50, "int8")) == (4, 16)
+    assert (methods.lag("streaming", 16, "sign+ef"), methods.lag("streaming", 50, "e3m0+ef")) == (5, 16)
