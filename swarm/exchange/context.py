@@ -2,8 +2,8 @@
 
 What an exchange may hold of a node's training (`TrainingTime`) follows from what exchanges usually hold there: the median of the
 newest exchanges, one of each partner, also if it was given up: slow links are usual where all have them, and one slow peer does not
-make the usual. An exchange that holds training for longer than `SEVERAL` times that, and than half a round, is given up. Before
-there is a measure it has the time of its bytes over a link of half 1 Mbit/s.
+make the usual. An exchange that holds training for longer than `SEVERAL` times that, and than half a round, is given up; a fragment
+larger than the usual one has as much more. Before there is a measure it has the time of its bytes over a link of half 1 Mbit/s.
 
 What an exchange holds beyond `OFTEN` times the usual is its peer's cost, however well it ends, and each round gives `GIVES` of its
 time back. Who has cost `COSTLY` of a round more than that is passed over for as many rounds as it takes to give it.
@@ -202,6 +202,8 @@ class TrainingTime:
         """Peer -> seconds for which the newest exchange with it held training."""
         self.took = Newest[str, float](PARTNERS)
         """Peer -> seconds of the newest exchange with it in all."""
+        self._nbytes = Newest[str, int](PARTNERS)
+        """Peer -> bytes each way of that, of this node's own contribution: nobody's word."""
         self._owed = Newest[str, tuple[float, int]](PEERS)
         """Peer -> seconds that it had cost more than it gave, and the round of that."""
 
@@ -230,8 +232,9 @@ class TrainingTime:
         half = min(self._round_s(fragment) / 2, self.patience(fragment))
         if self.holds and fragment < self._fragments:
             # At the end training waits for all of an exchange, which else goes on meanwhile.
-            whole = LONGER * median_low(self.took.values()) - before if self.took else 0.0
-            return max(LEAST_S, SEVERAL * median_low(self.holds.values()), half, whole)  # trials of a contribution are in them
+            times = max(nbytes / median_low(self._nbytes.values()), 1.0) if self._nbytes else 1.0
+            whole = LONGER * times * median_low(self.took.values()) - before if self.took else 0.0
+            return max(LEAST_S, SEVERAL * times * median_low(self.holds.values()), half, whole)  # a contribution's trials are in them
         # The last average is of all weights, and so larger than what was measured.
         return max(FIRST_S, nbytes / FIRST_RATE, half) + self.timeouts.trial
 
@@ -239,12 +242,16 @@ class TrainingTime:
         """Return the seconds for which the first members of a group wait for the others."""
         return max(LATE * self._round_s(fragment), LATE_S)
 
-    def spent(self, peer: str, round: int, fragment: int, held: float, *, whole: bool, took: float = 0.0) -> dict[str, int]:
-        """Note that an exchange with ``peer`` held training for ``held`` of the seconds that it ``took``; ``whole``: it was not
-        given up. Return the peers to be passed over, and for how many rounds: it, or the first one, now that there is a measure.
+    def spent(
+        self, peer: str, round: int, fragment: int, held: float, *, whole: bool, took: float = 0.0, nbytes: int = 0
+    ) -> dict[str, int]:
+        """Note that an exchange of ``nbytes`` bytes each way with ``peer`` held training for ``held`` of the seconds that it
+        ``took``; ``whole``: it was not given up. Return the peers to be passed over, and for how many rounds: it, or the first one, now that there is a measure.
         """
         before = dict(self.holds)
         self.holds[peer] = held
+        if nbytes:
+            self._nbytes[peer] = nbytes
         usual = max(OFTEN * median_low(before.values()), FREE_S) if before else math.inf  # over a satellite the first ones are dear
         others = [seconds for other, seconds in self.took.items() if other != peer]
         often = median_low(others) if others else 0.0

@@ -79,6 +79,7 @@ class _Hold:
 
     budget: float
     began: float
+    nbytes: int
     since: float | None = None
     """The loop's time from which training waits for it."""
     late: set[str] = field(default_factory=set)
@@ -286,7 +287,7 @@ class GroupMember:
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
         listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, longest))
-        hold = _Hold(self._time.budget(nbytes, attempt.key.fragment), began)
+        hold = _Hold(self._time.budget(nbytes, attempt.key.fragment), began, nbytes)
         holding = asyncio.ensure_future(hold.limit(pending.needed, reduction, reducing))
         try:
             await first_of(reducing, listening)
@@ -312,7 +313,7 @@ class GroupMember:
                 log.info("round %d: the channel to the leader broke: %s", attempt.key.round, error)
                 self._view.mark_absent([group.leader])
                 if holding.done() and hold.since is not None and group.leader != self._context.me and not hold.slept():
-                    self._spent(group.leader, attempt.key, loop.time() - hold.since, whole=False)
+                    self._spent(group.leader, attempt.key, loop.time() - hold.since, nbytes, whole=False)
                 sealed = await self._ask(group) if reducing.done() else None
             mean = self._decisions.open(sealed, group.leader, group.nonce)
         finally:
@@ -336,12 +337,12 @@ class GroupMember:
         if hold.since is None or now - hold.since > 2 * hold.budget:  # this node itself slept meanwhile
             return
         for peer, at in (dict.fromkeys(sorted(hold.unheard), now) | dict(reduction.arrived)).items():
-            self._spent(peer, key, max(at - hold.since, 0.0), whole=True, took=at - hold.began)
+            self._spent(peer, key, max(at - hold.since, 0.0), hold.nbytes, whole=True, took=at - hold.began)
         for peer in sorted(hold.late):
-            self._spent(peer, key, hold.budget, whole=False)
+            self._spent(peer, key, hold.budget, hold.nbytes, whole=False)
 
-    def _spent(self, peer: str, key: RoundKey, held: float, *, whole: bool, took: float = 0.0) -> None:
-        for one in self._time.spent(peer, key.round, key.fragment, held, whole=whole, took=took):
+    def _spent(self, peer: str, key: RoundKey, held: float, nbytes: int, *, whole: bool, took: float = 0.0) -> None:
+        for one in self._time.spent(peer, key.round, key.fragment, held, whole=whole, took=took, nbytes=nbytes):
             log.info("round %d: %s held training for too long", key.round, short(one))
             self._view.mark_costly(one, key.round)
 

@@ -264,14 +264,14 @@ class PairState:
         ``called``: seconds that the call took before this. ``incoming``: what has come of the peer's payload.
         """
         loop, attempt, key = asyncio.get_running_loop(), pairing.attempt, pairing.key
-        began = loop.time()
+        began, nbytes = loop.time(), attempt.contribution.payload.nbytes
         transfer = self.transfers.run(stream, attempt, theirs, caller=caller, incoming=incoming)
         held = called if pairing.needed.is_set() else 0.0
         attempt.commit.leave_out = lambda: loop.time() - began >= LEAST_S and self.rounds.leave_out()
         try:
             async with running(transfer, pairing.needed.wait()) as (work, needed):
                 await first_of(work, needed)
-                since, longest = loop.time(), self.time.budget(theirs.nbytes, key.fragment, loop.time() - began)
+                since, longest = loop.time(), self.time.budget(nbytes, key.fragment, loop.time() - began)
                 await first_of(work, timeout=longest)
                 given_up = not work.done() and attempt.commit.close() is None
                 if given_up:
@@ -289,7 +289,8 @@ class PairState:
         if (
             (received is not None or given_up) and held < 2 * longest + called and not stream.tries
         ):  # else broken off, or this one slept
-            over = self.time.spent(stream.peer_id, key.round, key.fragment, held, whole=not given_up, took=loop.time() - began)
+            took = loop.time() - began
+            over = self.time.spent(stream.peer_id, key.round, key.fragment, held, whole=not given_up, took=took, nbytes=nbytes)
         self.ended(pairing, stream.peer_id, received, over.pop(stream.peer_id, 0))
         for peer, rounds in over.items():
             self.selector.passed.missed(peer, key.round, rounds)

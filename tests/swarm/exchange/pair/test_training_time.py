@@ -167,6 +167,16 @@ def test_an_exchange_that_usually_goes_on_meanwhile_has_its_whole_time_at_the_en
     assert time.budget(0, 0, 40.0) == 5.0
 
 
+def test_a_fragment_larger_than_the_usual_one_has_as_much_more_time():
+    time = timed({0: 3.0, 1: 3.0}, wait=0.0, fragments=2)
+    for peer in ("one", "two", "three"):
+        time.spent(peer, 0, 0, 0.5, whole=True, took=0.5, nbytes=1000)
+    assert time.budget(1000, 0) == SEVERAL * 0.5
+    assert time.budget(10_000, 1) == SEVERAL * 5.0
+    assert time.budget(100, 1) == SEVERAL * 0.5
+
+
+
 def test_who_holds_training_for_longer_than_it_gives_is_passed_over_until_it_has_given_that():
     time = timed({0: 10.0})
     time.holds.update(one=0.5)
