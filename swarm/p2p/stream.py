@@ -432,6 +432,8 @@ class _Bulk(asyncio.BufferedProtocol):
             self._transport.abort()  # it failed: the usual protocol does not expect a paused transport
         self._transport.set_write_buffer_limits()
         self._transport.set_protocol(self._usual)
+        # uvloop refers to the methods of a buffered protocol for as long as the stream is kept, and so to what this one refers to.
+        self._incoming, self._out, self._on_progress = memoryview(b""), _Outgoing(memoryview(b"")), None
         self._reader._paused = False
         self._transport.resume_reading()
 

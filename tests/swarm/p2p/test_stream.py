@@ -1,11 +1,14 @@
 """Streams over a socket pair: no daemon is needed to show what bytes go where."""
 
 import asyncio
+import gc
 import os
 import socket
 import time
+import weakref
 
 import pytest
+import uvloop
 
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.p2p.stream import CHUNK, Stream
@@ -22,16 +25,17 @@ async def pair():
     return ends
 
 
-def run(body):
-    async def main():
-        a, b = await pair()
-        try:
-            await asyncio.wait_for(body(a, b), 30)
-        finally:
-            a.close()
-            b.close()
+async def within(body):
+    a, b = await pair()
+    try:
+        await asyncio.wait_for(body(a, b), 30)
+    finally:
+        a.close()
+        b.close()
 
-    asyncio.run(main())
+
+def run(body):
+    asyncio.run(within(body))
 
 
 def soon(seconds=20.0):
@@ -159,6 +163,26 @@ def test_the_outgoing_buffer_is_free_when_swap_returns():
         assert into == b"1" * len(into)
 
     run(body)
+
+
+def test_a_stream_that_is_kept_keeps_neither_buffer_nor_who_was_told_of_progress():
+    class Told:
+        def __call__(self, received):
+            pass
+
+    async def body(a, b):
+        out, into, told = bytearray(3 * CHUNK), bytearray(3 * CHUNK), Told()
+        gone = weakref.ref(told)
+        await asyncio.gather(swap(a, out, into, on_progress=told), swap(b, bytes(3 * CHUNK), bytearray(3 * CHUNK)))
+        del told
+        gc.collect()
+        assert gone() is None
+        into.append(0)  # BufferError while anybody refers to it
+        out.append(0)
+        await a.send(b"after", 30)
+        assert await b.receive(5, 30) == b"after"
+
+    uvloop.run(within(body))  # a host's loop, which refers to the last protocol that took bytes into a buffer
 
 
 def test_eof_before_the_last_byte_is_a_failure():
