@@ -32,8 +32,13 @@ def held() -> int:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        return most_held()
+
+
+def most_held() -> int:
+    """Return the most bytes of memory that this process has had."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def check(
@@ -187,10 +192,11 @@ def room(gigabytes: float) -> float:
 def room_for_copy(gigabytes: float) -> Callable[[int], bool]:
     """Return the function that decides whether a checkpoint may be written from a copy of so many bytes.
 
-    With a bound (``gigabytes``) it may if this process stays within it; else if that takes half of the free memory at most.
+    With a bound (``gigabytes``) it may if this process stays within it, also in the next exchange, which takes what the last ones
+    took; else if that takes half of the free memory at most.
     """
     if gigabytes:
-        return lambda nbytes: held() + nbytes <= gigabytes * GB
+        return lambda nbytes: most_held() + nbytes <= gigabytes * GB
     return lambda nbytes: 2 * nbytes <= free_memory()[0]
 
 

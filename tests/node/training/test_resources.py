@@ -9,7 +9,7 @@ import torch
 from shoal.node.console import free_memory
 from shoal.node.task import Shard, Task
 from shoal.node.training import resources as memory
-from shoal.node.training.resources import BODIES, GB, POOL, DevicePlan, MemoryBudgetError, check, held, shares
+from shoal.node.training.resources import BODIES, GB, POOL, DevicePlan, MemoryBudgetError, check, held, most_held, shares
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.optim import device as of_device
@@ -108,7 +108,8 @@ def test_a_containers_limit_counts(tmp_path):
 
 
 def test_a_checkpoint_is_copied_only_where_that_leaves_memory(monkeypatch):
-    monkeypatch.setattr(memory, "held", lambda: GB)
+    monkeypatch.setattr(memory, "held", lambda: 0)  # between two exchanges
+    monkeypatch.setattr(memory, "most_held", lambda: GB)
     monkeypatch.setattr(memory, "free_memory", lambda: (GB, 9 * GB))
     bounded, free = memory.room_for_copy(1.5), memory.room_for_copy(0.0)
     assert (bounded(GB // 2), bounded(GB // 2 + 1)) == (True, False)
@@ -123,6 +124,7 @@ def test_queues_follow_from_the_budget():
 
 def test_what_a_process_holds_is_found():
     assert 10_000_000 < held() < 1 << 40
+    assert 10_000_000 < most_held() < 1 << 40
 
 
 def test_a_folder_that_cannot_hold_the_outer_state_is_one_sentence(tmp_path):
