@@ -1,10 +1,12 @@
 """``python -m bench.chaos`` with real nodes: what it says, and that nothing is left of it, even when it is killed."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
-CHAOS = ("-m", "bench.chaos")
+ROOT = Path(__file__).resolve().parents[2]
+CHAOS = {"before": ("env", f"PYTHONPATH={ROOT}"), "program": ("-m", "bench.chaos")}
 KEYS = {
     "kills", "rejoins", "max_stall_s", "median_stall_s", "steps_lost", "loss_first", "loss_last", "throughput_kept", "orphans",
     "rss_slope", "fd_slope", "join_s", "resume_s", "troubles", "unharmed",
@@ -16,7 +18,7 @@ KEYS = {
 def test_nodes_are_killed_come_back_and_leave_nothing_behind(shoal, lag):
     report = shoal.start(
         "--peers", 3, "--minutes", 0.3, "--kills-per-minute", 4, "--stops-per-minute", 3, "--no-unharmed", "--every", 5,
-        "--set", f"outer.lag={lag}", "--json", program=CHAOS,
+        "--set", f"outer.lag={lag}", "--json", **CHAOS,
     ).json(240)  # fmt: skip
     assert report.keys() >= KEYS
     assert (report["kills"], report["stops"], report["steps_lost"], report["orphans"], report["troubles"]) == (1, 1, 0, 0, [])
@@ -32,7 +34,7 @@ def test_nodes_are_killed_come_back_and_leave_nothing_behind(shoal, lag):
 def test_nothing_is_left_when_it_is_ended_in_the_middle(shoal, eventually, number):
     run = shoal.start(
         "--peers", 2, "--minutes", 5, "--kills-per-minute", 0, "--stops-per-minute", 60, "--no-unharmed", "--keep", "kept",
-        program=CHAOS,
+        **CHAOS,
     )  # fmt: skip
     eventually(lambda: "sleeps" in run.said(), 180, "a node that sleeps")
     run.signal(number)
