@@ -57,15 +57,9 @@ class Process:
                 self.popen = forks.start(arguments, env, stderr, cwd)
             else:
                 self.popen = subprocess.Popen(
-                    [*map(str, (*before, *program, *arguments))],
-                    env=env,
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=stderr,
-                    text=True,
-                    start_new_session=True,
-                )
+                    [*map(str, (*before, *program, *arguments))], env=env, cwd=cwd, stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True,
+                )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -38,27 +38,17 @@ def outcomes(worker_module):
 
 # Where a message is on its way when its sender dies it may arrive or not; both outcomes are whole then.
 OFTEN = [
-    (KILL, "caller", "offer", ALONE),
-    (STOP, "callee", "offer", ALONE),
-    (KILL, "callee", "chunk", ALONE),
-    (STOP, "caller", "chunk", ALONE),
-    (KILL, "callee", "ready", ALONE | PAIR),
-    (STOP, "caller", "decided", ALONE),
-    (KILL, "callee", "heard", PAIR),
-    (STOP, "caller", "commit", PAIR),
-]
+    (KILL, "caller", "offer", ALONE), (STOP, "callee", "offer", ALONE), (KILL, "callee", "chunk", ALONE),
+    (STOP, "caller", "chunk", ALONE), (KILL, "callee", "ready", ALONE | PAIR), (STOP, "caller", "decided", ALONE),
+    (KILL, "callee", "heard", PAIR), (STOP, "caller", "commit", PAIR),
+]  # fmt: skip
 NAMED = [(KILL, "callee", "ready", ALONE | PAIR), (KILL, "callee", "heard", PAIR), (STOP, "caller", "commit", PAIR)]
 """Those at messages that name refused blocks."""
 SELDOM = [
-    (KILL, "caller", "chunk", ALONE),
-    (KILL, "caller", "ready", ALONE),
-    (KILL, "caller", "decided", ALONE),
-    (KILL, "caller", "commit", ALONE | PAIR),
-    (KILL, "callee", "offer", ALONE),
-    (STOP, "caller", "ready", ALONE),
-    (STOP, "callee", "chunk", ALONE),
-    (STOP, "callee", "ready", PAIR),
-]
+    (KILL, "caller", "chunk", ALONE), (KILL, "caller", "ready", ALONE), (KILL, "caller", "decided", ALONE),
+    (KILL, "caller", "commit", ALONE | PAIR), (KILL, "callee", "offer", ALONE), (STOP, "caller", "ready", ALONE),
+    (STOP, "callee", "chunk", ALONE), (STOP, "callee", "ready", PAIR),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -163,13 +163,8 @@ def opening(internet, router, tmp_path, protocol):
     settings = tmp_path / "miniupnpd.conf"
     speaks = {f"enable_{each}": "yes" if each == protocol else "no" for each in ("upnp", "natpmp")}
     lines = {
-        "ext_ifname": "out",
-        "listening_ip": "in",
-        "port": 0,
-        "secure_mode": "yes",
-        **speaks,
-        "lease_file": tmp_path / "leases",
-    }
+        "ext_ifname": "out", "listening_ip": "in", "port": 0, "secure_mode": "yes", **speaks, "lease_file": tmp_path / "leases",
+    }  # fmt: skip
     rule = "allow 1024-65535 192.168.0.0/16 1024-65535\n"
     settings.write_text("".join(f"{name}={value}\n" for name, value in lines.items()) + rule)
     command = ["miniupnpd", "-d", "-f", str(settings), "-P", str(tmp_path / "pid")]

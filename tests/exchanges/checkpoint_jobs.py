@@ -18,12 +18,9 @@ from shoal.optim.exchange.base import Handle
 
 EVERY = 4
 METHODS = {
-    "diloco": {},
-    "noloco": {"lag": 0},
-    "co2": {},
-    "sparseloco": {"codec": "topk2+ef:0.95"},
+    "diloco": {}, "noloco": {"lag": 0}, "co2": {}, "sparseloco": {"codec": "topk2+ef:0.95"},
     "decoupled": {"codec": "topk2+ef:0.95", "fragments": 2, "lag": 1},
-}
+}  # fmt: skip
 
 
 class Echo(Alone):

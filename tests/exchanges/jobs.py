@@ -182,12 +182,9 @@ def loses_its_store(rank, exchange):
 
 
 SPOILERS = {
-    "dies in transfer": dies_in_transfer,
-    "dies before its vote": dies_before_its_vote,
-    "stalls in transfer": stalls_in_transfer,
-    "leaves before": leaves_before,
-    "store": loses_its_store,
-}
+    "dies in transfer": dies_in_transfer, "dies before its vote": dies_before_its_vote, "stalls in transfer": stalls_in_transfer,
+    "leaves before": leaves_before, "store": loses_its_store,
+}  # fmt: skip
 
 
 def weightless(rounds=3):

@@ -14,11 +14,8 @@ from tests.integrations.page import PAGE, SCRIPTS, TEXTS, page
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NEEDS = {
-    "trainer": ["transformers"],
-    "grpo": ["trl", "datasets"],
-    "lightning_fit": ["lightning"],
-    "accelerate_loop": ["accelerate"],
-}
+    "trainer": ["transformers"], "grpo": ["trl", "datasets"], "lightning_fit": ["lightning"], "accelerate_loop": ["accelerate"],
+}  # fmt: skip
 IMPORTS = pytest.mark.slow(reason="three processes import the library")
 PLAIN = [  # and how much higher the peers' loss may be, of the plain script's
     pytest.param("nanogpt", 0.15),

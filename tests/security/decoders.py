@@ -52,14 +52,7 @@ from shoal.swarm.p2p import addresses as multiaddr
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import Message, diagnose, pack, peek, seal, unpack, unseal
 from shoal.swarm.wire.messages import Announcement, GroupFormed, GroupReady, ListedSwarm, Member
-from shoal.verification.calibration import (
-    Calibration,
-    CalibrationError,
-    Honest,
-    Pair,
-    load_calibration,
-    save_calibration,
-)
+from shoal.verification.calibration import Calibration, CalibrationError, Honest, Pair, load_calibration, save_calibration
 from shoal.verification.consensus.participant import Log, decode_log
 from shoal.verification.consensus.participant import encode as encode_log
 from shoal.verification.consensus.records import Claim, Electorate, Signed, VoteRecord
@@ -67,17 +60,7 @@ from shoal.verification.consensus.records import decode as decode_record
 from shoal.verification.consensus.rulings import Standing, Table
 from shoal.verification.fingerprints.activations import ActivationProof
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
-from tests.security.hostile import (
-    DIGESTED,
-    INVITE,
-    JSON,
-    MSGPACK,
-    PARTS,
-    SAFETENSORS,
-    SIGNERS,
-    Form,
-    frames,
-)
+from tests.security.hostile import DIGESTED, INVITE, JSON, MSGPACK, PARTS, SAFETENSORS, SIGNERS, Form, frames
 from tests.security.message_kinds import good, kinds
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
@@ -108,6 +91,11 @@ class Decoder(NamedTuple):
     """How many bytes Python may hold for one that comes: a list of small numbers in JSON takes up to 20."""
 
 
+def one(name, covers, read, sample, form=None, *refuses, **more):
+    """Return a decoder of which ``sample`` makes good bytes; ``covers``: its functions, between spaces."""
+    return Decoder(name, tuple(covers.split()), read, lambda: [sample()], form, refuses, **more)
+
+
 @functools.cache
 def manifest(**changes):
     plain = open_manifest(new_manifest(load_settings(None, {"task.options": {**TINY, "batch": 1}}), ME, "0" * 64))
@@ -121,27 +109,16 @@ def member(identity=ME):
 def messages():
     for kind in kinds():
         if issubclass(kind, Message) and kind is not Manifest:
-            yield Decoder(
-                f"message {kind.KIND}",
-                ("swarm/wire/envelope.py:_kind", "swarm/wire/envelope.py:_decode"),
-                lambda data, kind=kind: unpack(data, kind),
-                lambda kind=kind: [pack(good(kind))],
-                MSGPACK,
-                (MessageError,),
-                tree=False,
-            )
+            yield one(
+                f"message {kind.KIND}", "swarm/wire/envelope.py:_kind swarm/wire/envelope.py:_decode",
+                lambda data, kind=kind: unpack(data, kind), lambda kind=kind: pack(good(kind)), MSGPACK, MessageError, tree=False,
+            )  # fmt: skip
         elif kind is not Manifest:
-            yield Decoder(
-                f"record {kind.KIND}",
-                ("verification/consensus/records.py:decode",),
-                decode_record,
-                lambda kind=kind: [good(kind).encoded],
-                MSGPACK,
-                (ValueError,),
-                sentence=False,
-                tree=False,
+            yield one(
+                f"record {kind.KIND}", "verification/consensus/records.py:decode", decode_record,
+                lambda kind=kind: good(kind).encoded, MSGPACK, ValueError, sentence=False, tree=False,
                 sound=lambda record: decode_record(record.encoded) == record,
-            )
+            )  # fmt: skip
 
 
 def listed():
@@ -235,47 +212,33 @@ def codecs():
                 torch.frombuffer(bytearray(whole), dtype=torch.uint8) if whole else torch.zeros(0, dtype=torch.uint8), shapes
             )
 
-        yield Decoder(
-            f"payload {name}",
-            ("optim/codecs/topk.py:_restore",),
-            read,
-            lambda codec=codec: [codec.encode(tensors).numpy().tobytes()],
-            refuses=(ValueError,),
-            sound=lambda found: [tuple(one.shape) for one in found] == shapes,
-            sentence=False,
-        )
+        yield one(
+            f"payload {name}", "optim/codecs/topk.py:_restore", read, lambda codec=codec: codec.encode(tensors).numpy().tobytes(),
+            None, ValueError, sound=lambda found: [tuple(one.shape) for one in found] == shapes, sentence=False,
+        )  # fmt: skip
     message = Mod4Codec().post(tensors)
     half = Mod4Codec().post([tensor * 2 for tensor in tensors]).payload
-    yield Decoder(
-        "payload mod4",
-        ("optim/codecs/mod4.py:_stream",),
-        lambda data: message.read(torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)),
-        lambda: [half.numpy().tobytes()],
-        refuses=(ValueError,),
+    yield one(
+        "payload mod4", "optim/codecs/mod4.py:_stream",
+        lambda data: message.read(torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)), lambda: half.numpy().tobytes(),
+        None, ValueError,
         sound=lambda reading: reading.kept.shape == message.own.sizes.shape and bool(reading.values[reading.kept].isfinite().all()),
         sentence=False,
-    )
+    )  # fmt: skip
     yield Decoder(
-        "refused blocks of mod4",
-        ("optim/codecs/mod4.py:PairMessage.refused",),
-        message.refused,
-        lambda: [bytes(-(-len(message.own.sizes) // 8)), b"\xa5" * -(-len(message.own.sizes) // 8)],
-        refuses=(ValueError,),
-        sound=lambda refused: refused.shape == message.own.sizes.shape,
-        sentence=False,
-    )
+        "refused blocks of mod4", ("optim/codecs/mod4.py:PairMessage.refused",), message.refused,
+        lambda: [bytes(-(-len(message.own.sizes) // 8)), b"\xa5" * -(-len(message.own.sizes) // 8)], refuses=(ValueError,),
+        sound=lambda refused: refused.shape == message.own.sizes.shape, sentence=False,
+    )  # fmt: skip
 
 
 def proofs():
     torch.manual_seed(2)
     states, made = torch.randn(40, 64), ActivationProof()
-    yield Decoder(
-        f"proof {made.name}",
-        ("verification/fingerprints/activations.py:ActivationProof._pairs",),
-        lambda data: made.compare(data, states),
-        lambda: [made.make(states)],
-        sound=lambda found: isinstance(found, Evidence),
-    )
+    yield one(
+        f"proof {made.name}", "verification/fingerprints/activations.py:ActivationProof._pairs",
+        lambda data: made.compare(data, states), lambda: made.make(states), sound=lambda found: isinstance(found, Evidence),
+    )  # fmt: skip
 
 
 class Folder:
@@ -435,88 +398,43 @@ def decoders():
     """Return all of them."""
     return [
         *messages(),
-        Decoder(
-            "diagnosis",
-            (),
-            diagnose,
-            lambda: [seal(member(), ME)],
-            MSGPACK,
+        one(
+            "diagnosis", "", diagnose, lambda: seal(member(), ME), MSGPACK,
             sound=lambda said: said in ("truncated", "nested", "malformed"),
         ),
-        Decoder(
-            "sealed message",
-            ("swarm/wire/envelope.py:_decode",),
-            lambda data: unseal(data, Member),
-            lambda: [seal(member(), ME)],
-            MSGPACK,
-            (MessageError,),
-            tree=False,
+        one(
+            "sealed message", "swarm/wire/envelope.py:_decode", lambda data: unseal(data, Member), lambda: seal(member(), ME),
+            MSGPACK, MessageError, tree=False,
         ),
-        Decoder(
-            "fields of a sealed message", (), lambda data: peek(data, 4096), lambda: [seal(member(), ME)], MSGPACK, (MessageError,)
+        one("fields of a sealed message", "", lambda data: peek(data, 4096), lambda: seal(member(), ME), MSGPACK, MessageError),
+        one("manifest", "swarm/manifest.py:open_manifest", open_manifest, manifest, MSGPACK, MessageError),
+        one("title of a manifest", "swarm/manifest.py:title_of", title_of, manifest, MSGPACK, MessageError),
+        one("whether it is public", "swarm/manifest.py:is_public", is_public, manifest, MSGPACK, MessageError),
+        one(
+            "listed swarm", "swarm/membership/swarm_list.py:read_listed",
+            lambda data: read_listed(data, f"/ip4/1.2.3.4/tcp/5/p2p/{ME.peer_id}"), listed, MSGPACK, MessageError,
         ),
-        Decoder("manifest", ("swarm/manifest.py:open_manifest",), open_manifest, lambda: [manifest()], MSGPACK, (MessageError,)),
-        Decoder(
-            "title of a manifest",
-            ("swarm/manifest.py:title_of",),
-            title_of,
-            lambda: [manifest()],
-            MSGPACK,
-            (MessageError,),
-        ),
-        Decoder(
-            "whether it is public",
-            ("swarm/manifest.py:is_public",),
-            is_public,
-            lambda: [manifest()],
-            MSGPACK,
-            (MessageError,),
-        ),
-        Decoder(
-            "listed swarm",
-            ("swarm/membership/swarm_list.py:read_listed",),
-            lambda data: read_listed(data, f"/ip4/1.2.3.4/tcp/5/p2p/{ME.peer_id}"),
-            lambda: [listed()],
-            MSGPACK,
-            (MessageError,),
-        ),
-        Decoder(
-            "record of the directory",
-            ("swarm/membership/dht.py:open_record",),
-            open_record,
-            lambda: [make_record("", member(), ME)],
+        one(
+            "record of the directory", "swarm/membership/dht.py:open_record", open_record, lambda: make_record("", member(), ME),
             MSGPACK,
         ),
         Decoder(
-            "value to store",
-            ("swarm/membership/dht.py:_unpacked",),
-            dht,
-            lambda: [msgpack.packb(make_record("", member(), ME)), msgpack.packb("subkey")],
-            MSGPACK,
+            "value to store", ("swarm/membership/dht.py:_unpacked",), dht,
+            lambda: [msgpack.packb(make_record("", member(), ME)), msgpack.packb("subkey")], MSGPACK,
         ),
-        Decoder(
-            "members of a group",
-            ("swarm/exchange/group/roster.py:_each", "swarm/exchange/group/roster.py:open_roster"),
-            roster,
-            lambda: [encode_roster(readies())],
-            frames(2),
-            (MessageError,),
+        one(
+            "members of a group", "swarm/exchange/group/roster.py:_each swarm/exchange/group/roster.py:open_roster", roster,
+            lambda: encode_roster(readies()), frames(2), MessageError,
         ),
-        Decoder("gossiped record", ("swarm/gossip/envelope.py:open_body",), body, lambda: [rollout()], MSGPACK, (MessageError,)),
-        Decoder(
-            "gossiped envelope",
-            ("swarm/gossip/envelope.py:open_envelope",),
+        one("gossiped record", "swarm/gossip/envelope.py:open_body", body, rollout, MSGPACK, MessageError),
+        one(
+            "gossiped envelope", "swarm/gossip/envelope.py:open_envelope",
             lambda data: envelope.open_envelope(data, SWARM, 1 << 20),
-            lambda: [envelope.make_envelope(SWARM, envelope.Body("plain", len(rollout()), rollout()))],
-            MSGPACK,
-            (MessageError,),
+            lambda: envelope.make_envelope(SWARM, envelope.Body("plain", len(rollout()), rollout())), MSGPACK, MessageError,
         ),
-        Decoder(
-            "compressed record",
-            ("swarm/gossip/envelope.py:expand",),
-            packed_body,
-            lambda: [zlib.compress(rollout())],
-            refuses=(MessageError,),
+        one(
+            "compressed record", "swarm/gossip/envelope.py:expand", packed_body, lambda: zlib.compress(rollout()), None,
+            MessageError,
         ),
         Decoder(
             "link",
@@ -530,167 +448,72 @@ def decoders():
             PARTS,
             (LinkError,),
         ),
-        Decoder(
-            "invitation",
-            ("swarm/access.py:_parts", "swarm/access.py:admission"),
-            text(lambda invite: admission(invite, OTHER)),
-            lambda: [INVITED.encode()],
-            INVITE,
-            (AdmissionError,),
+        one(
+            "invitation", "swarm/access.py:_parts swarm/access.py:admission", text(lambda invite: admission(invite, OTHER)),
+            lambda: INVITED.encode(), INVITE, AdmissionError,
         ),
-        Decoder(
-            "shown invitation",
-            ("swarm/access.py:entry_of",),
-            lambda data: entry_of(data, OTHER.peer_id, SWARM, ME.peer_id),
-            lambda: [admission(INVITED, OTHER)],
-            MSGPACK,
+        one(
+            "shown invitation", "swarm/access.py:entry_of", lambda data: entry_of(data, OTHER.peer_id, SWARM, ME.peer_id),
+            lambda: admission(INVITED, OTHER), MSGPACK,
         ),
-        Decoder(
-            "address",
-            ("swarm/p2p/addresses.py:to_text",),
-            multiaddr.to_text,
-            lambda: [ADDRESS],
-            refuses=(ValueError,),
-            sentence=False,
+        one("address", "swarm/p2p/addresses.py:to_text", multiaddr.to_text, lambda: ADDRESS, None, ValueError, sentence=False),
+        one(
+            "address in words", "swarm/p2p/addresses.py:peer_bytes", text(multiaddr.to_bytes),
+            lambda: multiaddr.to_text(ADDRESS).encode(), PARTS, ValueError, sentence=False,
         ),
-        Decoder(
-            "address in words",
-            ("swarm/p2p/addresses.py:peer_bytes",),
-            text(multiaddr.to_bytes),
-            lambda: [multiaddr.to_text(ADDRESS).encode()],
-            PARTS,
-            (ValueError,),
-            sentence=False,
+        one("origin", "", multiaddr.origin, lambda: ADDRESS[:8]),
+        one(
+            "log of verification", "verification/consensus/participant.py:_frames", decode_log, log, frames(4), ValueError,
+            sound=lambda log: decode_log(encode_log(log)) == log, sentence=False,
         ),
-        Decoder("origin", (), multiaddr.origin, lambda: [ADDRESS[:8]]),
-        Decoder(
-            "log of verification",
-            ("verification/consensus/participant.py:_frames",),
-            decode_log,
-            lambda: [log()],
-            frames(4),
-            (ValueError,),
-            sound=lambda log: decode_log(encode_log(log)) == log,
-            sentence=False,
-        ),
-        Decoder("odds in a vote", ("node/verify/history.py:_carried",), _carried, lambda: [b'{"odds": 3.5}'], JSON, sound=finite),
+        one("odds in a vote", "node/verify/history.py:_carried", _carried, lambda: b'{"odds": 3.5}', JSON, sound=finite),
         *codecs(),
         *proofs(),
-        Decoder(
-            "material of a claim",
-            ("node/verify/material.py:decode_material", "node/verify/material.py:Material.rows"),
-            lambda data: decode_material(data).rows(),
-            lambda: [MATERIAL],
-            MSGPACK,
-            (MessageError,),
+        one(
+            "material of a claim", "node/verify/material.py:decode_material node/verify/material.py:Material.rows",
+            lambda data: decode_material(data).rows(), lambda: MATERIAL, MSGPACK, MessageError,
         ),
-        Decoder(
-            "stored claim",
-            ("node/verify/material.py:_opened",),
-            inspected,
-            lambda: [stored()],
-            MSGPACK,
-            (VerifyError, EnvError),
+        one("stored claim", "node/verify/material.py:_opened", inspected, stored, MSGPACK, VerifyError, EnvError),
+        one(
+            "environment of a claim", "node/verify/completions.py:_environment", environment, lambda: b'{"letters": 4}', JSON,
+            VerifyError, EnvError,
         ),
-        Decoder(
-            "environment of a claim",
-            ("node/verify/completions.py:_environment",),
-            environment,
-            lambda: [b'{"letters": 4}'],
-            JSON,
-            (VerifyError, EnvError),
+        one("weights of a policy", "", lambda data: audit.load_snapshot(policy(), data), policy_snapshot, SAFETENSORS, VerifyError),
+        one(
+            "calibration", "verification/calibration.py:load_calibration", lambda data: calibrated(data), calibration, SAFETENSORS,
+            CalibrationError, sentence=False,
         ),
-        Decoder(
-            "weights of a policy",
-            (),
-            lambda data: audit.load_snapshot(policy(), data),
-            lambda: [policy_snapshot()],
-            SAFETENSORS,
-            (VerifyError,),
+        one(
+            "calibrated pairs", "verification/calibration.py:load_calibration", pairs, lambda: pairs_of(calibration()), JSON,
+            CalibrationError, sentence=False,
         ),
-        Decoder(
-            "calibration",
-            ("verification/calibration.py:load_calibration",),
-            lambda data: calibrated(data),
-            lambda: [calibration()],
-            SAFETENSORS,
-            (CalibrationError,),
-            sentence=False,
+        one(
+            "state of a checkpoint", "node/checkpoint/store.py:_read node/checkpoint/store.py:_unpack node/runtime/resume.py:_read",
+            read_state, lambda: checkpoint()[1], DIGESTED, store.CheckpointError, TrainingError,
         ),
-        Decoder(
-            "calibrated pairs",
-            ("verification/calibration.py:load_calibration",),
-            pairs,
-            lambda: [pairs_of(calibration())],
-            JSON,
-            (CalibrationError,),
-            sentence=False,
+        one(
+            "tensors of a checkpoint", "node/checkpoint/store.py:_load_one", read_tensors, lambda: checkpoint()[2], SAFETENSORS,
+            store.CheckpointError, TrainingError,
         ),
-        Decoder(
-            "state of a checkpoint",
-            ("node/checkpoint/store.py:_read", "node/checkpoint/store.py:_unpack", "node/runtime/resume.py:_read"),
-            read_state,
-            lambda: [checkpoint()[1]],
-            DIGESTED,
-            (store.CheckpointError, TrainingError),
+        one("weights to merge", "node/checkpoint/export.py:merge", merged, lambda: pulled()[0], SAFETENSORS, export.MergeError),
+        one(
+            "checkpoint to merge", "node/checkpoint/export.py:merge", merged_state, lambda: checkpoint()[1], DIGESTED,
+            export.MergeError, store.CheckpointError,
         ),
-        Decoder(
-            "tensors of a checkpoint",
-            ("node/checkpoint/store.py:_load_one",),
-            read_tensors,
-            lambda: [checkpoint()[2]],
-            SAFETENSORS,
-            (store.CheckpointError, TrainingError),
+        one(
+            "pulled weights", "node/commands/sample.py:_model", pulled_weights, lambda: pulled()[0], SAFETENSORS, SampleError,
+            DataError,
         ),
-        Decoder(
-            "weights to merge",
-            ("node/checkpoint/export.py:merge",),
-            merged,
-            lambda: [pulled()[0]],
-            SAFETENSORS,
-            (export.MergeError,),
+        one("what was pulled", "node/commands/sample.py:_about", pulled_about, lambda: pulled()[1], JSON, SampleError, DataError),
+        one(
+            "link of a node", "node/commands/status.py:current_link", current,
+            lambda: json.dumps({"link": LINK, "written": 1.0, "name": "n", "invite_only": False}).encode(), JSON, LinkError,
         ),
-        Decoder(
-            "checkpoint to merge",
-            ("node/checkpoint/export.py:merge",),
-            merged_state,
-            lambda: [checkpoint()[1]],
-            DIGESTED,
-            (export.MergeError, store.CheckpointError),
+        one(
+            "recording", "node/watch/swarm_view.py:event_of", text(event_of),
+            lambda: line_of(Unreachable(time=1.0, peer=ME.peer_id, reason="x")).encode(), JSON, ReplayError,
         ),
-        Decoder(
-            "pulled weights",
-            ("node/commands/sample.py:_model",),
-            pulled_weights,
-            lambda: [pulled()[0]],
-            SAFETENSORS,
-            (SampleError, DataError),
-        ),
-        Decoder(
-            "what was pulled",
-            ("node/commands/sample.py:_about",),
-            pulled_about,
-            lambda: [pulled()[1]],
-            JSON,
-            (SampleError, DataError),
-        ),
-        Decoder(
-            "link of a node",
-            ("node/commands/status.py:current_link",),
-            current,
-            lambda: [json.dumps({"link": LINK, "written": 1.0, "name": "n", "invite_only": False}).encode()],
-            JSON,
-            (LinkError,),
-        ),
-        Decoder(
-            "recording",
-            ("node/watch/swarm_view.py:event_of",),
-            text(event_of),
-            lambda: [line_of(Unreachable(time=1.0, peer=ME.peer_id, reason="x")).encode()],
-            JSON,
-            (ReplayError,),
-        ),
-    ]
+    ]  # fmt: skip
 
 
 def calibrated(data):

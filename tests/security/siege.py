@@ -51,15 +51,9 @@ class Attacker:
         if self.silent:
             self.swarms[-1] = honest
         said = Announcement(
-            swarm=self.swarms[0],
-            peer=self.key.peer_id,
-            manifest=sealed,
-            params=1,
-            round_bytes=1,
-            memory=0,
-            device="cpu",
+            swarm=self.swarms[0], peer=self.key.peer_id, manifest=sealed, params=1, round_bytes=1, memory=0, device="cpu",
             issued=0.0,
-        )
+        )  # fmt: skip
         self.announcement = seal(said, self.key)
 
     async def turn(self, host, port):

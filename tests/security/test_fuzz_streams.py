@@ -131,26 +131,14 @@ def served(host):
 
     reachability, speed, seed = ReachabilityProbe(), ThroughputProbe(), Seed(ME, listen=())
     others = {
-        "dial": reachability.answer,
-        "speed": speed.answer,
-        "seed": seed._answer,
-        "swarms": seed._list,
-        "dial at a seed": seed._reachability.answer,
-        "punch": punch,
-    }
+        "dial": reachability.answer, "speed": speed.answer, "seed": seed._answer, "swarms": seed._list,
+        "dial at a seed": seed._reachability.answer, "punch": punch,
+    }  # fmt: skip
     questions = {
-        "manifest": ManifestRequest,
-        "admission": None,
-        "shuffle": Shuffle,
-        "body": BodyRequest,
-        "verification-log": LogRequest,
-        "dial": DialRequest,
-        "speed": SpeedRequest,
-        "seed": SeedRequest,
-        "swarms": SwarmsRequest,
-        "dial at a seed": DialRequest,
+        "manifest": ManifestRequest, "admission": None, "shuffle": Shuffle, "body": BodyRequest, "verification-log": LogRequest,
+        "dial": DialRequest, "speed": SpeedRequest, "seed": SeedRequest, "swarms": SwarmsRequest, "dial at a seed": DialRequest,
         "punch": Punch,
-    }
+    }  # fmt: skip
     names = {protocol.split("/")[2]: handler for protocol, handler in host.handlers.items()} | others
     assert names.keys() == questions.keys()
     for name, handler in names.items():
@@ -215,26 +203,13 @@ def test_every_protocol_is_asked():
                 if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "serve" and len(node.args) == 2:
                     found.add(getattr(node.args[0], "id", ""))
     swarms = {
-        "EXCHANGE_PROTOCOL",
-        "OUTCOME_PROTOCOL",
-        "LEADER_PROTOCOL",
-        "PAYLOAD_PROTOCOL",
-        "DECISION_PROTOCOL",
-        "CHUNKS_PROTOCOL",
+        "EXCHANGE_PROTOCOL", "OUTCOME_PROTOCOL", "LEADER_PROTOCOL", "PAYLOAD_PROTOCOL", "DECISION_PROTOCOL", "CHUNKS_PROTOCOL",
         "STATE_PROTOCOL",
-    }
+    }  # fmt: skip
     asked = {
-        "MANIFEST_PROTOCOL",
-        "ADMISSION_PROTOCOL",
-        "SHUFFLE_PROTOCOL",
-        "LOG_PROTOCOL",
-        "DIAL_PROTOCOL",
-        "SPEED_PROTOCOL",
-        "SEEN_PROTOCOL",
-        "PUNCH_PROTOCOL",
-        "SEED_PROTOCOL",
-        "SWARMS_PROTOCOL",
-    }
+        "MANIFEST_PROTOCOL", "ADMISSION_PROTOCOL", "SHUFFLE_PROTOCOL", "LOG_PROTOCOL", "DIAL_PROTOCOL", "SPEED_PROTOCOL",
+        "SEEN_PROTOCOL", "PUNCH_PROTOCOL", "SEED_PROTOCOL", "SWARMS_PROTOCOL",
+    }  # fmt: skip
     assert found == swarms | asked | {"protocol"}, "protocol: of a store of bodies, and of the host itself"
 
 
@@ -242,76 +217,24 @@ def test_every_protocol_is_asked():
 
 GET = "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{more}\r\n"
 HOSTS = (
-    "127.0.0.1",
-    "127.0.0.1:9",
-    "localhost",
-    "",
-    "[::1]",
-    "[::1",
-    "]",
-    "a]b",
-    "[",
-    "::",
-    "\x00",
-    "é",
-    "a b",
-    "x" * 9000,
-    "127.0.0.1:99999999",
-    "%",
-    "user@127.0.0.1",
-    "[v1.x]",
-)
+    "127.0.0.1", "127.0.0.1:9", "localhost", "", "[::1]", "[::1", "]", "a]b", "[", "::", "\x00", "é", "a b", "x" * 9000,
+    "127.0.0.1:99999999", "%", "user@127.0.0.1", "[v1.x]",
+)  # fmt: skip
 PATHS = (
-    "/",
-    "/events/",
-    "/metrics",
-    "/metrics?name[]=x",
-    "/at?time=1",
-    "/at?time=nan",
-    "/at?time=inf",
-    "/at?time=-1e400",
-    "/at?time=1e308",
-    "/at?time=",
-    "/at?time=" + "9" * 400,
-    "/at?time=1&time=2",
-    "/at?time=%00",
-    "/at?time=%ff",
-    "//x",
-    "/../../etc/passwd",
-    "/%2e%2e/x",
-    "*",
-    "http://x/",
-    "http://[::1/",
-    "/" + "x" * 9000,
-    "/%",
-    "/?" + "a=b&" * 3000,
-    "x",
-    "/\x00",
+    "/", "/events/", "/metrics", "/metrics?name[]=x", "/at?time=1", "/at?time=nan", "/at?time=inf", "/at?time=-1e400",
+    "/at?time=1e308", "/at?time=", "/at?time=" + "9" * 400, "/at?time=1&time=2", "/at?time=%00", "/at?time=%ff", "//x",
+    "/../../etc/passwd", "/%2e%2e/x", "*", "http://x/", "http://[::1/", "/" + "x" * 9000, "/%", "/?" + "a=b&" * 3000, "x", "/\x00",
     "/é",
-)
+)  # fmt: skip
 MORE = (
-    "",
-    "Content-Length: -1\r\n",
-    "Content-Length: 99999999999\r\n",
-    "Transfer-Encoding: chunked\r\n",
-    "Expect: x\r\n",
-    "Range: bytes=9-1\r\n",
-    "Accept-Encoding: x\r\n",
-    "Accept: " + "a," * 2000 + "\r\n",
-    "Upgrade: websocket\r\n",
-    ": x\r\n",
+    "", "Content-Length: -1\r\n", "Content-Length: 99999999999\r\n", "Transfer-Encoding: chunked\r\n", "Expect: x\r\n",
+    "Range: bytes=9-1\r\n", "Accept-Encoding: x\r\n", "Accept: " + "a," * 2000 + "\r\n", "Upgrade: websocket\r\n", ": x\r\n",
     "X" * 70_000 + ": y\r\n",
-)
+)  # fmt: skip
 RAW = (
-    b"",
-    b"\r\n\r\n",
-    b"\x00" * 100,
-    b"\xff" * 100 + b"\r\n\r\n",
-    b"GET\r\n\r\n",
-    b"GET / HTTP/9.9\r\n\r\n",
-    b"\x16\x03\x01\x02\x00",
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-)
+    b"", b"\r\n\r\n", b"\x00" * 100, b"\xff" * 100 + b"\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
+    b"\x16\x03\x01\x02\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+)  # fmt: skip
 
 
 def requests():

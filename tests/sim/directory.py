@@ -217,12 +217,9 @@ class SimDirectory:
     def _store(self, prefix: str) -> None:
         posted, links = self._posted(prefix), self._board.network.links
         self._board.network.loop.call_later(
-            links.latency + links.jitter / 2,
-            self._board.put,
-            prefix,
-            posted,
+            links.latency + links.jitter / 2, self._board.put, prefix, posted,
             context=NOTHING,  # the record has left, even if its peer dies
-        )
+        )  # fmt: skip
 
     def _posted(self, prefix: str) -> Posted:
         mine = self._record()

@@ -49,14 +49,10 @@ def setting_of(seed: int, hostile: bool = False) -> Setting:
         options["fragments"] = random.Random(f"fragments {seed}").choice((1, 1, 2, 4))  # from dice of its own: the others stay
     return Setting(
         kind,  # type: ignore[arg-type]
-        chance.randint(3, 6) if kind == "pair" else chance.choice((3, 3, 4, 4, 5)),
-        calm=15.0 if hostile else 6.0,
-        skew=chance.choice((0.0, 0.0, 3.0)),
-        lose=chance.choice((0.0, 0.0, 0.2)),
-        again=chance.choice((0.0, 0.3)),
-        options=options,
+        chance.randint(3, 6) if kind == "pair" else chance.choice((3, 3, 4, 4, 5)), calm=15.0 if hostile else 6.0,
+        skew=chance.choice((0.0, 0.0, 3.0)), lose=chance.choice((0.0, 0.0, 0.2)), again=chance.choice((0.0, 0.3)), options=options,
         mod4=kind == "pair" and seed % 4 == 1,
-    )
+    )  # fmt: skip
 
 
 def simulate(

@@ -30,7 +30,7 @@ def test_seeds(scenario, first):
 
 
 FOUND = {
-    182: "half of a swarm did not count the other half, which had gone a level deeper, and stayed with too many for four epochs",
+    182: "half of a swarm did not count the other half, which had gone a level deeper, and stayed with too many for four epochs"
 }
 """Seeds of a partition that failed once, and how."""
 

@@ -54,14 +54,9 @@ def _devices(torch, lib):
     def properties(index):
         memory = torch.accelerator.get_memory_info(index)[1]
         return types.SimpleNamespace(
-            name=name,
-            major=major,
-            minor=minor,
-            total_memory=memory,
-            multi_processor_count=1,
-            gcnArchName="",
+            name=name, major=major, minor=minor, total_memory=memory, multi_processor_count=1, gcnArchName="",
             uuid=f"standin-{index}",
-        )
+        )  # fmt: skip
 
     def init():
         lib.touch()

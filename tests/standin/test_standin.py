@@ -162,11 +162,7 @@ def test_a_fork_of_a_process_that_used_it_cannot(standin):
 @pytest.mark.parametrize(
     ("settings", "program", "error"),
     [
-        (
-            {"STANDIN_MEMORY": "1000"},
-            "torch.ones(251, device='cuda')",
-            "CUDA out of memory. Tried to allocate 1004 bytes",
-        ),
+        ({"STANDIN_MEMORY": "1000"}, "torch.ones(251, device='cuda')", "CUDA out of memory. Tried to allocate 1004 bytes"),
         ({"STANDIN_NO_FLOAT64": "1"}, "torch.ones(1, device='cuda').double()", "Cannot convert a MPS Tensor to float64"),
         (
             {"STANDIN_BREAKS": "1"},

@@ -109,15 +109,10 @@ def test_file_readable_by_others_is_refused(tmp_path, mode):
 @pytest.mark.parametrize(
     "blob",
     [
-        b"",
-        KEY_HEADER,
-        (KEY_HEADER + SEED + PUBLIC)[:-1],
-        KEY_HEADER + SEED + PUBLIC + b"\n",
-        b"\x08\x00" + (KEY_HEADER + SEED + PUBLIC)[2:],
-        KEY_HEADER + SEED + SEED,
-        bytes(1_000_000),
+        b"", KEY_HEADER, (KEY_HEADER + SEED + PUBLIC)[:-1], KEY_HEADER + SEED + PUBLIC + b"\n",
+        b"\x08\x00" + (KEY_HEADER + SEED + PUBLIC)[2:], KEY_HEADER + SEED + SEED, bytes(1_000_000),
     ],
-)
+)  # fmt: skip
 def test_damaged_file_is_named_with_a_remedy(tmp_path, blob):
     path = write(tmp_path / "key", blob)
     with pytest.raises(IdentityError, match=f"{path} is damaged.*shoal id new"):

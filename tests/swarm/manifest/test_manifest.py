@@ -30,16 +30,11 @@ def manifest(**changes):
     st.sampled_from(["text", "package.module:Class", "my-file.py:Class"]),
     st.builds(OuterSettings, lr=st.floats(0.01, 10), every=st.integers(1, 10**6)),
     st.builds(
-        TrainSettings,
-        steps=st.integers(1, 2**53),
-        seed=st.integers(0, 2**63 - 1),
-        optimizer=st.just("adamw"),
-        lr=st.none() | st.floats(0.01, 10),
-        schedule=st.sampled_from(["constant", "cosine", "wsd"]),
-        warmup=st.integers(0, 2**53),
+        TrainSettings, steps=st.integers(1, 2**53), seed=st.integers(0, 2**63 - 1), optimizer=st.just("adamw"),
+        lr=st.none() | st.floats(0.01, 10), schedule=st.sampled_from(["constant", "cosine", "wsd"]), warmup=st.integers(0, 2**53),
         clip=st.floats(0, 1e9),
     ),
-)
+)  # fmt: skip
 def test_round_trip_keeps_values_and_their_types(options, task, outer, train):
     made = manifest(task=task, task_options=options, outer=outer, train=train)
     sealed = seal(made, ME)
@@ -74,49 +69,20 @@ def test_another_protocol_is_named():
 @pytest.mark.parametrize(
     "change",
     [
-        {"task": "../evil.py:Class"},
-        {"task": "/tmp/evil.py:Class"},
-        {"task": "a:b:c"},
-        {"task": "a:b()"},
-        {"task": ""},
-        {"task_options": {"a b": 1}},
-        {"task_options": {"a": [1]}},
-        {"task_options": {"a": None}},
-        {"task_options": {"a": float("nan")}},
-        {"task_options": {"a": 2**63}},
-        {"task_options": {"a": "x" * 1025}},
-        {"task_options": {f"a{n}": 1 for n in range(33)}},
-        {"outer": {"every": 0}},
-        {"outer": {"lr": float("inf")}},
-        {"outer": {"method": "diloko"}},
-        {"outer": {"method": "local", "lr": 0.5}},
-        {"outer": {"codec": "int9"}},
-        {"outer": {"codec": "sign"}},
-        {"outer": {"codec": "int8+ef:" + "9" * 60}},
-        {"outer": {"fragments": 1025}},
-        {"outer": {"fragments": 3, "every": 2}},
-        {"outer": {"method": "diloco", "lag": 1}},
-        {"outer": {"lag": 50}},
-        {"outer": {"lag": -1}},
-        {"outer": {"lag": "often"}},
-        {"outer": {"lag": 1.0}},
-        {"outer": {"lag": True}},
-        {"outer": {"unknown": 1}},
-        {"outer": {"wait_s": 0}},
-        {"train": {"steps": -1}},
-        {"train": {"steps": True}},
-        {"start_when": 0},
-        {"bucket": 3},
-        {"bucket": 65},
-        {"bucket": -1},
-        {"bucket": 64, "epoch_s": 29.9},
-        {"bucket": 64, "epoch_s": 1e6},
-        {"bucket": 64, "verify": {"audit_rate": 0.1}},
-        {"public": True, "invite_only": True},
-        {"shards": 0},
-        {"name": "a\nb"},
+        {"task": "../evil.py:Class"}, {"task": "/tmp/evil.py:Class"}, {"task": "a:b:c"}, {"task": "a:b()"}, {"task": ""},
+        {"task_options": {"a b": 1}}, {"task_options": {"a": [1]}}, {"task_options": {"a": None}},
+        {"task_options": {"a": float("nan")}}, {"task_options": {"a": 2**63}}, {"task_options": {"a": "x" * 1025}},
+        {"task_options": {f"a{n}": 1 for n in range(33)}}, {"outer": {"every": 0}}, {"outer": {"lr": float("inf")}},
+        {"outer": {"method": "diloko"}}, {"outer": {"method": "local", "lr": 0.5}}, {"outer": {"codec": "int9"}},
+        {"outer": {"codec": "sign"}}, {"outer": {"codec": "int8+ef:" + "9" * 60}}, {"outer": {"fragments": 1025}},
+        {"outer": {"fragments": 3, "every": 2}}, {"outer": {"method": "diloco", "lag": 1}}, {"outer": {"lag": 50}},
+        {"outer": {"lag": -1}}, {"outer": {"lag": "often"}}, {"outer": {"lag": 1.0}}, {"outer": {"lag": True}},
+        {"outer": {"unknown": 1}}, {"outer": {"wait_s": 0}}, {"train": {"steps": -1}}, {"train": {"steps": True}},
+        {"start_when": 0}, {"bucket": 3}, {"bucket": 65}, {"bucket": -1}, {"bucket": 64, "epoch_s": 29.9},
+        {"bucket": 64, "epoch_s": 1e6}, {"bucket": 64, "verify": {"audit_rate": 0.1}}, {"public": True, "invite_only": True},
+        {"shards": 0}, {"name": "a\nb"},
     ],
-)
+)  # fmt: skip
 def test_values_out_of_bounds_are_refused_here_and_from_the_wire(change):
     with pytest.raises(ValidationError):
         manifest(**change)
@@ -143,13 +109,10 @@ PAIRS = pytest.mark.parametrize("method", ["noloco", "local", "gasloc"])
     [
         ({}, 4, "auto"),
         ({"every": 3}, 3, "auto"),  # each fragment has a step of its own
-        ({"lag": 0}, 1, 0),
-        ({"fragments": 1}, 1, "auto"),
-        ({"lag": 7}, 4, 7),
-        ({"fragments": 2}, 2, "auto"),
+        ({"lag": 0}, 1, 0), ({"fragments": 1}, 1, "auto"), ({"lag": 7}, 4, 7), ({"fragments": 2}, 2, "auto"),
         ({"fragments": 2, "lag": 0}, 2, 0),
     ],
-)
+)  # fmt: skip
 def test_a_new_manifest_has_fragments_and_lag_written_out(method, given, fragments, lag, monkeypatch):
     settings = OuterSettings(method=method, **given)
     written = settings.resolved()

@@ -29,19 +29,15 @@ def views(*skews, error=0.1):
 @pytest.mark.parametrize(
     ("seen", "says"),
     [
-        ((), ""),
-        ((3.0,), ""),
-        ((-3.0, 3.0, 2.9), ""),
+        ((), ""), ((3.0,), ""), ((-3.0, 3.0, 2.9), ""),
         ((0.1, 0.2, 1e300), ""),  # one of three lies
         ((3.3,), "3.3 s behind that of the only peer that answered, so yours or theirs is wrong: set both by NTP"),
         ((0.1, 60.0), ""),  # a bootstrap node agrees with this machine, the only other member does not
-        ((60.0, 0.1), ""),
-        ((-60.0, 60.0), ""),
-        ((9.0, 60.0), "9.0 s behind that of 2 peers: set it by NTP"),
+        ((60.0, 0.1), ""), ((-60.0, 60.0), ""), ((9.0, 60.0), "9.0 s behind that of 2 peers: set it by NTP"),
         ((-61.0, -62.0, 0.0), "61.0 s ahead of that of 3 peers: set it by NTP (`timedatectl set-ntp true`)"),
         ((1e300, 1e300), "1000000000.0 s behind that of 2 peers"),
     ],
-)
+)  # fmt: skip
 def test_the_median_decides(seen, says):
     found = clock_problem(views(*seen))
     assert (says in found) if says else not found

@@ -136,8 +136,7 @@ class SlowBoard(Board):
 
 
 @pytest.mark.parametrize(
-    ("reading_s", "publication_s", "expected"),
-    [(0.9, 0.9, set()), (1.2, 0.9, {3.6}), (0.9, 1.2, {3.6}), (20.0, 1.2, {4.5, 3.6})],
+    ("reading_s", "publication_s", "expected"), [(0.9, 0.9, set()), (1.2, 0.9, {3.6}), (0.9, 1.2, {3.6}), (20.0, 1.2, {4.5, 3.6})]
 )
 def test_what_took_long_is_followed_by_a_rest_so_that_peers_in_haste_do_not_starve_each_other(
     monkeypatch, reading_s, publication_s, expected

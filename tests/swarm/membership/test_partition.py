@@ -70,13 +70,9 @@ class Node:
             self.exchange = GroupExchange(context, timeouts, fragments=self.opt.fragments)
         self.opt.exchange = self.exchange
         membership = SimpleNamespace(
-            identity=self.host.identity,
-            directory=SimpleNamespace(members=self.members),
-            host=self.host,
-            swarm=SWARM,
-            manifest=SimpleNamespace(outer=OuterSettings()),
-            network=NetworkOptions(),
-        )
+            identity=self.host.identity, directory=SimpleNamespace(members=self.members), host=self.host, swarm=SWARM,
+            manifest=SimpleNamespace(outer=OuterSettings()), network=NetworkOptions(),
+        )  # fmt: skip
         self.outer_sync = OuterSync(membership, MODEL, self.opt, self.exchange, make_screen(OuterSettings()))
         self.outer_sync.begin()
         self.rounds, self.took_over = [], 0

@@ -329,13 +329,9 @@ def test_addresses_are_written_and_read_as_libp2p_does():
     relayed = f"/ip4/1.2.3.4/tcp/1/p2p/{relay}/p2p-circuit"
     assert to_bytes(relayed) == plain + bytes.fromhex("a50326") + peer_bytes(relay) + bytes.fromhex("a202")
     addresses = (
-        relayed,
-        f"{relayed}/p2p/{peer}",
-        "/ip6/2001:db8::1/udp/65535/quic-v1",
-        "/ip6/::1/tcp/80/ws",
-        "/dns4/node_1.example.org/tcp/443/tls/ws",
-        "/ip4/10.0.0.1/udp/4001/quic",
-    )
+        relayed, f"{relayed}/p2p/{peer}", "/ip6/2001:db8::1/udp/65535/quic-v1", "/ip6/::1/tcp/80/ws",
+        "/dns4/node_1.example.org/tcp/443/tls/ws", "/ip4/10.0.0.1/udp/4001/quic",
+    )  # fmt: skip
     assert [to_text(to_bytes(address)) for address in addresses] == list(addresses)
     for address in addresses[2:]:  # hivemind writes a peer id as a CID, which libp2p's Go code does not read
         if "_" not in address:

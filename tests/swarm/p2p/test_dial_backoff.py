@@ -54,15 +54,11 @@ def test_an_address_that_many_made_up_members_name_is_dialled_a_few_times(backof
 @pytest.mark.parametrize(
     "pattern",
     [
-        "/ip4/198.51.100.7/tcp/{n}",
-        "/ip4/198.51.100.7/udp/{n}/quic-v1",
-        "/ip6/2001:db8:0:1::{n:x}/tcp/443",
-        "/ip6/::ffff:198.51.100.7/tcp/{n}",
-        "/dns4/n{n}.example.org/tcp/443",
-        f"{VICTIM}/p2p/{RELAY}{{n}}/p2p-circuit",
+        "/ip4/198.51.100.7/tcp/{n}", "/ip4/198.51.100.7/udp/{n}/quic-v1", "/ip6/2001:db8:0:1::{n:x}/tcp/443",
+        "/ip6/::ffff:198.51.100.7/tcp/{n}", "/dns4/n{n}.example.org/tcp/443", f"{VICTIM}/p2p/{RELAY}{{n}}/p2p-circuit",
     ],
     ids=["tcp", "quic", "ip6", "mapped", "dns", "relay"],
-)
+)  # fmt: skip
 def test_a_host_that_is_named_under_every_port_and_name_is_dialled_a_few_times(backoff, clock, pattern):
     ids = numbers()
 

@@ -154,25 +154,16 @@ def test_who_asks_is_told_the_address_from_which_it_asks(ways, told):
 @pytest.mark.parametrize(
     ("address", "may"),
     [
-        (THERE, True),
-        ("/ip6/2606:4700::1111/udp/1024/quic-v1", True),
-        ("/ip4/192.168.1.7/udp/4001/quic-v1", False),
-        ("/ip4/100.64.0.1/udp/4001/quic-v1", False),
-        ("/ip4/224.0.0.251/udp/5353/quic-v1", False),
-        ("/ip6/ff0e::1/udp/4001/quic-v1", False),
-        ("/ip4/127.0.0.1/udp/4001/quic-v1", False),
-        ("/ip6/::ffff:127.0.0.1/udp/4001/quic-v1", False),
-        ("/ip6/::ffff:10.0.0.1/udp/4001/quic-v1", False),
-        ("/ip6/64:ff9b::a00:1/udp/4001/quic-v1", False),
-        ("/ip6/2002:a00:1::1/udp/4001/quic-v1", False),
-        ("/ip4/8.8.8.8/udp/1023/quic-v1", False),
-        ("/ip4/8.8.8.8/udp/65536/quic-v1", False),
-        ("/ip4/8.8.8.8/udp/²/quic-v1", False),
-        ("/ip4/8.8.8.8/tcp/4001/quic-v1", False),
-        ("/dns4/a.example/udp/4001/quic-v1", False),
+        (THERE, True), ("/ip6/2606:4700::1111/udp/1024/quic-v1", True), ("/ip4/192.168.1.7/udp/4001/quic-v1", False),
+        ("/ip4/100.64.0.1/udp/4001/quic-v1", False), ("/ip4/224.0.0.251/udp/5353/quic-v1", False),
+        ("/ip6/ff0e::1/udp/4001/quic-v1", False), ("/ip4/127.0.0.1/udp/4001/quic-v1", False),
+        ("/ip6/::ffff:127.0.0.1/udp/4001/quic-v1", False), ("/ip6/::ffff:10.0.0.1/udp/4001/quic-v1", False),
+        ("/ip6/64:ff9b::a00:1/udp/4001/quic-v1", False), ("/ip6/2002:a00:1::1/udp/4001/quic-v1", False),
+        ("/ip4/8.8.8.8/udp/1023/quic-v1", False), ("/ip4/8.8.8.8/udp/65536/quic-v1", False), ("/ip4/8.8.8.8/udp/²/quic-v1", False),
+        ("/ip4/8.8.8.8/tcp/4001/quic-v1", False), ("/dns4/a.example/udp/4001/quic-v1", False),
         (f"{THERE}/p2p/{SEED}/p2p-circuit", False),
     ],
-)
+)  # fmt: skip
 def test_only_public_addresses_by_quic_and_no_port_of_the_system(address, may):
     assert usable(address) is may
 

@@ -120,14 +120,10 @@ def test_a_port_of_the_system_is_refused():
 @pytest.mark.parametrize(
     ("address", "found", "said"),
     [
-        ("8.8.8.8", "refused", "refused"),
-        ("8.8.8.8", "other", "other"),
-        ("192.168.1.7", "refused", "unreached"),
-        ("192.168.1.7", "other", "unreached"),
-        ("127.0.0.1", "silent", "unreached"),
-        ("192.168.1.7", "reached", "reached"),
+        ("8.8.8.8", "refused", "refused"), ("8.8.8.8", "other", "other"), ("192.168.1.7", "refused", "unreached"),
+        ("192.168.1.7", "other", "unreached"), ("127.0.0.1", "silent", "unreached"), ("192.168.1.7", "reached", "reached"),
     ],
-)
+)  # fmt: skip
 def test_the_finding_in_a_private_network_is_not_reported(monkeypatch, address, found, said):
     async def look(*where):
         assert where == (address, 4001, bytes(16))
@@ -183,15 +179,12 @@ def test_a_request_for_much_is_refused():
 @pytest.mark.parametrize(
     ("binary", "found"),
     [
-        (b"\x04\x7f\x00\x00\x01\x06\x0f\xa1", "127.0.0.1"),
-        (b"\x29" + bytes(15) + b"\x01\x06\x0f\xa1", "::1"),
+        (b"\x04\x7f\x00\x00\x01\x06\x0f\xa1", "127.0.0.1"), (b"\x29" + bytes(15) + b"\x01\x06\x0f\xa1", "::1"),
         (b"\x04\x08\x08\x08\x08\x91\x02\x0f\xa1\xcd\x03", "8.8.8.8"),
         (b"\x04\x08\x08\x08\x08\x06\x0f\xa1\xa5\x03\x01\x00\xa2\x02", ""),  # /p2p/…/p2p-circuit
-        (b"\xa2\x02", ""),
-        (b"\x04\x08\x08", ""),
-        (b"", ""),
+        (b"\xa2\x02", ""), (b"\x04\x08\x08", ""), (b"", ""),
     ],
-)
+)  # fmt: skip
 def test_the_origin_of_a_direct_connection_is_known(binary, found):
     assert origin(binary) == found
 

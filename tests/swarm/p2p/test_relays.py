@@ -15,14 +15,10 @@ SEED, OTHER, PRIVATE = (Identity.ephemeral().peer_id for _ in range(3))
 
 def test_a_peer_behind_a_relay_is_no_relay_and_each_counts_once():
     bootstrap = [
-        f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}",
-        f"/ip4/192.168.1.2/tcp/4001/p2p/{PRIVATE}",
-        f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}/p2p-circuit/p2p/{PRIVATE}",
-        f"/ip4/127.0.0.1/tcp/4001/p2p/{OTHER}",
-        f"/ip4/1.2.3.5/udp/4001/quic-v1/p2p/{OTHER}",
-        f"/dns4/example.org/tcp/1/p2p/{OTHER}",
-        f"/ip4/1.2.3.5/tcp/4001/p2p/{OTHER}",
-    ]
+        f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}", f"/ip4/192.168.1.2/tcp/4001/p2p/{PRIVATE}",
+        f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}/p2p-circuit/p2p/{PRIVATE}", f"/ip4/127.0.0.1/tcp/4001/p2p/{OTHER}",
+        f"/ip4/1.2.3.5/udp/4001/quic-v1/p2p/{OTHER}", f"/dns4/example.org/tcp/1/p2p/{OTHER}", f"/ip4/1.2.3.5/tcp/4001/p2p/{OTHER}",
+    ]  # fmt: skip
     assert connections.candidates(bootstrap) == [bootstrap[0], bootstrap[5]]
 
 

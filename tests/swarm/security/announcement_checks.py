@@ -13,15 +13,9 @@ PUBLIC = swarm_id(SEALED)
 
 def announcement(**changes):
     fields = {
-        "swarm": PUBLIC,
-        "peer": HONEST.peer_id,
-        "manifest": SEALED,
-        "params": 1,
-        "round_bytes": 1,
-        "memory": 0,
-        "device": "cpu",
+        "swarm": PUBLIC, "peer": HONEST.peer_id, "manifest": SEALED, "params": 1, "round_bytes": 1, "memory": 0, "device": "cpu",
         "issued": 1.0,
-    }
+    }  # fmt: skip
     return Announcement(**{**fields, **changes})
 
 

@@ -28,9 +28,7 @@ def membership(method="noloco", bucket=0, seen=25):
         swarm=swarm_id(b""),
         gossip=gossip,
         directory=SimpleNamespace(
-            size=lambda: 400,
-            members=lambda: dict.fromkeys(range(seen)),
-            reach=lambda: {"reach": "punched", "throughput": 1.5e6},
+            size=lambda: 400, members=lambda: dict.fromkeys(range(seen)), reach=lambda: {"reach": "punched", "throughput": 1.5e6}
         ),
         manifest=SimpleNamespace(outer=OuterSettings(method=method), bucket=bucket),
     )

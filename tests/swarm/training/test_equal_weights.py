@@ -14,11 +14,7 @@ from shoal.swarm.state.snapshot import State
 from tests.swarm.training.test_session import HERE, model, sgd
 
 EVERY = 4
-METHODS = {
-    "diloco": {},
-    "streaming": {"fragments": 2, "lag": 1},
-    "co2": {},
-}
+METHODS = {"diloco": {}, "streaming": {"fragments": 2, "lag": 1}, "co2": {}}
 
 
 def train(opt, module, data, steps):

@@ -41,10 +41,7 @@ def test_a_node_whose_exchanges_take_longer_than_a_round_is_warned_once():
     assert report.events() == []
 
 
-@pytest.mark.parametrize(
-    "harmless",
-    [{"members": ()}, {"members": ("a",)}, {"wait_s": 0.0}],
-)
+@pytest.mark.parametrize("harmless", [{"members": ()}, {"members": ("a",)}, {"wait_s": 0.0}])
 def test_an_exchange_that_shows_nothing_of_the_kind_begins_the_count_anew(harmless):
     report = LagReport(optimizer())
     for _ in range(FULL - 1):
@@ -82,9 +79,6 @@ def test_a_link_that_does_not_carry_the_settings_is_named_once_with_what_would_f
     assert "`shoal plan --params 63000 --mbit 1 --step 0.25`" in sentence
 
 
-@pytest.mark.parametrize(
-    "harmless",
-    [{"rate": None}, {"rate": 400_000.0}, {"wait_s": 0.0}, {"count": FULL}, {"sent": 1_200_000}],
-)
+@pytest.mark.parametrize("harmless", [{"rate": None}, {"rate": 400_000.0}, {"wait_s": 0.0}, {"count": FULL}, {"sent": 1_200_000}])
 def test_a_link_that_carries_them_or_is_not_known_is_not_named(harmless):
     assert rounds(**{"rate": 125_000.0, "wait_s": 24.0, "sent": 3_000_000} | harmless) == []

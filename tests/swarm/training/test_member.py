@@ -38,12 +38,7 @@ def world():
             directory=SimpleNamespace(members=lambda: members),
         ),
         SimpleNamespace(
-            round=3,
-            steps=30,
-            tokens=500,
-            lag=7,
-            lag_auto=True,
-            schedule=SimpleNamespace(every=10),
+            round=3, steps=30, tokens=500, lag=7, lag_auto=True, schedule=SimpleNamespace(every=10),
             projection_of=lambda fragment: (1.0,),
         ),
         SimpleNamespace(waited=0.0, stats=ExchangeStats()),
@@ -52,7 +47,7 @@ def world():
         name="anna",
         shard=Shard(1, 4, 0),
         publisher=Recorder("directory", calls),
-    )
+    )  # fmt: skip
 
     def serve():
         sync = Recorder("sync", calls)
@@ -126,17 +121,9 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
     name, args, fields = world.calls[-1]
     assert (name, args) == ("reporter.round", (("anna", "bert"),))
     assert fields == {
-        "round": 3,
-        "step": 30,
-        "loss": 1.0,
-        "sent": 70,
-        "received": 30,
-        "wait_s": 2.0,
-        "suspicious": 1,
-        "odd": False,
-        "projection": (1.0,),
-        "tokens": 60,
-    }
+        "round": 3, "step": 30, "loss": 1.0, "sent": 70, "received": 30, "wait_s": 2.0, "suspicious": 1, "odd": False,
+        "projection": (1.0,), "tokens": 60,
+    }  # fmt: skip
 
 
 def test_a_round_without_a_partner_says_why(world):

@@ -534,15 +534,10 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
     assert parameters_of(reversed([*module.parameters()])) == [module[2].bias, module[2].weight]
     assert len(parameters_of([module[2].bias, module[2].bias])) == 1
     wrong = {
-        "this Tanh": module[1],
-        "nothing": [],
-        "this list": ["x"],
-        "this Parameter": module[2].weight,
-        "this str": "model",
-        "this NoneType": None,
-        "this SGD": torch.optim.SGD(module.parameters()),
+        "this Tanh": module[1], "nothing": [], "this list": ["x"], "this Parameter": module[2].weight, "this str": "model",
+        "this NoneType": None, "this SGD": torch.optim.SGD(module.parameters()),
         "this tuple": (module[0].weight, torch.zeros(3, dtype=torch.int64)),
-    }
+    }  # fmt: skip
     for name, state in wrong.items():
         with pytest.raises(SessionError, match=f"hand in the model that is trained, and not {name}."):
             parameters_of(state)

@@ -366,14 +366,11 @@ def reseal(listed, change, identity=None):
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda listed: [listed[0].replace(b"weight", b"weighs"), *listed[1:]],
-        lambda listed: reseal(listed, {"round": 5}),
-        lambda listed: [*listed, listed[0]],
-        lambda listed: listed[:1],
-        lambda listed: [*listed[:-1], listed[-1][:-5]],
+        lambda listed: [listed[0].replace(b"weight", b"weighs"), *listed[1:]], lambda listed: reseal(listed, {"round": 5}),
+        lambda listed: [*listed, listed[0]], lambda listed: listed[:1], lambda listed: [*listed[:-1], listed[-1][:-5]],
     ],
     ids=["altered", "another-round", "twice", "left-out", "cut"],
-)
+)  # fmt: skip
 def test_a_leader_that_forges_its_group_is_refused(school, monkeypatch, forge):
     peers = school.peers(3, wait=1.0)
     monkeypatch.setattr(group_lead, "encode_roster", lambda listed: encode_roster(forge(list(listed))))

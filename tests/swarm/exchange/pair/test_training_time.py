@@ -176,7 +176,6 @@ def test_a_fragment_larger_than_the_usual_one_has_as_much_more_time():
     assert time.budget(100, 1) == SEVERAL * 0.5
 
 
-
 def test_who_holds_training_for_longer_than_it_gives_is_passed_over_until_it_has_given_that():
     time = timed({0: 10.0})
     time.holds.update(one=0.5)
