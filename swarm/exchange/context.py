@@ -234,7 +234,7 @@ class TrainingTime:
             # At the end training waits for all of an exchange, which else goes on meanwhile.
             times = max(nbytes / median_low(self._nbytes.values()), 1.0) if self._nbytes else 1.0
             whole = LONGER * times * median_low(self.took.values()) - before if self.took else 0.0
-            return max(LEAST_S, SEVERAL * times * median_low(self.holds.values()), half, whole)  # a contribution's trials are in them
+            return max(LEAST_S, SEVERAL * times * median_low(self.holds.values()), half, whole)  # with a contribution's trials
         # The last average is of all weights, and so larger than what was measured.
         return max(FIRST_S, nbytes / FIRST_RATE, half) + self.timeouts.trial
 
@@ -246,7 +246,7 @@ class TrainingTime:
         self, peer: str, round: int, fragment: int, held: float, *, whole: bool, took: float = 0.0, nbytes: int = 0
     ) -> dict[str, int]:
         """Note that an exchange of ``nbytes`` bytes each way with ``peer`` held training for ``held`` of the seconds that it
-        ``took``; ``whole``: it was not given up. Return the peers to be passed over, and for how many rounds: it, or the first one, now that there is a measure.
+        ``took``; ``whole``: it was not given up. Return who is passed over for how many rounds: it, or the first, now measured.
         """
         before = dict(self.holds)
         self.holds[peer] = held
