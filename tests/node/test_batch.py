@@ -85,19 +85,11 @@ KINDS = {
     "ordered": lambda x, scale: OrderedDict(x=x, scale=scale, note="n"),
     "UserDict": lambda x, scale: UserDict(x=x, scale=scale, note="n"),
     "attributes": lambda x, scale: Attributes(x=x, scale=scale, note="n"),
-    "proxy": lambda x, scale: MappingProxyType({"x": x, "scale": scale}),
-    "BatchEncoding": encoding,
-    "ModelOutput": output,
-    "namedtuple": lambda x, scale: Named(x, scale, "n"),
-    "list": lambda x, scale: [x, (scale, "n")],
-    "UserList": lambda x, scale: UserList([x, scale, "n"]),
-    "deque": lambda x, scale: deque([x, scale, "n"]),
-    "dataclass": Data,
-    "frozen": Frozen,
-    "slots": Slotted,
-    "to": Moves,
-    "deep": lambda x, scale: {"in": [UserDict(b=Frozen(x, scale))]},
-}
+    "proxy": lambda x, scale: MappingProxyType({"x": x, "scale": scale}), "BatchEncoding": encoding, "ModelOutput": output,
+    "namedtuple": lambda x, scale: Named(x, scale, "n"), "list": lambda x, scale: [x, (scale, "n")],
+    "UserList": lambda x, scale: UserList([x, scale, "n"]), "deque": lambda x, scale: deque([x, scale, "n"]), "dataclass": Data,
+    "frozen": Frozen, "slots": Slotted, "to": Moves, "deep": lambda x, scale: {"in": [UserDict(b=Frozen(x, scale))]},
+}  # fmt: skip
 
 
 def tensors(batch):
@@ -240,14 +232,8 @@ def test_lightnings_callback_counts_them(kind):
     callback = SwarmCallback(None)
     callback.opt = Steps()
     trainer = types.SimpleNamespace(
-        global_step=1,
-        is_last_batch=False,
-        current_epoch=0,
-        min_epochs=1,
-        max_epochs=1,
-        min_steps=0,
-        max_steps=-1,
+        global_step=1, is_last_batch=False, current_epoch=0, min_epochs=1, max_epochs=1, min_steps=0, max_steps=-1,
         should_stop=False,
-    )
+    )  # fmt: skip
     callback.on_train_batch_end(trainer, None, None, made(kind), 0)
     assert callback.opt.counted == 12

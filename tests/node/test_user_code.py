@@ -121,29 +121,20 @@ class StateHook(Good):
 """
 
 FAULTS = {
-    "Constructor": ("when it is made", "ValueError: no luck"),
-    "Model": ("failed in model()", "ValueError: no luck"),
-    "NoModule": ("model() returned an object of type function", None),
-    "Frozen": ("every parameter is frozen", None),
-    "Lazy": ("lazy layers", None),
-    "Batches": ("failed in batches()", "ValueError: no luck"),
-    "BatchList": ("batches() returned an object of type list", None),
-    "Loss": ("failed in loss()", "in helper"),
-    "Dtype": ("failed in loss()", "RuntimeError: mat1 and mat2"),
-    "FloatLoss": ("loss() returned an object of type float", None),
-    "VectorLoss": ("loss() returned a torch.float32 tensor of shape [2]", None),
-    "DetachedLoss": ("without a gradient", None),
+    "Constructor": ("when it is made", "ValueError: no luck"), "Model": ("failed in model()", "ValueError: no luck"),
+    "NoModule": ("model() returned an object of type function", None), "Frozen": ("every parameter is frozen", None),
+    "Lazy": ("lazy layers", None), "Batches": ("failed in batches()", "ValueError: no luck"),
+    "BatchList": ("batches() returned an object of type list", None), "Loss": ("failed in loss()", "in helper"),
+    "Dtype": ("failed in loss()", "RuntimeError: mat1 and mat2"), "FloatLoss": ("loss() returned an object of type float", None),
+    "VectorLoss": ("loss() returned a torch.float32 tensor of shape [2]", None), "DetachedLoss": ("without a gradient", None),
     "Exit": ("failed in loss(): SystemExit: 7", "SystemExit"),
     "Memory": ("make the model or its batches smaller", "torch.empty(2**60)"),
     "Backward": ("failed in the backward pass of loss()", "inplace operation"),
     "Hook": ("failed in loss(): ZeroDivisionError", "lambda"),
     "GradientHook": ("failed in the backward pass of loss()", "lambda grad"),
-    "Evaluate": ("failed in evaluate()", "ValueError: no luck"),
-    "EvaluateNone": ("evaluate() returned None", None),
-    "Tokens": ("failed in tokens()", 'batch["no luck"]'),
-    "NoTokens": ("tokens() returned 0", None),
-    "Optimizer": ("failed in inner_optimizer()", "ValueError: no luck"),
-    "NoOptimizer": ("inner_optimizer() returned None", None),
+    "Evaluate": ("failed in evaluate()", "ValueError: no luck"), "EvaluateNone": ("evaluate() returned None", None),
+    "Tokens": ("failed in tokens()", 'batch["no luck"]'), "NoTokens": ("tokens() returned 0", None),
+    "Optimizer": ("failed in inner_optimizer()", "ValueError: no luck"), "NoOptimizer": ("inner_optimizer() returned None", None),
     "OwnOptimizer": ("failed in the optimizer of inner_optimizer()", "ValueError: no luck"),
     "TorchsOptimizer": ("failed in the optimizer of inner_optimizer()", "TypeError"),
     "Scheduler": ("failed in the scheduler of lr_scheduler()", "lambda step"),
@@ -151,7 +142,7 @@ FAULTS = {
     "Results": ("extra_results() returned an object of type dict", None),
     "Agreed": ("agreed_options() returned an object of type list", None),
     "StateHook": ("Your code failed in <lambda>()", "lambda *args: 1 / 0"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -271,12 +262,10 @@ def test_torchs_own_error_of_devices_is_one_whatever_it_says(capsys, monkeypatch
 
 
 OF_MEMORY = [
-    "CUDA out of memory. Tried to allocate 2.00 GiB",
-    "CUDA error: out of memory",
-    "MPS backend out of memory (MPS allocated: 1 GB)",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA out of memory. Tried to allocate 2.00 GiB", "CUDA error: out of memory",
+    "MPS backend out of memory (MPS allocated: 1 GB)", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "Native API failed. Native API returns: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("run", [lambda node: torch.empty(2**60), *(raising(RuntimeError(text)) for text in OF_MEMORY)])

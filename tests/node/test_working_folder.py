@@ -1,21 +1,39 @@
-"""What was given as a relative path stays where it was when the process changes its folder, as hydra, ray and %cd do."""
+"""Commands in their surroundings: paths when the folder changes, output as JSON, a reader that goes, a missing package."""
 
+import ast
+import importlib.util
+import json
 import logging
+import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from shoal.node.checkpoint.folder import steps
 from shoal.node.checkpoint.store import load
 from shoal.node.checkpoint.writer import CheckpointWriter
+from shoal.node.cli.main import cli
+from shoal.node.cli.prepare import ScaffoldError, scaffold
 from shoal.node.config.settings import NodeSettings, RLSettings, Settings
-from shoal.node.data.reader import BYTES
+from shoal.node.console import dumps, require
+from shoal.node.data.reader import BYTES, load_tokenizer
+from shoal.node.data.source import DataError
+from shoal.node.demo import demo
 from shoal.node.integrations.own_loop import Run
+from shoal.node.rl.environment import EnvError, Gym, PolicyError
+from shoal.node.rl.hf import load_hf
 from shoal.node.runtime.door import task_label
 from shoal.node.tasks.loader import load_task
 from shoal.node.tasks.text import TextTask
 from shoal.node.verify.history import EvidenceFile
+from shoal.node.watch.source import WatchError
 from shoal.optim import Alone, NoLoCo
+from shoal.swarm.errors import ShoalError
 from shoal.swarm.file_lock import FileLock
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.addresses import Peerstore
@@ -147,3 +165,202 @@ def test_a_tokenizer_is_read_from_where_it_was(tmp_path, move):
     move()
     with pytest.raises(Exception, match=str(tmp_path / "before" / "none")):
         task.tokenizer  # noqa: B018
+
+
+NODE = Path(__file__).parents[2] / "node"
+PRINTING = ("cli", "commands", "runtime", "metrics", "watch")
+NAN, REPORT = math.nan, {"loss": math.nan, "all": [{"x": -math.inf}, 1.0], "name": "n"}
+LINK = f"shoal://{'a' * 52}?peer=/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
+
+
+def strict(text):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_what_is_not_finite_is_null():
+    assert strict(dumps(REPORT)) == {"loss": None, "all": [{"x": None}, 1.0], "name": "n"}
+    assert strict(dumps((NAN, True, "NaN", 3))) == [None, True, "NaN", 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (["demo"], "shoal.node.demo.demo.run_demo"), (["demo", "--task", "rl"], "shoal.node.demo.rl.run_demo"),
+        (["status", LINK], "shoal.node.commands.status.read_status"), (["peers", LINK], "shoal.node.verify.peers.read_peers"),
+        (["pull", LINK, "--out", "x"], "shoal.node.commands.pull.pull"),
+        (["merge", "x", "--out", "y"], "shoal.node.checkpoint.export.merge"),
+        (["invite", LINK], "shoal.node.commands.status.invite"), (["verify", "odds"], "shoal.node.verify.history.odds_report"),
+    ],
+)  # fmt: skip
+def test_every_command_that_reports_numbers_prints_json(arguments, where, monkeypatch):
+    monkeypatch.setattr(where, lambda *args, **kwargs: {**REPORT, "troubles": [], "values": 1, "tensors": 1})
+    shown = CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False, catch_exceptions=False)
+    assert strict(shown.stdout)["loss"] is None
+
+
+def test_no_command_encodes_json_by_itself():
+    for folder in PRINTING:
+        for file in (NODE / folder).rglob("*.py"):
+            calls = [item.func for item in ast.walk(ast.parse(file.read_text())) if isinstance(item, ast.Call)]
+            own = [call for call in calls if isinstance(call, ast.Attribute) and ast.unparse(call) in ("json.dumps", "json.dump")]
+            assert not own, f"{file}: write dumps of shoal.node.console"
+
+
+def test_a_demo_whose_evaluations_are_not_known_still_has_a_report():
+    one = dict.fromkeys(("exchanges", "pairs_none", "bytes_sent", "bytes_received", "rounds", "fragments", "steps", "params"), 1)
+    one |= {"method": "noloco", "loss_first": None, "loss_last": 2.0, "loss_local": 4.0, "wait_s": 0.0, "wall_s": 1.0, "odd": 0}
+    report = demo.report([one, {**one, "loss_first": 1.0}], [], 0.5, 1.0)
+    assert (report["loss_first"], report["loss_last"]) == (None, 2.0)
+    assert "held-out loss: not known" in demo.summary(report)
+    alone_unknown = demo.report([{**one, "loss_first": 3.0, "loss_local": None}], [], 0.5, 1.0)
+    assert "3.000 at first, 2.000 together; not compared" in demo.summary(alone_unknown)
+    assert "50.0 % better together" in demo.summary(demo.report([{**one, "loss_first": 3.0}], [], 0.5, 1.0))
+
+
+WRITES = """
+import logging, sys, click
+from types import SimpleNamespace
+from rich.console import Console
+from shoal.node.console import drop_lost_output, is_lost, log_to_stderr
+from shoal.node.runtime.display import LiveDisplay, make_display
+drop_lost_output()
+log_to_stderr(False)
+displays = [make_display(), LiveDisplay(Console(file=sys.stderr, force_terminal=True))]
+for display in displays:
+    display.start(3)
+for number in range(3):
+    print(number)
+    print(number, file=sys.stderr)
+    click.echo("result")
+    click.echo("note", err=True)
+    logging.getLogger("shoal.x").warning("warning")
+    Console().print("table")
+    for display in displays:
+        display.message("a message")
+        display.update(SimpleNamespace(step=number, loss=1.0, rates=SimpleNamespace(steps_per_s=2.0, tokens_per_s=0.0)))
+for display in displays:
+    display.close()
+open(sys.argv[1], "w").write(f"{is_lost(sys.stdout)} {is_lost(sys.stderr)}")
+sys.exit(5)
+"""
+
+
+def without_a_reader(kind):
+    """Return a descriptor to write to, of a pipe or a terminal that nobody reads."""
+    reader, writer = os.openpty() if kind == "terminal" else os.pipe()
+    os.close(reader)
+    return writer
+
+
+def run(arguments, out, err, **how):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=120, **how
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "unbuffered", "which"), [("pipe", "", "both"), ("terminal", "1", "both"), ("pipe", "1", "stdout")]
+)
+def test_every_kind_of_writing_goes_on(tmp_path, kind, unbuffered, which):
+    lost = without_a_reader(kind)
+    err = lost if which == "both" else subprocess.PIPE
+    ended = run(["-c", WRITES, tmp_path / "done"], lost, err, env={**os.environ, "PYTHONUNBUFFERED": unbuffered})
+    os.close(lost)
+    assert ended.returncode == 5
+    assert (tmp_path / "done").read_text() == ("True True" if which == "both" else "True False")
+    if which == "stdout":
+        assert b"Traceback" not in ended.stderr
+        assert ended.stderr.count(b"WARNING shoal.x: warning") == 3
+
+
+def test_messages_for_a_full_disk_are_dropped_and_results_are_not():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    script = "import sys\nfrom shoal.node.console import drop_lost_output\ndrop_lost_output()\nprint('x', file=sys.{}, flush=True)"
+    with open("/dev/full", "w") as full:
+        assert run(["-c", script.format("stderr")], subprocess.PIPE, full).returncode == 0
+        result = run(["-c", script.format("stdout")], full, subprocess.PIPE)
+    assert result.returncode == 1
+    assert b"No space left" in result.stderr
+
+
+def test_a_short_command_is_quiet():
+    lost = without_a_reader("pipe")
+    for command in (["--help"], ["plan", "--json", "--params", "1e6", "--step", "0.5", "--mbit", "20", "--rtt", "0.1"]):
+        ended = run(["-m", "shoal", *command], lost, subprocess.PIPE)
+        assert (ended.returncode, ended.stderr) == (0, b"")
+    os.close(lost)
+
+
+@pytest.mark.slow(reason="starts a node and its daemon")
+def test_a_node_trains_to_its_end_and_saves(tmp_path):
+    lost = without_a_reader("pipe")
+    own = ["--name", "n", "--folder", tmp_path / "n", "--identity", tmp_path / "n.key", "--listen", "/ip4/127.0.0.1/tcp/0"]
+    few = ["--steps", "6", "--every", "3", "--threads", "1", "--set", "outer.wait_s=1", "--json"]
+    ended = run(["-m", "shoal", "up", *own, *few], lost, lost)
+    os.close(lost)
+    assert ended.returncode == 0
+    assert steps(tmp_path / "n") == [6]
+    assert json.loads((tmp_path / "n" / "metrics.jsonl").read_text().splitlines()[-1])["event"] == "end"
+
+
+WATCHES = """
+import queue, sys, threading
+from shoal.node.console import drop_lost_output
+from shoal.node.watch import source
+drop_lost_output()
+class Endless:
+    ended = threading.Event()
+source.line_of = str
+inbox = queue.Queue()
+for number in range(3):
+    inbox.put(number)
+source.print_lines(inbox, Endless(), None)
+sys.exit(inbox.qsize())
+"""
+
+
+def test_a_stream_of_events_ends_with_its_reader():
+    lost = without_a_reader("pipe")
+    ended = run(["-c", WATCHES], lost, subprocess.PIPE)
+    os.close(lost)
+    assert (ended.returncode, ended.stderr) == (2, b"")
+
+
+def watch(*arguments):
+    ended = CliRunner().invoke(cli, ["watch", *arguments])
+    raise ended.exception
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: scaffold("x", "finetune"), ScaffoldError, "finetune needs the package transformers, .*'shoal[hf]'."),
+        (
+            lambda: load_tokenizer("gpt2"), DataError,
+            "'gpt2' needs the package tokenizers, .*'shoal[data]', or set tokenizer=bytes.",
+        ),
+        (lambda: load_hf("x"), PolicyError, "'hf:x' needs the package transformers, .*'shoal[rl]', or choose tiny."),
+        (lambda: Gym("sapo9"), EnvError, "'sapo9' needs the package reasoning_gym, .*'shoal[rl]', or choose strings."),
+        (
+            lambda: watch(LINK, "--web", "0"), WatchError,
+            "watch --web needs the packages aiohttp, segno, .*'shoal[watch]', or use --json",
+        ),
+        (lambda: watch(LINK, "--tui"), WatchError, "watch --tui needs the package textual, .*'shoal[watch]', or use --json"),
+        (lambda: watch("--replay", "x", "--tui"), WatchError, "needs the package textual, .*, or use --json, which needs none."),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named_with_its_extra(call, error, words, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(error, match=words.replace("[", r"\[")) as caught:
+        call()
+    assert str(caught.value).count("pip install") == 1
+
+
+def test_what_is_there_is_not_missing():
+    require(ShoalError, "x", "json", extra="x")
+    with pytest.raises(ShoalError, match=r"x needs the package no_such_package_at_all\.below, which is not installed"):
+        require(ShoalError, "x", "json", "no_such_package_at_all.below", extra="x")

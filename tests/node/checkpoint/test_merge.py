@@ -26,13 +26,10 @@ from shoal.swarm.manifest import OuterSettings, TrainSettings
 def tensors(seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return {
-        "head.weight": torch.randn(3, 4, generator=generator).to(dtype),
-        "scale": torch.randn((), generator=generator),
-        "empty": torch.zeros(0, 2),
-        "half": torch.randn(5, generator=generator).half(),
-        "steps": torch.tensor(seed),
+        "head.weight": torch.randn(3, 4, generator=generator).to(dtype), "scale": torch.randn((), generator=generator),
+        "empty": torch.zeros(0, 2), "half": torch.randn(5, generator=generator).half(), "steps": torch.tensor(seed),
         "mask": torch.tensor([True, False, seed > 1]),
-    }
+    }  # fmt: skip
 
 
 def files(folder, *contents):
@@ -96,13 +93,10 @@ def test_the_first_difference_is_named_and_nothing_is_written(tmp_path, other, s
 @pytest.mark.parametrize(
     ("weights", "sentence"),
     [
-        ([1.0], "There are 2 checkpoints and 1 weights"),
-        ([1.0, -1.0], "must be finite, not negative"),
-        ([0.0, 0.0], "not all 0"),
-        ([math.inf, 1.0], "must be finite"),
-        ([math.nan, 1.0], "must be finite"),
+        ([1.0], "There are 2 checkpoints and 1 weights"), ([1.0, -1.0], "must be finite, not negative"), ([0.0, 0.0], "not all 0"),
+        ([math.inf, 1.0], "must be finite"), ([math.nan, 1.0], "must be finite"),
     ],
-)
+)  # fmt: skip
 def test_weights_that_are_none(tmp_path, weights, sentence):
     with pytest.raises(MergeError, match=sentence):
         merge(files(tmp_path, BASE, BASE), tmp_path / "out", weights=weights)

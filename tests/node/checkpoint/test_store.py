@@ -1,4 +1,4 @@
-"""Checkpoints come back exactly, survive a kill at any moment, and are never half loaded."""
+"""Checkpoints come back exactly, survive a kill at any moment, are never half loaded, and keep within the disk budget."""
 
 import hashlib
 import json
@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 import tempfile
+import time
 from collections import OrderedDict, deque
 from enum import IntEnum
 from pathlib import Path
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, check_writable, lock, path_of, steps
 from shoal.node.checkpoint.store import STATE, TENSORS, UnpackableError, load, outline, save
+from shoal.node.checkpoint.writer import GB, SPARE, CheckpointWriter, room_maker, used
 from shoal.swarm.file_lock import InUseError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -360,3 +362,54 @@ def test_check_writable(tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/shoal")):
         with pytest.raises(CheckpointError, match="Cannot write to the folder"):
             check_writable(folder)
+
+
+BUDGET_STATE = {"weights": torch.zeros(100_000)}  # 0.4 MB
+
+
+def budget(nbytes):
+    return nbytes / GB
+
+
+def test_older_checkpoints_give_way_and_nothing_else(tmp_path):
+    (tmp_path / "mine.txt").write_text("not a checkpoint")
+    (tmp_path / "step-notes").mkdir()
+    for step in (1, 2, 3):
+        save(tmp_path, step, BUDGET_STATE, keep=9)
+        os.utime(path_of(tmp_path, step), (step, step))
+    now = used(tmp_path)
+    room_maker(tmp_path, budget(now + 400_000 + SPARE))(400_000)
+    assert sorted(steps(tmp_path)) == [1, 2, 3]
+    room_maker(tmp_path, budget(now + SPARE + 1000))(400_000)
+    assert sorted(steps(tmp_path)) == [2, 3]
+    with pytest.raises(CheckpointError, match=r"does not fit into the .* that node.disk allows for .*: allow more"):
+        room_maker(tmp_path, budget(SPARE))(400_000)
+    assert sorted(steps(tmp_path)) == [3]
+    assert load(tmp_path)[0] == 3
+    assert (tmp_path / "mine.txt").exists()
+    assert (tmp_path / "step-notes").exists()
+
+
+def test_without_a_budget_nothing_goes(tmp_path):
+    save(tmp_path, 1, BUDGET_STATE)
+    room_maker(tmp_path, 0.0)(10**15)
+    assert steps(tmp_path) == [1]
+
+
+def test_a_run_over_its_budget_says_so_once_and_goes_on(tmp_path):
+    said = []
+    saver = CheckpointWriter(
+        tmp_path, keep=3, state=lambda: BUDGET_STATE, notify=said.append, room=room_maker(tmp_path, budget(SPARE + 600_000))
+    )
+    saver.due = True
+    saver.turn(1)
+    saver._wait(time.monotonic() + 30.0)
+    for step in (2, 3):
+        saver.due = True
+        saver.turn(step)
+        saver._wait(time.monotonic() + 30.0)
+    saver.turn(4)
+    assert steps(tmp_path) == [1]
+    assert len(said) == 1
+    assert "node.disk allows" in said[0]
+    assert "training goes on" in said[0]

@@ -64,8 +64,7 @@ def test_example_file_documents_every_key(key):
         ({"outter.every": 3}, "no setting 'outter': did you mean 'outer'"),
         ({"qqqq": 3}, "the tables are swarm, task, outer, train, verify, rl, node"),
         ({"outer.every": 0}, r"outer\.every=0 .* greater than or equal to 1"),
-        ({"outer.every": "x"}, r"outer\.every='x' .* valid integer"),
-        ({"outer.every": True}, r"outer\.every=True"),
+        ({"outer.every": "x"}, r"outer\.every='x' .* valid integer"), ({"outer.every": True}, r"outer\.every=True"),
         ({"outer.lr": math.nan}, r"outer\.lr=nan .* finite"),
         ({"outer.method": "diloco2"}, r"outer\.method='diloco2' .* 'noloco', 'local', .* or 'sparta'"),
         ({"outer.codec": "int9"}, r"outer\.codec='int9' .* unknown codec 'int9': choose one of float32, .*\+ef"),
@@ -80,15 +79,12 @@ def test_example_file_documents_every_key(key):
         ({"swarm.bucket": 65}, r"swarm\.bucket=65 .* holds 4 to 64 members"),
         ({"swarm.bucket": 64, "swarm.epoch_s": 20.0}, r"swarm\.epoch_s=20\.0 .* an epoch takes 30 to 86400 seconds"),
         ({"swarm.epoch_s": 90.0}, r"epoch_s is a setting of buckets: leave it out, or set bucket too"),
-        ({"node": 3}, r"'node' must be a table"),
-        ({"node": 3, "node.name": "x"}, r"'node' must be a table"),
-        ({"node.listen": "a"}, r"node\.listen='a' .* list"),
-        ({"node.name": "../../etc"}, r"node\.name='../../etc' .* letters"),
-        ({"node.shard": "8/8"}, r"node\.shard='8/8' .* 0/8"),
-        ({"node.folder": 3}, r"node\.folder=3 .* path"),
+        ({"node": 3}, r"'node' must be a table"), ({"node": 3, "node.name": "x"}, r"'node' must be a table"),
+        ({"node.listen": "a"}, r"node\.listen='a' .* list"), ({"node.name": "../../etc"}, r"node\.name='../../etc' .* letters"),
+        ({"node.shard": "8/8"}, r"node\.shard='8/8' .* 0/8"), ({"node.folder": 3}, r"node\.folder=3 .* path"),
         ({"task.options.layers": [1]}, r"'task\.options\.layers' must be a number"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_name_the_key(overrides, words):
     with pytest.raises(ConfigError, match=words) as caught:
         load(None, overrides)
@@ -109,11 +105,7 @@ def test_an_unknown_key_is_named_with_its_neighbour(key, place, letter):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [
-        (b"[outer]\nevery = = 3\n", r"not TOML .*line 2"),
-        (b"\xff\xfe", "not TOML"),
-        (b"#" * (2**20 + 1), "over 1 MiB"),
-    ],
+    [(b"[outer]\nevery = = 3\n", r"not TOML .*line 2"), (b"\xff\xfe", "not TOML"), (b"#" * (2**20 + 1), "over 1 MiB")],
 )
 def test_files_that_are_no_settings(tmp_path, content, words):
     path = tmp_path / "swarm.toml"
@@ -160,17 +152,11 @@ def machine(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "count", "text", "chosen"),
     [
-        (None, 0, "auto", "cpu"),
-        ("cuda", 2, "auto", "cuda:0"),
-        ("cuda", 2, "cuda", "cuda:0"),
-        ("cuda", 2, "cuda:1", "cuda:1"),
-        ("cuda", 2, "cpu", "cpu"),
-        ("xpu", 1, "auto", "xpu:0"),
-        ("xpu", 1, "xpu", "xpu:0"),
-        ("mps", 1, "auto", "mps"),
+        (None, 0, "auto", "cpu"), ("cuda", 2, "auto", "cuda:0"), ("cuda", 2, "cuda", "cuda:0"), ("cuda", 2, "cuda:1", "cuda:1"),
+        ("cuda", 2, "cpu", "cpu"), ("xpu", 1, "auto", "xpu:0"), ("xpu", 1, "xpu", "xpu:0"), ("mps", 1, "auto", "mps"),
         ("mps", 1, "mps", "mps"),
     ],
-)
+)  # fmt: skip
 def test_devices_of_every_kind(machine, kind, count, text, chosen):
     machine(kind, count)
     assert resolve_device(text) == torch.device(chosen)
@@ -228,17 +214,10 @@ def test_an_address_that_is_none_is_named(key):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("outer.lr=0.5", 0.5),
-        ("width=256", 256),
-        ("a=true", True),
-        ("outer.method=diloco-hb", "diloco-hb"),
-        ('a="1"', "1"),
-        ("a=", ""),
-        ("a=/some/path", "/some/path"),
-        ("a=1\nb = 2", "1\nb = 2"),
-        ("a=1 # no comment", "1 # no comment"),
+        ("outer.lr=0.5", 0.5), ("width=256", 256), ("a=true", True), ("outer.method=diloco-hb", "diloco-hb"), ('a="1"', "1"),
+        ("a=", ""), ("a=/some/path", "/some/path"), ("a=1\nb = 2", "1\nb = 2"), ("a=1 # no comment", "1 # no comment"),
     ],
-)
+)  # fmt: skip
 def test_an_assignment_is_read_as_toml_would_or_as_plain_text(text, value):
     key, got = assignment(text)
     assert (key, got, type(got)) == (text.partition("=")[0], value, type(value))

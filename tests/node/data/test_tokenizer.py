@@ -78,12 +78,10 @@ def test_another_tokenizer_than_the_swarms_is_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("./none", "There is no tokenizer at './none'"),
-        ("a/b/c", "names no tokenizer"),
-        ("a/..", "names no tokenizer"),
+        ("./none", "There is no tokenizer at './none'"), ("a/b/c", "names no tokenizer"), ("a/..", "names no tokenizer"),
         ("a b", "names no tokenizer"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_tokenizer_is_one_sentence(tmp_path, monkeypatch, name, words):
     pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'shoal[data]'")
     monkeypatch.chdir(tmp_path)

@@ -1,10 +1,24 @@
-"""A demo waits for nodes as long as they move, and reports in one sentence what they did last when they do not."""
+"""What a demo waits for, shows and leaves behind, and its nodes that cheat."""
 
+import copy
 import json
+import os
+import subprocess
+import sys
+import tempfile
 
 import pytest
+import torch
 
-from shoal.node.demo.nodes import LONG_S, QUIET_S, DemoError, Liveness
+from shoal.node.config.settings import ConfigError, load
+from shoal.node.demo import cheating, nodes
+from shoal.node.demo.demo import _all_began, _done, _ended, _loss, _sent, stage
+from shoal.node.demo.nodes import LONG_S, QUIET_S, DemoError, Liveness, interpreter
+from shoal.node.demo.rl import bans, policies, run_demo
+from shoal.node.rl import rollout_sharing
+from shoal.node.rl.loading import load_env
+from shoal.node.rl.tiny import Tiny
+from shoal.node.verify import checker, completions
 
 
 class Demo:
@@ -82,3 +96,177 @@ def test_more_nodes_than_eight_on_a_processor_have_longer(tmp_path, peers, proce
     demo.after(quiet_s - 1)
     with pytest.raises(DemoError, match=f"for {quiet_s:g} s"):
         demo.after(2)
+
+
+def exchange(sent, lag, loss=None, fragment=0, fragments=1):
+    return {"event": "round", "step": sent + lag, "lag": lag, "loss": loss, "fragment": fragment, "fragments": fragments}
+
+
+def test_a_round_shows_the_exchanges_that_were_begun_in_it():
+    """Four fragments a round of 8 steps, which come late and not in order; other events are passed over."""
+    events = [
+        exchange(2, 1, 4.0), {"event": "evaluation", "step": 3}, exchange(6, 1, 3.0), exchange(4, 5, 2.0), exchange(8, 3),
+        exchange(10, 1, 1.0), exchange(12, 1, 1.0),
+    ]  # fmt: skip
+    assert [_sent(event) for event in _ended(events, 8, 8)] == [2, 6, 4, 8]
+    assert _loss(_ended(events, 8, 8)) == 3.0
+    assert [_sent(event) for event in _ended(events, 16, 8)] == [10, 12]
+
+
+def test_a_round_is_done_when_the_last_of_its_fragments_was_exchanged():
+    order = [(2, 0), (8, 3), (4, 1), (10, 0), (6, 2), (16, 3), (12, 1), (14, 2), (16, 4)]  # and the last average
+    events = [exchange(sent, 1, fragment=fragment, fragments=4) for sent, fragment in order]
+    assert [_done(events[:count], 8) for count in range(len(order) + 1)] == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert [_done([exchange(sent, 0)], 8) for sent in (7, 8, 17)] == [0, 1, 2]
+
+
+def test_a_node_whose_rounds_are_not_steps_shows_its_last_exchange():
+    events = [exchange(3, 0, 2.0), exchange(7, 0, 1.5)]
+    assert [_sent(event) for event in _ended(events, 20, 5)] == [7]
+    assert _ended([], 5, 5) == []
+    assert _loss([]) is None
+
+
+def test_all_train_once_the_last_node_has_done_its_first_step():
+    def began(at):
+        return {"event": "begun", "time": at, "phases": []}
+
+    nodes = [[{"event": "start", "time": 9.0}, began(4.0), exchange(2, 1)], [began(7.0)], [began(1.0), began(6.0)]]
+    assert _all_began(nodes) == 7.0
+
+
+CHILD = """
+import sys
+from shoal.node.demo.demo import stage
+with stage(None) as (folder, _):
+    (folder / "peer-0").mkdir()
+    print(folder, flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def test_what_a_killed_demo_left_is_removed_and_what_lives_or_is_anothers_is_not(base):
+    living, killed = (
+        subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
+    )
+    of_living, of_killed = (process.stdout.readline().strip() for process in (living, killed))
+    (base / "shoal-demo-begun").mkdir()
+    (base / "shoal-demo-begun" / ".lock").touch()  # made, and not locked yet
+    (base / "shoal-demo-none").mkdir()
+    killed.kill()
+    killed.wait()
+    with stage(None) as (mine, _):
+        there = {str(path) for path in base.iterdir()}
+        assert there == {of_living, str(mine), str(base / "shoal-demo-begun"), str(base / "shoal-demo-none")}
+        assert of_killed not in there
+    assert not mine.exists()
+    living.communicate("\n", timeout=60)
+    assert living.returncode == 0
+    assert of_living not in {str(path) for path in base.iterdir()}
+    killed.stdin.close()
+    killed.stdout.close()
+
+
+def test_each_event_is_parsed_once_and_half_a_line_waits(tmp_path, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(nodes.json, "loads", lambda line, loads=json.loads: parsed.append(line) or loads(line))
+    path = tmp_path / "metrics.jsonl"
+    reader = nodes.EventReader(path)
+    assert reader.read() == []
+    path.write_text('{"n": 1}\n{"n": 2}\n{"n"', encoding="utf-8")
+    assert [event["n"] for event in reader.read()] == [1, 2]
+    with path.open("a", encoding="utf-8") as file:
+        file.write(': "käse"}\n')
+    assert [event["n"] for event in reader.read()] == [1, 2, "käse"]
+    assert [event["n"] for event in reader.read()] == [1, 2, "käse"]
+    assert len(parsed) == 3
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_file_in_the_present_folder_hides_nothing_unless_it_does_so_here_too(tmp_path, monkeypatch, wanted):
+    (tmp_path / "queue.py").write_text("raise SystemError('hidden')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [os.getcwd() if wanted else "/", *sys.path])
+    ended = subprocess.run(
+        [*interpreter(), "-m", "concurrent.futures.thread"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ("hidden" in ended.stderr) == wanted
+
+
+def test_rounded_matrices_have_fifteen_values_a_row_within_the_block_and_the_old_ones_after():
+    module = torch.nn.Linear(64, 3)
+    before = copy.deepcopy(module.state_dict())
+    with cheating.rounded(module):
+        assert all(len(set(row.tolist())) <= 15 for row in module.weight)
+        assert not torch.equal(module.weight, before["weight"])
+        assert torch.equal(module.bias, before["bias"])
+    assert torch.equal(module.weight, before["weight"])
+
+
+def test_a_cheat_writes_with_rounded_weights_and_evaluates_and_checks_with_its_own(monkeypatch):
+    seen = []
+
+    def generate(policy, prompts, count, *, temperature, max_tokens, seed, choose=None):
+        seen.append(len(set(policy.module.head.weight[0].tolist())))
+
+    monkeypatch.setattr(Tiny, "generate", generate)
+    monkeypatch.setattr(rollout_sharing, "load_policy", None)
+    monkeypatch.setattr(completions, "prove", None)
+    monkeypatch.setattr(checker, "prove", lambda policy: seen.append(len(set(policy.module.head.weight[0].tolist()))))
+    cheating.cheat()
+    policy = rollout_sharing.load_policy("tiny", load_env("strings", {}), 0)
+    for writer, temperature in ((policy, 1.0), (policy, 0.0), (copy.deepcopy(policy), 1.0)):
+        writer.generate(["?"], 1, temperature=temperature, max_tokens=4, seed=0)
+    completions.prove(policy)
+    assert [values <= 15 for values in seen] == [True, False, False, True]
+
+
+def test_nodes_that_are_verified_have_one_policy():
+    def chosen(**more):
+        return policies(load(None, {"swarm.start_when": 2, "swarm.shards": 2, "task.hooks": "rl", **more}))
+
+    assert chosen() == ["tiny:copy", "tiny:first"]
+    assert chosen(**{"verify.audit_rate": 1.0}) == ["tiny", "tiny"]
+
+
+@pytest.mark.parametrize(("cheat", "rate"), [(1, 0.0), (2, 1.0)])
+def test_cheats_that_nobody_would_find_are_refused(cheat, rate):
+    with pytest.raises(ConfigError, match="--cheat needs"):
+        run_demo(peers=2, cheat=cheat, more={"verify.audit_rate": rate})
+
+
+def history(peer, begins, *bans, ends=100.0):
+    events = [{"event": "start", "peer": peer, "time": 0.0}, {"event": "rl", "time": begins}, {"event": "rl", "time": ends}]
+    return events + [{"event": "verify", "time": time, "banned": banned} for time, banned in bans]
+
+
+NODES = [
+    {"name": name, "final_reward": value, "cumulative_reward": 10 * value} for name, value in (("a", 0.5), ("b", 0.7), ("c", 0.1))
+]
+
+
+def test_a_ban_counts_from_the_first_completions_until_the_last_honest_node_knows_it():
+    found = bans(
+        NODES, [history("A", 1.0, (30.0, []), (50.0, ["C"])), history("B", 1.0, (60.0, ["C"])), history("C", 10.0, (20.0, ["A"]))],
+        cheat=1, round_s=5.0,
+    )  # fmt: skip
+    assert found["banned_after"] == {"c": 10.0}
+    assert found["honest_banned"] == []  # only a cheat said so
+    assert found["honest_final_reward"] == pytest.approx(0.6)
+    assert found["honest_cumulative_reward"] == pytest.approx(6.0)
+
+
+def test_a_cheat_that_one_honest_node_did_not_ban_and_bans_after_the_first_end_do_not_count():
+    found = bans(
+        NODES, [history("A", 1.0, (50.0, ["B", "C"]), ends=70.0), history("B", 1.0, (80.0, ["A", "C"])), history("C", 10.0)],
+        cheat=1, round_s=5.0,
+    )  # fmt: skip
+    assert found["banned_after"] == {"c": None}
+    assert found["honest_banned"] == ["b"]

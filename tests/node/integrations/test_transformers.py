@@ -256,13 +256,8 @@ def test_the_weights_to_evaluate_are_chosen_and_those_saved_are_the_trained(tmp_
 
     model = tiny(0, lora=False)
     more = {
-        "eval_strategy": "steps",
-        "eval_steps": 4,
-        "max_steps": 8,
-        "save_strategy": "steps",
-        "save_steps": 4,
-        "eval_on_start": True,
-    }
+        "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8, "save_strategy": "steps", "save_steps": 4, "eval_on_start": True,
+    }  # fmt: skip
     with shoal.create(state=model, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
         callback = swarm_callback(s, evaluate=evaluate)
         sets = {"one": rows(3)[:4], "two": rows(4)[:4]}

@@ -1,17 +1,22 @@
-"""What events mean as numbers, and that docs/metrics.md says the same as the code."""
+"""What events mean as numbers, docs/metrics.md, and what Prometheus gets over HTTP, parsed by its own parser."""
 
 import ast
 import math
 import re
+import socket
+import urllib.error
+import urllib.request
 from dataclasses import fields as fields_of
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families as parse
 
-from shoal.node.metrics.log import RoundRecord
-from shoal.node.metrics.prometheus import MEASURES, readings
+from shoal.node.console import Address, parse_address
+from shoal.node.metrics.log import About, MetricsError, RoundRecord
+from shoal.node.metrics.prometheus import MEASURES, MOST_OF_RANGE, WAITS, Board, Endpoint, readings
 from shoal.node.metrics.sinks import PROGRESS_S, Curves
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,3 +105,207 @@ def test_rounds_and_those_alone_or_late(partner, alone, late):
         "shoal_round": 7.0, "shoal_round_wait_seconds": 0.5, "shoal_rounds_total": 1.0, "shoal_rounds_alone_total": alone,
         "shoal_rounds_late_total": float(late),
     }  # fmt: skip
+
+
+ABOUT = About(
+    swarm='a "swarm"\\', swarm_id="s" * 52, node="anna", peer="12D3", method="noloco", task="text", device="cpu", version="0.1.0"
+)  # fmt: skip
+SAME = {"swarm": ABOUT.swarm, "node": "anna", "method": "noloco"}
+ROUND = {"round": 3, "step": 75, "members": 2, "partner": "bob", "wait_s": 0.25, "suspicious": 1, "loss": 2.0}
+
+
+@pytest.fixture
+def endpoint():
+    made = Endpoint(Address("127.0.0.1", 0))
+    yield made
+    made.close()
+
+
+def get(endpoint):
+    with urllib.request.urlopen(f"http://{endpoint.address}/metrics", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain")
+        return answer.read().decode()
+
+
+def samples(text):
+    """(name, labels besides those of all) -> value."""
+    found = {}
+    for family in parse(text):
+        for sample in family.samples:
+            assert SAME.items() <= sample.labels.items(), sample
+            more = tuple(sorted((key, value) for key, value in sample.labels.items() if key not in SAME))
+            found[sample.name, more] = sample.value
+    return found
+
+
+def test_events_as_prometheus_sees_them(endpoint):
+    assert get(endpoint).strip() == ""
+    assert endpoint.begin(ABOUT) == f"metrics for Prometheus: http://{endpoint.address}/metrics"
+    endpoint.event("start", 0.0, {"loss_first": 5.5, "steps": 0})
+    endpoint.event(
+        "progress", 1.0,
+        {"step": 70, "loss": 3.0, "steps_per_s": 20.0, "members": 4, "bytes_sent": 10, "bytes_received": 20, "restarts": 0,
+         "tokens": 700, "tokens_per_s": 200.0, "mfu": 0.25, "lag": 7},
+    )  # fmt: skip
+    endpoint.event("round", 2.0, ROUND)
+    endpoint.event("round", 3.0, {**ROUND, "round": 4, "step": 100, "partner": None, "members": 1, "wait_s": 40.0, "late": True})
+    endpoint.event("refused", 4.0, {"rate": 2, "denied": 1})
+    endpoint.event("refused", 5.0, {"rate": 3, "denied": 1})
+    endpoint.event("rl", 6.0, {"round": 100, "reward": 0.5, "own": 4, "foreign": 2, "worth": None, "loss": 0.1})
+    endpoint.event("rl", 7.0, {"round": 101, "reward": None, "own": 4, "foreign": 0, "worth": 0.9, "loss": 0.1})
+    endpoint.event("checks", 8.0, {"claimed": 5, "checked": 3, "invalid": 1})
+    endpoint.event("verify", 9.0, {"round": 29_000_000, "banned": ["x"], "check_s": 1.5})
+    endpoint.event("partition", 10.0, {"said": "...", "missing": ["bob", "carl"]})
+    found = samples(get(endpoint))
+    waits = {key: found.pop(key) for key in tuple(found) if key[0].startswith("shoal_round_wait_seconds")}
+    assert found == {
+        ("shoal_info", (
+            ("device", "cpu"), ("peer", "12D3"), ("swarm_id", "s" * 52), ("task", "text"), ("version", "0.1.0"),
+        )): 1.0,
+        ("shoal_inner_steps_total", ()): 100.0, ("shoal_inner_steps_per_second", ()): 20.0, ("shoal_tokens_total", ()): 700.0,
+        ("shoal_lag_steps", ()): 7.0, ("shoal_rounds_late_total", ()): 1.0, ("shoal_tokens_per_second", ()): 200.0,
+        ("shoal_model_flops_utilisation", ()): 0.25, ("shoal_loss", ()): 3.0, ("shoal_evaluation_loss", ()): 5.5,
+        ("shoal_members", ()): 4.0, ("shoal_round", ()): 4.0, ("shoal_rounds_total", ()): 2.0,
+        ("shoal_rounds_alone_total", ()): 1.0, ("shoal_round_members", ()): 1.0, ("shoal_bytes_sent_total", ()): 10.0,
+        ("shoal_bytes_received_total", ()): 20.0, ("shoal_suspicious_total", ()): 2.0,
+        ("shoal_refused_total", (("reason", "rate"),)): 3.0, ("shoal_refused_total", (("reason", "denied"),)): 1.0,
+        ("shoal_missing_members", ()): 2.0, ("shoal_daemon_restarts_total", ()): 0.0, ("shoal_reward", ()): 0.5,
+        ("shoal_effective_sample_size", ()): 0.9, ("shoal_rollout_groups_total", (("source", "own"),)): 8.0,
+        ("shoal_rollout_groups_total", (("source", "foreign"),)): 2.0, ("shoal_claims_total", ()): 5.0,
+        ("shoal_checks_total", ()): 3.0, ("shoal_invalid_claims_total", ()): 1.0, ("shoal_check_seconds_total", ()): 1.5,
+        ("shoal_banned_peers", ()): 1.0,
+    }  # fmt: skip
+    buckets = [waits["shoal_round_wait_seconds_bucket", (("le", bound),)] for bound in (*map(str, WAITS), "+Inf")]
+    assert buckets == [0, 0, 0, 1, 1, 1, 1, 1, 2, 2]
+    assert (waits["shoal_round_wait_seconds_count", ()], waits["shoal_round_wait_seconds_sum", ()]) == (2.0, 40.25)
+
+
+@given(st.lists(st.floats(0, 1000), max_size=20))
+def test_the_histogram_counts_every_wait_once(waits):
+    board = Board()
+    board.begin(ABOUT)
+    for wait in waits:
+        board.event("round", {"wait_s": wait})
+    families = {family.name: family for family in board.registry.collect()}
+    if waits:
+        counts = {s.labels["le"]: s.value for s in families["shoal_round_wait_seconds"].samples if "le" in s.labels}
+        assert counts == {str(bound): sum(w <= bound for w in waits) for bound in WAITS} | {"+Inf": len(waits)}
+
+
+def test_a_taken_port_is_one_sentence_and_a_closed_one_is_free(endpoint):
+    with pytest.raises(MetricsError, match=r"^Cannot serve metrics on 127\.0\.0\.1:\d+: the port is taken .* --metrics") as said:
+        Endpoint(endpoint.address)
+    assert "\n" not in str(said.value)
+    endpoint.close()
+    endpoint.close()
+    with pytest.raises(urllib.error.URLError):
+        get(endpoint)
+    Endpoint(endpoint.address).close()
+
+
+@pytest.mark.parametrize("host", ["203.0.113.77", "no-such-host.invalid", "a" * 80])
+def test_an_address_of_another_machine(host, monkeypatch):
+    real = socket.getaddrinfo
+
+    def resolve(name, *arguments, **options):
+        if name.endswith(".invalid"):  # no test asks the network for a name
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(MetricsError, match=r"this machine has no such address, choose"):
+        Endpoint(Address(host, 0))
+
+
+def answered(endpoint, request, source="127.0.0.1"):
+    """The first line of the answer to the bytes of a request; nothing where the caller is hung up on."""
+    with socket.create_connection((endpoint.address.host, endpoint.address.port), 10, (source, 0)) as caller:
+        caller.sendall(request)
+        return caller.makefile("rb").readline()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:9464", "localhost", "LOCALHOST:1", "[::1]:9464", "127.0.0.2"])
+def test_names_of_this_machine_are_answered(endpoint, host):
+    assert answered(endpoint, f"GET /metrics HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()).split()[1] == b"200"
+
+
+@pytest.mark.parametrize("host", ["evil.example:9464", "[evil", "203.0.113.9", "localhost.evil.example", "[::2]:1", "]"])
+def test_the_name_of_a_web_site_that_points_here_is_refused(endpoint, host):
+    """Any name was answered, so that a page elsewhere could read the metrics by pointing its own name to this machine."""
+    assert answered(endpoint, f"GET /metrics HTTP/1.0\r\nHost: {host}\r\n\r\n".encode()).split()[1] == b"403"
+
+
+def test_an_endpoint_for_other_machines_is_answered_under_any_name():
+    shared = Endpoint(Address("0.0.0.0", 0))
+    try:
+        assert answered(shared, b"GET /metrics HTTP/1.0\r\nHost: box.example\r\n\r\n").split()[1] == b"200"
+    finally:
+        shared.close()
+
+
+def test_a_caller_that_sends_a_byte_at_a_time_is_hung_up_on(monkeypatch):
+    """Each byte began the wait anew, without end."""
+    monkeypatch.setattr("shoal.node.metrics.prometheus.CALL_S", 0.5)
+    endpoint = Endpoint(Address("127.0.0.1", 0))
+    try:
+        with socket.create_connection((endpoint.address.host, endpoint.address.port), 0.05) as caller:
+            for _ in range(600):
+                try:
+                    caller.sendall(b"x")
+                    assert caller.recv(1) == b""
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    pass
+                break
+            else:
+                pytest.fail("it was not hung up on")
+    finally:
+        endpoint.close()
+
+
+def test_callers_of_one_range_leave_room_for_others(endpoint):
+    silent = [socket.create_connection((endpoint.address.host, endpoint.address.port), 10, ("127.1.0.2", 0)) for _ in range(60)]
+    try:
+        assert answered(endpoint, b"GET /metrics HTTP/1.0\r\n\r\n", "127.0.0.3").split()[1] == b"200"
+    finally:
+        for caller in silent:
+            caller.close()
+
+
+def test_callers_who_say_nothing_are_bounded(endpoint):
+    endpoint.begin(ABOUT)
+    place = (endpoint.address.host, endpoint.address.port)
+    silent = [socket.create_connection(place, timeout=10) for _ in range(MOST_OF_RANGE)]
+    try:
+        with socket.create_connection(place, timeout=10) as more:
+            assert more.recv(1) == b""  # hung up on
+        for caller in silent:
+            caller.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert caller.recv(15) == b"HTTP/1.0 200 OK"
+    finally:
+        for caller in silent:
+            caller.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("9464", Address("127.0.0.1", 9464)), ("0.0.0.0:0", Address("0.0.0.0", 0)), ("[::1]:9464", Address("::1", 9464)),
+        ("box.example:65535", Address("box.example", 65_535)),
+    ],
+)  # fmt: skip
+def test_addresses(text, address):
+    assert parse_address(text) == address
+    assert parse_address(str(address)) == address
+
+
+@pytest.mark.parametrize("text", ["", ":9464", "65536", "-1", "::1:9464", "http://x:1", "a b:1", "1.2.3.4", "9464\n"])
+def test_what_is_no_address(text):
+    with pytest.raises(ValueError, match="it should be a port or HOST:PORT"):
+        parse_address(text)
+
+
+def test_further_ports():
+    assert parse_address("9464").next(3) == Address("127.0.0.1", 9467)
+    assert parse_address("0").next(3).port == 0

@@ -125,15 +125,11 @@ def test_what_wandb_is_asked_for(tmp_path, monkeypatch):
     assert options["config"]["swarm_id"] == ABOUT.swarm_id
     assert options["settings"]["finish_timeout"] == FINISH_S
     assert calls == [
-        ("define", "step", {}),
-        ("define", "*", {"step_metric": "step"}),
-        ("log", {"step": 0, "evaluation/loss": 5.5}),
+        ("define", "step", {}), ("define", "*", {"step_metric": "step"}), ("log", {"step": 0, "evaluation/loss": 5.5}),
         ("log", {"step": 25, "round/loss": 4.0, "round/wait_s": 0.25}),
-        ("log", {"step": 50, "round/loss": 3.0, "round/wait_s": 0.5}),
-        ("log", {"step": 60, "evaluation/loss": 2.5}),
-        ("summary", {"end/steps": 60, "end/loss_last": 2.5, "end/rounds": 2}),
-        ("finish",),
-    ]
+        ("log", {"step": 50, "round/loss": 3.0, "round/wait_s": 0.5}), ("log", {"step": 60, "evaluation/loss": 2.5}),
+        ("summary", {"end/steps": 60, "end/loss_last": 2.5, "end/rounds": 2}), ("finish",),
+    ]  # fmt: skip
 
 
 def test_wandb_offline_and_in_a_folder_of_the_users(tmp_path, monkeypatch):

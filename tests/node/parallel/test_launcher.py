@@ -1,12 +1,20 @@
-"""Ranks are started together, stopped together, and started again only when that can help."""
+"""Ranks that a command asks for: started and stopped together, waiting for one another, with the steps of one process."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from shoal.node.config.settings import ConfigError, load
+from shoal.node.parallel import ranks
+from shoal.node.parallel.launcher import Job, RankLostError, RankMissingError, job_of, ranks_wanted
 
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 LAUNCH = """
@@ -95,3 +103,125 @@ def test_a_signal_goes_to_rank_0_alone_and_its_exit_code_comes_through(launch):
     out, rest = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, "asked\n"), said + rest
     assert starts(said + rest) == ["rank 0 of 2, start 0", "rank 1 of 2, start 0"]
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("node", "devices", "ranks"),
+    [({}, 8, 1), ({"gpus": "1"}, 8, 1), ({"gpus": "8"}, 8, 8), ({"gpus": "all"}, 3, 3), ({"gpus": "2", "device": "cpu"}, 0, 2)],
+)
+def test_a_command_starts_as_many_ranks_as_it_asks_for(node, devices, ranks):
+    assert ranks_wanted(load(None, {f"node.{key}": value for key, value in node.items()}), devices) == ranks
+
+
+@pytest.mark.parametrize(
+    ("node", "devices", "sentence"),
+    [
+        ({"gpus": "3"}, 2, r"--gpus 3 asks for more than this machine has \(2 GPUs\): use --gpus 2\."),
+        ({"gpus": "2"}, 1, r"\(1 GPU\): use --gpus 1\."),
+        ({"gpus": "all"}, 0, r"\(no GPU that PyTorch can use\): use --device cpu, to try it on the processor\."),
+        ({"gpus": "all", "device": "cpu"}, 0, r"--gpus all counts GPUs, which --device cpu does not use: pass a number"),
+        ({"gpus": "2", "device": "cuda:1"}, 2, r"--gpus takes the first GPUs, and 'cuda:1' does not go with it"),
+        ({"gpus": "all"}, 128, r"A peer has at most \d+ ranks"),
+        ({"parallel": "ddp"}, 2, r"--parallel says how several GPUs share the model: pass --gpus"),
+    ],
+)
+def test_ranks_that_this_machine_cannot_have_are_one_sentence(node, devices, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ranks_wanted(load(None, {f"node.{key}": value for key, value in node.items()}), devices)
+
+
+def test_a_process_of_torchrun_knows_its_place():
+    assert job_of(TORCHRUN) == Job(1, 4)
+    assert job_of(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}) == Job(1, 4, 2)
+    assert job_of({}) is None
+    assert job_of({name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"}) is None
+    assert job_of(TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"RANK": "one"}, "must be numbers"),
+        ({"LOCAL_WORLD_SIZE": "2"}, "must be on one machine"),
+        ({"RANK": "4", "LOCAL_RANK": "4"}, "has RANK=4 of WORLD_SIZE=4"),
+        ({"WORLD_SIZE": "1000000"}, "must be on one machine, at most"),
+    ],
+)
+def test_an_environment_that_no_launcher_of_one_machine_makes_is_refused(wrong, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        job_of(TORCHRUN | wrong)
+
+
+LAYOUT_PROGRAM = str(Path(__file__).with_name("layout_program.py"))
+
+
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory):
+    """The tensors of each layout and number of parts."""
+    folder = tmp_path_factory.mktemp("layouts")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, *launch, LAYOUT_PROGRAM, str(folder)], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return {file.name: load_file(file) for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_two_ranks_take_the_steps_of_one_process_and_load_its_weights(taken, how, parts):
+    one, two = taken[f"one-{parts}"], taken[f"{how}-{parts}"]
+    assert one.keys() == two.keys()
+    exact = how == "ddp" and parts == 1  # more parts are added up in another order
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=0 if exact else 1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+CONFIG = """
+[task.options]
+width = 16
+heads = 2
+layers = 1
+context = 16
+"""
+
+
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)])
+def test_a_rank_without_the_others_names_them_and_ends_at_a_signal(tmp_path, rank, number):
+    (tmp_path / "swarm.toml").write_text(CONFIG)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal", "up", "swarm.toml", "--device", "cpu"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **{name: str(value) for name, value in place.items()}},
+    )  # fmt: skip
+    try:
+        said = ""
+        while f"waiting for rank {1 - rank} of 2" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        process.send_signal(number)
+        process.communicate(timeout=30)
+        assert process.returncode == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("rank", "heard"), [(0, True), (1, False)])
+def test_the_wait_for_a_rank_has_a_limit_and_one_rank_says_which_it_was(monkeypatch, rank, heard):
+    monkeypatch.setattr(ranks, "MEET_S", 0.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.PrefixStore("shoal/0", store).set(f"started/{1 - rank}", "")  # of three the third is missing
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(RankLostError, match="rank 2 of 3 did not start within") as caught:
+        ranks._all_started(Job(rank, 3))
+    assert isinstance(caught.value, RankMissingError) is heard

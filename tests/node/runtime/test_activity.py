@@ -1,15 +1,35 @@
-"""A node that computes or waits in silence reports it; one that hangs is told apart from one that computes."""
+"""A node that computes or waits in silence, fails before it trains, returns to nobody, trains alone to compare, or is ended."""
 
 import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
+from shoal.node.config.settings import load
 from shoal.node.metrics.log import Metrics
-from shoal.node.runtime import display
-from shoal.node.runtime.display import BEAT_S, Activity, processor_time
+from shoal.node.runtime import display, node_run, training_node
+from shoal.node.runtime import join as node_membership
+from shoal.node.runtime.display import BEAT_S, Activity, make_display, processor_time
+from shoal.node.runtime.door import make_task
+from shoal.node.runtime.join import await_others, new_manifest
+from shoal.node.runtime.run_options import ShutdownSignals, network
+from shoal.node.runtime.training_node import train_alone
+from shoal.node.task import Shard
+from shoal.node.training.trainer import Trainer
+from shoal.node.user_code import UserCodeError
+from shoal.optim import Alone as Nobody
+from shoal.swarm.access import Link
+from shoal.swarm.errors import StartupError
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.membership import create, join
 
 
 class Shown:
@@ -122,3 +142,237 @@ def test_processor_time_is_that_of_the_thread_that_asked_for_the_clock():
     threading.Thread(target=compute).start()
     ended.wait()
     assert clock() - before < 0.1
+
+
+TASK = """
+import torch
+from shoal import Task
+class Mine(Task):
+    def model(self): return torch.nn.Linear(4, 1)
+    def batches(self, shard): raise OSError("no such disk")
+    def loss(self, model, batch): return model(batch).mean()
+    def evaluate(self, model): return 1.0
+"""
+
+
+class Part:
+    def __init__(self):
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+def test_verification_and_metrics_are_closed_if_the_task_has_no_batches(tmp_path, monkeypatch):
+    (tmp_path / "task.py").write_text(TASK)
+    verification, files = Part(), []
+    monkeypatch.setattr(training_node, "start_verification", lambda *args: verification)
+
+    class Watched(Metrics):
+        def __init__(self, *args):
+            super().__init__(*args)
+            files.append(self._file)
+
+    monkeypatch.setattr(node_run, "Metrics", Watched)
+    own = {"folder": str(tmp_path / "run"), "identity": str(tmp_path / "key"), "listen": ["/ip4/127.0.0.1/tcp/0"], "name": "n"}
+    settings = load(None, {**{f"node.{key}": value for key, value in own.items()}, "task.hooks": f"{tmp_path / 'task.py'}:Mine"})
+    run = node_run.NodeRun(settings, None, make_display(), ShutdownSignals())
+    with pytest.raises(UserCodeError, match=r"failed in batches\(\): OSError: no such disk \(task\.py, line 6\)"):
+        run.run()
+    assert verification.closed == 1
+    assert [file.closed for file in files] == [True]
+
+
+ABOUT = {"name": "x", "round": 1, "step": 1, "loss": None, "steps_per_s": 1.0, "shard": 0, "shards": 1, "model": "0" * 64,
+         "state": "training", "version": "0"}  # fmt: skip
+
+
+class Alone:
+    """A membership with as many members in sight, and to come, as a test wants."""
+
+    swarm = "a" * 52
+
+    def __init__(self, entry=(), here=1, come=False):
+        self.host = self.directory = self
+        self._entry, self._here, self._come, self.waited = entry, here, come, 0
+
+    def entry(self):
+        return self._entry
+
+    def known(self):
+        return ["/ip4/10.0.0.1/tcp/1", "/ip4/10.0.0.2/tcp/1"]
+
+    def members(self):
+        return dict.fromkeys(range(self._here))
+
+    def link(self):
+        return "shoal://LINK"
+
+    def wait_for(self, count, timeout, should_stop):
+        self.waited = timeout
+        return self._come
+
+
+def logged_by(membership, stopped=False):
+    logged = []
+    await_others(membership, logged.append, lambda: stopped)
+    return logged
+
+
+def test_who_is_alone_waits_once_and_tells_by_which_link_it_is_found():
+    alone = Alone()
+    first, second = logged_by(alone)
+    assert "link and 2 addresses of known peers for 20 s" in first
+    assert second.endswith("or by the link shoal://LINK")
+    assert alone.waited == node_membership.AWAIT_S
+    assert len(logged_by(Alone(come=True))) == 1
+    assert len(logged_by(Alone(), stopped=True)) == 1
+    for met in (Alone(entry=("somebody",)), Alone(here=2)):
+        assert logged_by(met) == []
+        assert met.waited == 0
+
+
+@pytest.mark.slow(reason="real nodes that return")
+def test_only_who_has_the_manifest_comes_in_while_nobody_answers_and_both_meet_on_the_port_of_before(tmp_path):
+    def settings(name):
+        return load(None, {"node.folder": tmp_path / name, "node.listen": ["/ip4/127.0.0.1/tcp/0"]})
+
+    creator, other = Identity.ephemeral(), Identity.ephemeral()
+    first = create(creator, new_manifest(settings("anna"), creator, "0" * 64), network(settings("anna")))
+    link, sealed = Link(first.swarm, first.link().bootstrap), first.sealed
+    first.close()
+    with pytest.raises(StartupError, match="no bootstrap peer can be reached"):
+        join(other, link, network(settings("bert")))
+    back = join(other, link, network(settings("bert")), sealed)
+    try:
+        back.directory.announce(**ABOUT)
+        assert set(back.directory.members()) == {other.peer_id}
+        again = create(creator, sealed, network(settings("anna")))
+        try:
+            assert again.link().bootstrap == link.bootstrap
+            again.directory.announce(**ABOUT)
+            back.host.call(back.host.meet(link.bootstrap), 60)  # as it does every 10 s while it is alone
+            assert back.directory.wait_for(2, 30.0)
+        finally:
+            again.close()
+    finally:
+        back.close()
+
+
+TEACHER = f"{Path(__file__).parents[3] / 'examples' / 'custom_model.py'}:Teacher"
+
+
+def test_the_run_that_is_over_gives_back_gradients_and_optimizer_state_and_keeps_its_weights():
+    settings = load(None, {"task.hooks": TEACHER, "train.steps": 3, "outer.every": 2})
+    task = make_task(settings)
+    trainer = Trainer(task, settings.outer, settings.train, own=settings.train)
+    shard, stop = Shard(0, 2, 0), lambda: False
+    trainer.connect(Nobody(), "run", shard)
+    trainer.run()
+    trainer.params[0].grad = torch.ones_like(trainer.params[0])
+    assert any(trainer.opt.inner.state.values())
+    before = [parameter.detach().clone() for parameter in trainer.params]
+    assert train_alone(settings, trainer, stop) is not None
+    assert not any(trainer.opt.inner.state.values())
+    assert all(parameter.grad is None for parameter in trainer.params)
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.params, strict=True))
+    trainer.close()
+
+
+CHILD = """
+import sys, threading
+from shoal.node.runtime.run_options import ShutdownSignals, end_with_parent
+signals = ShutdownSignals()
+signals.install()
+if sys.argv[1] == "parent":
+    end_with_parent(int(sys.argv[2]), 0.05)
+asked = threading.Event()
+if sys.argv[1] in ("orderly", "terminal"):
+    signals.orderly(lambda: (print("asked", flush=True), asked.set()))
+try:
+    print("ready", flush=True)  # within: the signal may come as soon as this is read
+    if sys.argv[1] == "terminal":
+        asked.wait(60)
+        print("the end", file=sys.stderr, flush=True)
+        print("written", flush=True)
+    threading.Event().wait(60)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.exit(7)
+"""
+
+
+def child(*arguments, hang_up=signal.SIG_DFL, **how):
+    usual = lambda: signal.signal(signal.SIGHUP, hang_up)  # noqa: E731 (a test run under nohup ignores it)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True, preexec_fn=usual, **how
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_ends_at_once(number):
+    process = child("orderly")
+    process.send_signal(number)
+    assert process.stdout.readline() == "asked\n"
+    assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(60) == 130  # by the signal: the child's own end is 0
+    process.stdout.close()
+
+
+def test_a_hang_up_asks_once_however_often_it_comes_and_spares_who_ignores_it():
+    process = child("orderly")
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "asked\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130  # by the second signal that is none of the terminal's: -1 if one of those had ended it
+    assert process.stdout.read() == ""
+    process.stdout.close()
+
+    spared = child("orderly", hang_up=signal.SIG_IGN)
+    spared.send_signal(signal.SIGHUP)
+    spared.send_signal(signal.SIGTERM)
+    assert spared.stdout.readline() == "asked\n"
+    spared.send_signal(signal.SIGTERM)
+    assert spared.wait(60) == 130
+    spared.stdout.close()
+
+
+def test_after_a_hang_up_nothing_is_written_to_the_terminal():
+    master, slave = os.openpty()
+    process = child("terminal", stderr=slave)
+    os.close(slave)
+    os.close(master)
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "asked\n"
+    assert process.stdout.readline() == "written\n"  # to a terminal that is gone: OSError
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_before_there_is_anything_to_drain_the_first_signal_interrupts():
+    process = child("early")
+    process.send_signal(signal.SIGTERM)
+    assert (process.wait(60), process.stdout.read()) == (7, "interrupted\n")
+    process.stdout.close()
+
+
+def test_a_node_ends_with_the_process_that_started_it():
+    script = (
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {CHILD!r}, 'parent', str(os.getpid())])\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    lines = {parent.stdout.readline(), parent.stdout.readline()}
+    assert "ready\n" in lines
+    parent.kill()
+    parent.wait(60)
+    assert parent.stdout.read() == ""  # ends when nobody holds the pipe any more: the child is gone
+    parent.stdout.close()

@@ -24,17 +24,9 @@ def progress(step, loss, *rates):
 
 def info(**changes):
     fields = {
-        "round": 3,
-        "step": 75,
-        "members": 2,
-        "partner": "bob",
-        "bytes_sent": 543_000,
-        "bytes_received": 544_000,
-        "lag": 0,
-        "wait_s": 0.25,
-        "loss": 2.5,
-        "weights": "0123456789abcdef",
-    }
+        "round": 3, "step": 75, "members": 2, "partner": "bob", "bytes_sent": 543_000, "bytes_received": 544_000, "lag": 0,
+        "wait_s": 0.25, "loss": 2.5, "weights": "0123456789abcdef",
+    }  # fmt: skip
     return RoundRecord(**(fields | changes))
 
 

@@ -1,23 +1,30 @@
-"""What a joiner takes from the manifest and what is its own affair; which shard it gets."""
+"""What a joiner takes from the manifest and what is its own affair; the door for manifests, and which shard it gets."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shoal.node.cli.main import cli
 from shoal.node.cli.options import overrides
 from shoal.node.config.settings import ConfigError, OwnTraining, TrainTable, load
 from shoal.node.demo.demo import settings_toml
-from shoal.node.runtime import training_node
-from shoal.node.runtime.door import own_data, swarm_settings, task_label
+from shoal.node.runtime import door, training_node
+from shoal.node.runtime.door import check_size, continued, enter, own_data, swarm_settings, task_label
 from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, with_own_lag
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
+from shoal.node.tasks import text_size
 from shoal.node.tasks.loader import HookError
+from shoal.node.tasks.text import GPT, sized
+from shoal.node.training import resources
+from shoal.node.training.resources import GB, MemoryBudgetError
 from shoal.swarm.access import Link
+from shoal.swarm.exchange.contribution import model_digest
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import TrainSettings, open_manifest
+from shoal.swarm.manifest import Terms, TrainSettings, open_manifest
+from shoal.swarm.state.sync import ModelDiffersError
 from tests.records import member_of
 
 ME = Identity.ephemeral()
@@ -83,15 +90,12 @@ def test_without_muon_in_torch_the_built_in_task_has_its_own_optimizer(monkeypat
 @pytest.mark.parametrize(
     ("given", "guarded"),
     [
-        ({}, {"robust": "clipped-gossip", "check_loss": True}),
-        ({"outer.method": "diloco"}, {"robust": "centered-clip"}),
-        ({"outer.method": "none"}, {}),
-        ({"outer.robust": "none"}, {"check_loss": True}),
-        ({"outer.check_loss": False}, {"robust": "clipped-gossip"}),
-        ({"outer.weights": "tokens"}, {"check_loss": True}),
+        ({}, {"robust": "clipped-gossip", "check_loss": True}), ({"outer.method": "diloco"}, {"robust": "centered-clip"}),
+        ({"outer.method": "none"}, {}), ({"outer.robust": "none"}, {"check_loss": True}),
+        ({"outer.check_loss": False}, {"robust": "clipped-gossip"}), ({"outer.weights": "tokens"}, {"check_loss": True}),
         ({"outer.method": "sparseloco", "outer.codec": "topk2-senders+ef:0.95"}, {}),
     ],
-)
+)  # fmt: skip
 def test_a_public_swarm_has_its_defences_unless_the_user_chose_others(given, guarded):
     before = load(None, given | {"swarm.public": True, "swarm.name": "whales"})
     outer = open_manifest(new_manifest(for_new_swarm(before), ME, "0" * 64)).outer
@@ -147,22 +151,14 @@ def test_the_flags_of_a_table_make_the_same_table_again():
 @pytest.mark.parametrize(
     ("key", "wanted", "had"),
     [
-        ("outer.lr", 0.5, "outer.lr=1.0"),
-        ("outer.method", "diloco", "outer.method='noloco'"),
-        ("outer.every", 3, "outer.every=7"),
-        ("outer.codec", "int8", "outer.codec='mod4'"),
-        ("swarm.name", "x", "swarm.name='whales'"),
-        ("swarm.start_when", 9, "swarm.start_when=1"),
-        ("swarm.invite_only", True, "swarm.invite_only=False"),
-        ("train.seed", 6, "train.seed=5"),
-        ("train.eval_every", 6, "train.eval_every=0"),
-        ("train.clip", 2.0, "train.clip=0.0"),
-        ("train.schedule", "constant", "train.schedule='task'"),
-        ("verify.audit_rate", 0.5, "verify.audit_rate=0.0"),
-        ("task.options.width", 64, "task.options.width=32"),
-        ("task.options.layers", 2, "no task.options.layers"),
+        ("outer.lr", 0.5, "outer.lr=1.0"), ("outer.method", "diloco", "outer.method='noloco'"), ("outer.every", 3, "outer.every=7"),
+        ("outer.codec", "int8", "outer.codec='mod4'"), ("swarm.name", "x", "swarm.name='whales'"),
+        ("swarm.start_when", 9, "swarm.start_when=1"), ("swarm.invite_only", True, "swarm.invite_only=False"),
+        ("train.seed", 6, "train.seed=5"), ("train.eval_every", 6, "train.eval_every=0"), ("train.clip", 2.0, "train.clip=0.0"),
+        ("train.schedule", "constant", "train.schedule='task'"), ("verify.audit_rate", 0.5, "verify.audit_rate=0.0"),
+        ("task.options.width", 64, "task.options.width=32"), ("task.options.layers", 2, "no task.options.layers"),
     ],
-)
+)  # fmt: skip
 def test_what_the_manifest_fixes_is_refused_and_named_unless_it_is_the_same(key, wanted, had):
     theirs = manifest(**{"outer.every": 7, "task.options": {"width": 32}, "swarm.name": "whales"})
     with pytest.raises(ConfigError) as caught:
@@ -327,3 +323,106 @@ def test_before_its_first_step_a_node_settles_its_shard_with_those_that_came_at_
     moved = expected.index == 1
     assert connected == [("its", "a" * 52, expected)] * moved
     assert said == ["another node that came at the same moment has shard 0/2: this one takes 1/2"] * moved
+
+
+TINY = {"layers": 1, "width": 8, "heads": 2, "context": 8, "batch": 1}
+WIDE = {"layers": 1, "width": 2048, "heads": 2, "context": 8, "batch": 1}  # 51,417,088 parameters
+
+
+def door_manifest(options, digest=None, **fields):
+    size = {key: options[key] for key in ("layers", "width", "heads", "context")} if digest is None else None
+    digest = digest or model_digest(list(sized(**size).parameters()))
+    made = open_manifest(new_manifest(load(None, {"task.options": options}), ME, digest))
+    return made.model_copy(update=fields)
+
+
+@pytest.mark.parametrize("size", [(1, 8, 2, 8, 256), (3, 24, 4, 9, 301)])
+def test_the_size_is_that_of_the_model_that_is_made(size):
+    made, small = GPT(*size), sized(*size)
+    assert model_digest(list(small.parameters())) == model_digest(list(made.parameters()))
+    assert list(small.state_dict()) == list(made.state_dict())
+    assert all(parameter.is_meta for parameter in small.parameters())
+    assert text_size.parameters(size[0], size[1], size[3], size[4]) == sum(p.numel() for p in made.parameters())
+
+
+def test_through_the_door_come_settings_and_a_task_and_no_model(monkeypatch):
+    monkeypatch.setattr(GPT, "__init__", None)  # a model of any size would end this test
+    monkeypatch.setattr(door, "check_size", lambda *arguments, **options: None)
+    settings, task = enter(load(None, {"node.data": "mine"}), door_manifest(TINY, "0" * 64))
+    assert (settings.task.options, task.data, task.width) == (TINY, "mine", 8)
+
+
+def test_a_model_with_another_digest_than_the_manifests_is_refused():
+    assert enter(load(), door_manifest(TINY))[1].width == 8
+    with pytest.raises(ModelDiffersError, match="does not fit the swarm"):
+        enter(load(), door_manifest(TINY, "1" * 64))
+
+
+def test_a_strangers_model_is_refused_where_ones_own_is_only_warned_of(monkeypatch):
+    monkeypatch.setattr(resources, "free_memory", lambda: (1.0 * GB, 8.0 * GB))
+    monkeypatch.setattr(resources, "held", lambda: 100_000_000)
+    with pytest.raises(MemoryBudgetError, match=r"about 1\.\d+ GB of memory .* 51,\d+,\d+ parameters and can have 1\.10: end"):
+        enter(load(), door_manifest(WIDE))
+    assert enter(load(), door_manifest(WIDE), trains=False)
+    assert enter(load(None, {"node.ram": 4.0}), door_manifest(WIDE)), "the user allows it"
+    with pytest.raises(MemoryBudgetError, match=r"and --ram allows 0\.5: allow more"):
+        enter(load(None, {"node.ram": 0.5}), door_manifest(WIDE))
+    logged = []
+    own = load(None, {"task.options": WIDE})
+    check_size(door.make_task(own), own, "cpu", logged.append)
+    assert len(logged) == 1
+    assert "so the system may end it" in logged[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "needs"), [({"batch": 2**16, "context": 2**12}, "batch 5"), ({"shuffle": 2**28}, "batch 1.07")]
+)
+def test_batches_and_blocks_of_a_manifest_count_too(options, needs, monkeypatch):
+    monkeypatch.setattr(resources, "free_memory", lambda: (1.0 * GB, 8.0 * GB))
+    with pytest.raises(MemoryBudgetError, match=needs):
+        enter(load(), door_manifest({**TINY, **options}))
+
+
+def test_on_a_gpu_the_model_leaves_main_memory_before_the_rest_is_made(monkeypatch):
+    monkeypatch.setattr(resources, "free_memory", lambda: (4e12, 4e12))
+    monkeypatch.setattr(resources, "held", lambda: 0)
+    params = [torch.empty(250_000_000, device="meta")]
+    with pytest.raises(MemoryBudgetError, match=r"about 1\.00 GB of memory .*model"):
+        resources.check(0.1, params, method="none", slow_here=False, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [({"name": "../x"}, r"swarm\.name"), ({"shards": 2**53}, r"swarm\.shards"), ({"bucket": 3}, r"swarm\.bucket")],
+)
+def test_what_no_node_can_have_is_refused(fields, said):
+    with pytest.raises(ConfigError, match=rf"^The swarm's manifest has a {said} that no node can have \(.*\): leave it\.$"):
+        swarm_settings(load(), door_manifest(TINY, **fields))
+
+
+def rl(env):
+    return open_manifest(new_manifest(load(None, {"task.hooks": "rl", "rl.env": env}), ME, "0" * 64))
+
+
+def test_a_checkpoint_of_ones_own_code_goes_on_with_the_code_that_is_named():
+    theirs = rl("somewhere/add_env.py:Add")
+    with pytest.raises(HookError, match=r"learns 'add_env\.py:Add', and a checkpoint carries no code: .* with --env\.$"):
+        continued(load(), theirs)
+    assert continued(load(None, {"rl.env": "mine/add_env.py:Add"}), theirs).rl.env == "mine/add_env.py:Add"
+    assert continued(load(None, {"rl.env": "strings"}), theirs).rl.env == "strings", "a new swarm may learn something else"
+    assert continued(load(), rl("sapo9")).rl.env == "sapo9"
+    made = continued(load(None, {"task.hooks": "a/task.py:Mine"}), door_manifest(TINY, "0" * 64, task="task.py:Mine"))
+    assert made.task.hooks == "a/task.py:Mine"
+    with pytest.raises(HookError, match=r"trains 'task\.py:Mine', and a checkpoint carries no code: .* with --task\.$"):
+        continued(load(), door_manifest(TINY, "0" * 64, task="task.py:Mine"))
+
+
+@pytest.mark.parametrize("policy", ["tiny:copy:60", "hf:/models/mine"])
+def test_a_policy_has_its_own_name_here_and_its_sampling_is_the_swarms(policy):
+    terms = Terms(policy="tiny", base="0" * 64, group=4, temperature=1.0, max_tokens=8)
+    settings = load(None, {"task.hooks": "rl", "verify.audit_rate": 1.0})
+    theirs = open_manifest(new_manifest(settings, ME, "0" * 64, terms))
+    found = swarm_settings(load(None, {"rl.policy": policy}), theirs).rl
+    assert (found.policy, found.group, found.max_tokens) == (policy, 4, 8)
+    with pytest.raises(ConfigError, match=r"^The swarm has rl\.group=4, and this node was given rl\.group=8: "):
+        swarm_settings(load(None, {"rl.policy": policy, "rl.group": 8}), theirs)

@@ -1,4 +1,4 @@
-"""Loading a task by name: the three forms, and one sentence for each way in which it can fail."""
+"""Loading a task by name, of one file or several: the three forms, and one sentence for each way in which it can fail."""
 
 import sys
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import HookError, load_task
 from shoal.node.tasks.text import TextTask
+from shoal.node.user_code import UserCodeError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "custom_model.py"
 
@@ -82,17 +83,13 @@ def test_example_learns():
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("nonsense", "'nonsense' is not of the form module:Class"),
-        ("module:", "is not of the form"),
-        (":Class", "is not of the form"),
-        ("no_such_module_here:Task", "no module 'no_such_module_here'"),
-        ("no-module:Task", "is no module name"),
-        ("node.no_such:Task", r"no module 'node\.no_such'"),
+        ("nonsense", "'nonsense' is not of the form module:Class"), ("module:", "is not of the form"),
+        (":Class", "is not of the form"), ("no_such_module_here:Task", "no module 'no_such_module_here'"),
+        ("no-module:Task", "is no module name"), ("node.no_such:Task", r"no module 'node\.no_such'"),
         ("no/such/file.py:Task", "There is no file 'no/such/file.py'"),
-        ("shoal.node.tasks.text:TextTusk", "did you mean 'TextTask'"),
-        ("shoal.node.tasks.text:math", "There is no class 'math'"),
+        ("shoal.node.tasks.text:TextTusk", "did you mean 'TextTask'"), ("shoal.node.tasks.text:math", "There is no class 'math'"),
     ],
-)
+)  # fmt: skip
 def test_names_that_lead_nowhere(spec, words):
     with pytest.raises(HookError, match=words) as caught:
         load_task(spec)
@@ -102,13 +99,11 @@ def test_names_that_lead_nowhere(spec, words):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("x = 1\nraise RuntimeError('no luck\\nat all')", r"RuntimeError: no luck \(mine.py, line 2\)"),
-        ("def (:", "SyntaxError"),
-        ("import sys\nsys.exit(3)", "SystemExit: 3"),
-        ("import no_such_neighbour", "install that module"),
+        ("x = 1\nraise RuntimeError('no luck\\nat all')", r"RuntimeError: no luck \(mine.py, line 2\)"), ("def (:", "SyntaxError"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"), ("import no_such_neighbour", "install that module"),
         ("", "it defines no class at all"),
     ],
-)
+)  # fmt: skip
 def test_files_that_fail(tmp_path, source, words):
     path = tmp_path / "mine.py"
     path.write_text(source)
@@ -137,3 +132,72 @@ def test_module_that_fails_is_named(tmp_path, monkeypatch):
 def test_classes_that_do_not_suit(duck, name, options, words):
     with pytest.raises(HookError, match=words):
         load_task(f"{duck}:{name}", options)
+
+
+def several(tmp_path, **files):
+    for name, text in files.items():
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return f"{tmp_path / 'task.py'}:Mine"
+
+
+BODY = "\nfrom shoal import Task\nclass Mine(Task):\n    def model(self): ...\n    def batches(self, shard): ...\n" \
+    "    def evaluate(self, model): ...\n    def loss(self, model, batch): ...\n"  # fmt: skip
+
+
+@pytest.fixture
+def imports(monkeypatch):
+    """The path and the modules as they were."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if "shoal_beside" in name or "_shoal_hooks" in name:
+            del sys.modules[name]
+
+
+def test_a_task_imports_modules_and_packages_beside_it_at_once_and_later(tmp_path, imports):
+    spec = several(
+        tmp_path, shoal_beside_one="A = 1", **{"shoal_beside_pack/__init__": "B = 2"}, shoal_beside_late="C = 3",
+        task="import shoal_beside_one, shoal_beside_pack" + BODY
+        + "    def tokens(self, batch):\n        import shoal_beside_late\n"
+        "        return shoal_beside_one.A + shoal_beside_pack.B + shoal_beside_late.C\n",
+    )  # fmt: skip
+    assert load_task(spec).tokens(None) == 6
+
+
+def test_files_beside_a_task_hide_no_module_of_anybody(tmp_path, imports):
+    spec = several(tmp_path, optim="1 / 0", swarm="1 / 0", mailbox="1 / 0", numpy="1 / 0", task=BODY)
+    sys.modules.pop("mailbox", None)
+    load_task(spec)
+    import mailbox  # of the standard library, imported only now
+
+    from shoal.optim import NoLoCo
+
+    assert str(tmp_path) not in mailbox.__file__
+    assert NoLoCo.__module__.startswith("shoal.")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import shoal_beside_none", "install that module, or put its file into"),
+        ("from . import shoal_beside_one", "write `import helper` in place of `from . import helper`"),
+        ("import numpy", "imports 'numpy', and would not get the one beside it"),
+        ("import json as j", "imports 'json', and would not get the one beside it"),
+    ],
+)
+def test_an_import_that_fails_or_would_mislead_gets_the_right_hint(tmp_path, imports, text, words):
+    spec = several(tmp_path, shoal_beside_one="A = 1", numpy="", json="", task=text + BODY)
+    with pytest.raises(HookError, match=words):
+        load_task(spec)
+
+
+def test_an_error_in_a_module_beside_the_task_is_the_users(tmp_path, imports):
+    spec = several(tmp_path, shoal_beside_bad="def f(): 1 / 0", task="import shoal_beside_bad" + BODY.replace(
+        "def model(self): ...", "def model(self): shoal_beside_bad.f()"))  # fmt: skip
+    with pytest.raises(
+        UserCodeError, match=r"failed in model\(\): ZeroDivisionError: division by zero \(shoal_beside_bad.py, line 1\)"
+    ):
+        load_task(spec).model()

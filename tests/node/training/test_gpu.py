@@ -69,15 +69,10 @@ def weights(trainer):
 @pytest.mark.parametrize(
     ("task", "how"),
     [
-        (Small, {}),
-        (Small, {"slow_on_device": True}),
-        (Small, {"accumulate": 4}),
-        (Small, {"workers": 1}),
-        (Adapted, {}),
-        (Text, {"recompute": True}),
-        (Text, {"method": "streaming", "slow_on_device": True}),
+        (Small, {}), (Small, {"slow_on_device": True}), (Small, {"accumulate": 4}), (Small, {"workers": 1}), (Adapted, {}),
+        (Text, {"recompute": True}), (Text, {"method": "streaming", "slow_on_device": True}),
     ],
-)
+)  # fmt: skip
 def test_it_trains_as_on_the_cpu(task, how, same_adam):
     found = []
     for device in (CPU, CUDA):

@@ -1,12 +1,14 @@
-"""An inner step is that of a plain PyTorch loop: accumulated, clipped, in mixed precision, with a schedule of torch's."""
+"""An inner step is that of a plain PyTorch loop: cut by rows, accumulated, clipped, in mixed precision."""
 
 import math
+from collections import namedtuple
 
 import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.tasks.text import TextTask
+from shoal.node.training import inner_step
 from shoal.node.training.inner_step import SKIPS, factor
 from shoal.node.training.trainer import TrainingError
 from shoal.swarm.manifest import TrainSettings
@@ -166,3 +168,33 @@ def test_schedules():
 def test_a_schedule_without_an_end_is_refused():
     with pytest.raises(TrainingError, match=r"The schedule cosine leads to an end, and this node's run has none"):
         trainer(train=TrainSettings(steps=5, schedule="cosine").model_copy(update={"steps": 0}))
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_a_nested_batch_is_cut_by_rows_and_all_else_repeated():
+    table, mask, rows = torch.arange(12).reshape(4, 3), torch.ones(3, 3), torch.arange(4)
+    parts = inner_step.cut_batch({"a": [table, Pair(rows, mask)], "b": (torch.tensor(5), "text", None)}, 2)
+    assert len(parts) == 2
+    for number, part in enumerate(parts):
+        at = slice(2 * number, 2 * number + 2)
+        assert torch.equal(part["a"][0], table[at])
+        assert isinstance(part["a"][1], Pair)
+        assert torch.equal(part["a"][1].first, rows[at])
+        assert part["a"][1].second is mask
+        assert part["b"] == (torch.tensor(5), "text", None)
+    whole = [table, "x"]
+    assert inner_step.cut_batch(whole, 1)[0] is whole
+
+
+@pytest.mark.parametrize("batch", [None, "text", torch.tensor(3.0), [torch.tensor(1)]])
+def test_a_batch_without_rows_is_not_cut(batch):
+    assert inner_step.cut_batch(batch, 1) == [batch]
+    with pytest.raises(TrainingError, match=r"has no tensor with rows to cut into 2 parts: leave train\.accumulate at 1"):
+        inner_step.cut_batch(batch, 2)
+
+
+def test_a_batch_that_does_not_divide_is_one_sentence():
+    with pytest.raises(TrainingError, match=r"A batch of 8 rows cannot be cut into 3 equal parts: choose train\.accumulate"):
+        run(accumulate=3)

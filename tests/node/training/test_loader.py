@@ -75,17 +75,12 @@ def shuffled(kind, workers):
 
 
 KINDS = {
-    "generator": generated,
-    "position": Counted,
-    "numbered": Squares,
-    "numbered with an end": Few,
-    "stream": Stream,
-    "loader": lambda: shuffled(DataLoader, 0),
-    "loader with workers": lambda: shuffled(DataLoader, 1),
+    "generator": generated, "position": Counted, "numbered": Squares, "numbered with an end": Few, "stream": Stream,
+    "loader": lambda: shuffled(DataLoader, 0), "loader with workers": lambda: shuffled(DataLoader, 1),
     "stateful loader": lambda: shuffled(StatefulDataLoader, 0),
     "text in epochs": lambda: TextTask(context=8, batch=2, order="epochs", data=__file__).batches(SHARD),
     "text": lambda: TextTask(context=8, batch=2).batches(SHARD),
-}
+}  # fmt: skip
 
 
 class Own(Task):

@@ -1,20 +1,30 @@
-"""The memory budget: the sum that is made before training, and the queues that follow from it."""
+"""The memory budget and what a node cannot compute: queues, precisions, and blocks that compute their activations again."""
 
+import copy
 import gc
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from shoal.node.config.settings import OwnTraining, load
 from shoal.node.console import free_memory
 from shoal.node.task import Shard, Task
+from shoal.node.tasks.loader import Guarded
+from shoal.node.tasks.text import GPT, Block
 from shoal.node.training import resources as memory
+from shoal.node.training.inner_step import DTYPES, check_precision
 from shoal.node.training.resources import BODIES, GB, POOL, DevicePlan, MemoryBudgetError, check, held, most_held, shares
-from shoal.node.training.trainer import Trainer
+from shoal.node.training.trainer import Trainer, TrainingError, recompute
+from shoal.node.user_code import UserCodeError
 from shoal.optim import Alone
 from shoal.optim import device as of_device
+from shoal.optim.inner import repeated_blocks
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest import OuterSettings, TrainSettings
+from tests.node.training.loops import CPU, Small, float16, near, run, trainer
 
 
 class Wide(Task):
@@ -229,3 +239,257 @@ def test_the_plan_is_what_a_node_really_holds_after_its_first_step(slow_there, m
     assert ": " not in said
     trainer.step()
     assert float(said.split("up to ")[1]) == pytest.approx((of_device.peak(GPU) - trainer.plan._before) / 10**9, rel=0.1)
+
+
+def test_precisions_that_there_are():
+    for name in ("float32", *DTYPES):
+        assert load(None, {"train.precision": name}).train.precision == name
+
+
+def test_a_device_that_cannot(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("not implemented for 'Half'")
+
+    monkeypatch.setattr(torch.nn.functional, "linear", refuse)
+    check_precision("float32", CPU)
+    for name, other in [("float16", "bfloat16 or float32"), ("bfloat16", "float32")]:
+        with pytest.raises(TrainingError, match=f"The device 'cpu' cannot compute in {name}: set train.precision to {other}."):
+            check_precision(name, CPU)
+
+
+def test_a_gpu_without_bfloat16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    with pytest.raises(TrainingError, match=r"The device 'cuda:0' cannot compute in bfloat16: set train.precision to float16 or"):
+        check_precision("bfloat16", torch.device("cuda", 0))
+
+
+def test_weights_of_float16_are_refused_with_float16():
+    class Half(Small):
+        def model(self):
+            return super().model().half()
+
+    float16(CPU)
+    with pytest.raises(TrainingError, match=r"The model has weights of float16, whose gradients cannot be scaled back"):
+        trainer(Half(), precision="float16")
+
+
+class Starved(Small):
+    def loss(self, model, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({}, r"on 'cpu' for a step: cut the batch into parts \(--set train.accumulate=2\), .* format \(--precision bfloat16\), "),
+        ({"accumulate": 4}, r"\(--set train.accumulate=8\)"),
+        ({"accumulate": 8, "precision": "bfloat16"}, r"for a step: (keep fewer .*, )?keep .*--offload DIR\), make the model"),
+    ],
+)
+def test_memory_that_runs_out_is_one_sentence_with_what_would_fit(own, words):
+    with pytest.raises(TrainingError, match=words) as caught:
+        run(Starved(), **own)
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_that_runs_out_in_the_users_loss_names_the_place_and_what_would_fit():
+    with pytest.raises(
+        UserCodeError, match=r"Your task 'Starved' failed in loss\(\): OutOfMemoryError: .*: cut .*\(--set train.accumulate=2\)"
+    ) as caught:
+        run(Guarded(Starved(), "Starved"))
+    assert caught.value.trace
+
+
+def test_memory_that_runs_out_in_the_optimizer_is_no_matter_of_the_batch(monkeypatch):
+    made = trainer()
+
+    def starve(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(made.opt.inner, "step", starve)
+    with pytest.raises(TrainingError, match=r"not enough memory on 'cpu' for a step: keep .* \(--offload DIR\), make"):
+        made.run()
+
+
+def test_memory_that_runs_out_does_not_ask_for_files_that_there_are(tmp_path):
+    with pytest.raises(TrainingError, match="make the model or its batches smaller") as caught:
+        trainer(Starved(), offload=tmp_path).run()
+    assert "--offload" not in str(caught.value)
+
+
+# -- compiling ------------------------------------------------------------------------------------------------------------------
+
+
+def test_compiling_changes_no_name_and_evaluates_the_model_itself(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model: torch.nn.Sequential(model))
+    plain_one, compiled = trainer(method="streaming"), trainer(method="streaming", compile=True)
+    assert list(compiled.state()["model"]) == list(plain_one.state()["model"])
+    assert compiled.state()["parameters"] == plain_one.state()["parameters"]
+    assert compiled.opt.fragments == plain_one.opt.fragments
+    seen = []
+    compiled.task.evaluate = lambda model: seen.append(model) or 1.0
+    compiled.evaluate()
+    assert seen == [compiled.model]
+    assert compiled.inner_step.model is not compiled.model
+
+
+@pytest.mark.slow(reason="compiles a model")
+def test_a_compiled_model_takes_the_same_steps():
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("needs a C++ compiler")
+    assert near(run(compile=True), run(), 1e-5)
+    assert near(run(compile=True, precision="bfloat16", accumulate=2), run(precision="bfloat16", accumulate=2), 1e-2)
+
+
+def test_a_model_that_cannot_be_compiled_is_one_sentence(monkeypatch):
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    class Uncompilable(torch.nn.Module):
+        def forward(self, x):
+            raise InvalidCxxCompiler
+
+    monkeypatch.setattr(torch, "compile", lambda model: Uncompilable())
+    with pytest.raises(TrainingError, match=r"Cannot compile the model \(InvalidCxx.*: No working C\+\+.*leave --compile") as found:
+        run(compile=True)
+    assert "\n" not in str(found.value)
+
+    def refuse(model):
+        raise RuntimeError("torch.compile is not supported on Python 3.99+")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    with pytest.raises(TrainingError, match=r"Cannot compile the model \(RuntimeError: torch.compile is not supported on Python"):
+        trainer(compile=True)
+
+
+STEPS = 4
+
+
+class Layer(nn.Module):
+    """A layer with dropout, that counts its calls."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down, self.drop, self.calls = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(0.3), 0
+
+    def forward(self, x, *, scale=1.0):
+        self.calls += 1
+        return x + scale * self.drop(self.down(torch.relu(self.up(x))))
+
+
+class Deep(nn.Module):
+    """Layers between two that are not repeated."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.layers = nn.ModuleList(Layer(8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return self.last(x)
+
+
+class Layered(Task):
+    def model(self):
+        return Deep()
+
+    def batches(self, shard):
+        generator = torch.Generator().manual_seed(shard.index)
+        while True:
+            yield torch.randn(8, 4, generator=generator)
+
+    def loss(self, model, batch):
+        return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    def evaluate(self, model):
+        with torch.no_grad():
+            return float(self.loss(model, torch.ones(8, 4)))
+
+
+def block_trainer(task=None, **own):
+    made = Trainer(task or Layered(), OuterSettings(every=2), TrainSettings(steps=STEPS, seed=1), own=OwnTraining(**own))
+    made.connect(Alone(), "run", Shard(0, 2, 1))
+    return made
+
+
+@pytest.mark.parametrize("own", [{}, {"accumulate": 2, "precision": "bfloat16"}])
+def test_the_steps_are_the_same_bit_by_bit_with_dropout_too(own):
+    plain, again = block_trainer(**own), block_trainer(recompute=True, **own)
+    for made in (plain, again):
+        torch.manual_seed(3)
+        made.run()
+    one, other = plain.state()["model"], again.state()["model"]
+    assert list(one) == list(other), "names stay"
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert again._names() == plain._names()
+    parts = own.get("accumulate", 1)
+    assert [layer.calls for layer in plain.model.layers] == [parts * STEPS] * 3
+    assert [layer.calls for layer in again.model.layers] == [2 * parts * STEPS] * 3
+    again.evaluate()
+    assert [layer.calls for layer in again.model.layers] == [2 * parts * STEPS + 1] * 3, "nothing is kept, nothing computed again"
+
+
+def test_a_copy_computes_with_its_own_weights():
+    model = Deep()
+    recompute(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.layers.parameters():
+            parameter.zero_()
+    x = torch.ones(2, 4)
+    assert torch.equal(twin(x), twin.last(twin.first(x)))
+    twin(x).sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_blocks_of_models():
+    gpt = GPT(3, 8, 2, 8)
+    assert repeated_blocks(gpt) == list(gpt.blocks)
+    assert all(isinstance(block, Block) for block in repeated_blocks(gpt))
+    nested = nn.Sequential(nn.Linear(4, 8), nn.Sequential(*[nn.ModuleDict({"a": Deep()}) for _ in range(2)]))
+    assert len(repeated_blocks(nested)) == 6, "of what is called"
+    mixed = nn.ModuleDict({"one": Layer(8), "two": Layer(8), "other": Deep()})
+    assert repeated_blocks(mixed) == [mixed["one"], mixed["two"], *mixed["other"].layers]
+
+
+def test_a_model_without_blocks_is_refused():
+    class Flat(Layered):
+        def model(self):
+            return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+
+    with pytest.raises(TrainingError, match=r"The model has no repeated blocks to compute again .*: leave train\.recompute out"):
+        block_trainer(Flat(), recompute=True)
+
+
+def test_models_of_transformers_with_an_adapter():
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    settings = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )
+    gradients = []
+    tokens = torch.arange(12).reshape(2, 6)
+    for again in (False, True):
+        torch.manual_seed(0)
+        base = transformers.LlamaForCausalLM(settings).eval()  # as from_pretrained returns it
+        model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        if again:
+            assert repeated_blocks(model) == list(base.model.layers)
+            recompute(model)
+        calls = []
+        base.model.layers[0].mlp.register_forward_pre_hook(lambda *args, calls=calls: calls.append(1))
+        with torch.no_grad():  # B of an adapter begins at zero, and A has no gradient then
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.1)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        assert len(calls) == 1 + again
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+        with torch.no_grad():  # a cache that a call asks for is one, and is filled once
+            first = model(input_ids=tokens, use_cache=True)
+            assert first.past_key_values.get_seq_length() == 6
+    one, other = gradients
+    assert list(one) == list(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)

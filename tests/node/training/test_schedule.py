@@ -55,8 +55,7 @@ def sequential(optimizer, steps):
 MADE = {
     "cosine": lambda opt, steps: torch_schedules.CosineAnnealingLR(opt, T_max=steps),
     "linear": lambda opt, steps: torch_schedules.LinearLR(opt, 1.0, 0.1, total_iters=steps),
-    "onecycle": lambda opt, steps: torch_schedules.OneCycleLR(opt, max_lr=0.3, total_steps=steps),
-    "sequential": sequential,
+    "onecycle": lambda opt, steps: torch_schedules.OneCycleLR(opt, max_lr=0.3, total_steps=steps), "sequential": sequential,
     "chained": lambda opt, steps: torch_schedules.ChainedScheduler(
         [torch_schedules.ConstantLR(opt, 0.5, steps // 2), torch_schedules.ExponentialLR(opt, 0.9)]
     ),
@@ -67,12 +66,10 @@ MADE = {
     "restarts": lambda opt, steps: torch_schedules.CosineAnnealingWarmRestarts(opt, T_0=steps // 4),
     "steps": lambda opt, steps: torch_schedules.MultiStepLR(opt, [steps // 2, steps - 2]),
     "cyclic": lambda opt, steps: torch_schedules.CyclicLR(opt, 0.01, 0.1, step_size_up=steps // 4, cycle_momentum=False),
-    "of a user": Own,
-    "transformers cosine": hf("get_cosine_schedule_with_warmup"),
+    "of a user": Own, "transformers cosine": hf("get_cosine_schedule_with_warmup"),
     "transformers linear": hf("get_linear_schedule_with_warmup"),
-    "transformers polynomial": hf("get_polynomial_decay_schedule_with_warmup", power=2.0),
-    "none": lambda opt, steps: None,
-}
+    "transformers polynomial": hf("get_polynomial_decay_schedule_with_warmup", power=2.0), "none": lambda opt, steps: None,
+}  # fmt: skip
 
 
 class Scheduled(Small):

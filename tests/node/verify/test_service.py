@@ -1,21 +1,24 @@
-"""Sessions of several nodes over a board in memory: the guilty are banned, nobody else is, and all reckon alike."""
+"""Sessions of several nodes over a board in memory: terms that fit, the guilty banned, nobody else, and all reckon alike."""
 
 import json
 import threading
 
 import pytest
 
+from shoal.node.config.settings import ConfigError, Settings
+from shoal.node.task import Task
 from shoal.node.verify import completions
 from shoal.node.verify.audit import VerifyError
 from shoal.node.verify.completions import calibrate
 from shoal.node.verify.material import Agreed, load_claim, newest_claims
 from shoal.node.verify.service import Verification
+from shoal.node.verify.start import check_terms, make_terms
 from shoal.swarm.errors import MessageError
 from shoal.verification.calibration import load_calibration, save_calibration
 from shoal.verification.consensus.records import Entry
 from shoal.verification.fingerprints.fingerprint import Evidence
 from tests.e2e.cheat import quantised
-from tests.node.verify.board import ROUND_S, Board, Node, run, task_of, toy_signature
+from tests.node.verify.board import ROUND_S, Board, Node, run, settings_of, task_of, toy_signature
 
 GUILTY = {"quantised", "withholding"}
 HONEST = ("ann", "bob", "cat")
@@ -213,3 +216,50 @@ def test_a_node_that_was_restarted_still_hands_out_what_it_claimed(node, tmp_pat
     assert set(again.network.bodies) == {claim.fingerprint for claim in own} | {claim.model for claim in own}
     board.now += 21 * ROUND_S  # nobody asks for it any more
     assert not node(board, "ann").network.bodies
+
+
+def test_terms_are_the_creators_settings(tmp_path):
+    task = task_of()
+    terms = make_terms(settings_of(tmp_path), task)
+    assert (terms.policy, terms.group, terms.temperature, terms.max_tokens) == ("tiny", 8, 1.0, 8)
+    assert terms.base == make_terms(settings_of(tmp_path), task_of(seed=5)).base  # all of tiny's weights are trained
+    check_terms(terms, settings_of(tmp_path), task)
+    assert make_terms(settings_of(tmp_path, audit_rate=0.0), task) is None
+
+
+def test_a_habit_is_no_other_policy(tmp_path):
+    terms = make_terms(settings_of(tmp_path), task_of())
+    check_terms(terms, with_policy(settings_of(tmp_path), "tiny:first"), task_of())
+
+
+def test_a_task_without_completions_has_nothing_to_claim(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        make_terms(settings_of(tmp_path), Task())
+    assert str(refused.value) == "This task writes no completions to claim: pass --task rl with it."
+
+
+def test_another_policy_is_refused_in_a_sentence(tmp_path):
+    terms = make_terms(settings_of(tmp_path), task_of())
+    with pytest.raises(ConfigError) as refused:
+        check_terms(terms, with_policy(settings_of(tmp_path), "hf:/models/small"), task_of())
+    assert str(refused.value) == (
+        "The swarm verifies the policy 'tiny', this node was given 'hf:small': pass --policy and where that one is."
+    )
+
+
+def test_other_untrained_weights_are_refused_in_a_sentence(tmp_path):
+    task, other = task_of(), task_of()
+    for made in (task, other):
+        made.policy.module.tokens.weight.requires_grad_(False)
+    terms = make_terms(settings_of(tmp_path), task)
+    check_terms(terms, settings_of(tmp_path), other)
+    other.policy.module.tokens.weight[0, 0] += 1e-3
+    with pytest.raises(ConfigError) as refused:
+        check_terms(terms, settings_of(tmp_path), other)
+    assert str(refused.value) == (
+        "This node's copy of 'tiny' has other weights than the swarm's: take the same version of the model."
+    )
+
+
+def with_policy(settings: Settings, policy: str) -> Settings:
+    return settings.model_copy(update={"rl": settings.rl.model_copy(update={"policy": policy})})

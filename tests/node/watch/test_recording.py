@@ -1,10 +1,13 @@
-"""Events as lines, in a file and back."""
+"""Events as lines, in a file and back; and what a terminal shows of them, driven without a terminal."""
 
+import asyncio
 import queue
 import threading
 
 import pytest
+from rich.text import Text
 
+from shoal.node.watch import tui as pictures
 from shoal.node.watch.source import PAUSE_MAX, Recorder, RecordError, event_sink, print_lines, recorded, replay, replayed
 from shoal.node.watch.swarm_view import (
     Connected,
@@ -12,11 +15,13 @@ from shoal.node.watch.swarm_view import (
     Disconnected,
     MessageRefused,
     ReplayError,
+    SwarmView,
     Unreachable,
     Watching,
     event_of,
     line_of,
 )
+from shoal.node.watch.tui import LABEL, MEAN, plot
 from tests.node.watch.conftest import NOW, SWARM
 
 
@@ -24,14 +29,12 @@ from tests.node.watch.conftest import NOW, SWARM
 def events(authors):
     anna, bert, _ = authors
     return [
-        Watching(time=NOW, swarm=SWARM),
-        Connected(time=NOW + 0.5, peer=anna.peer),
+        Watching(time=NOW, swarm=SWARM), Connected(time=NOW + 0.5, peer=anna.peer),
         Described(time=NOW + 0.6, name="first", task="text", method="noloco"),
         anna.heard(anna.round(1, [bert]), at=NOW + 1, reward=0.5, faults=(("no-partner", 1),), banned=(bert.peer,)),
-        MessageRefused(time=NOW + 2, reason="forged"),
-        Unreachable(time=NOW + 3, peer=bert.peer, reason="nobody answers"),
+        MessageRefused(time=NOW + 2, reason="forged"), Unreachable(time=NOW + 3, peer=bert.peer, reason="nobody answers"),
         Disconnected(time=NOW + 100, peer=anna.peer),
-    ]
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -118,3 +121,167 @@ def test_lines_are_printed_and_recorded(events, file, tmp_path, capsys):
 
 class Endless:
     ended = threading.Event()
+
+
+class Source:
+    def __init__(self):
+        self.ended = threading.Event()
+
+
+@pytest.fixture
+def screen_events(authors):
+    anna, bert, carl = authors
+    return [
+        Described(time=NOW, name="first", task="text", method="noloco"),
+        *(anna.heard(*(anna.round(n, [bert]) for n in range(k)), at=NOW + k) for k in range(1, 5)),
+        *(
+            bert.heard(*(bert.round(n, [anna]) for n in range(k)), at=NOW + k, lag=7, lag_auto=True, late=k - 2)
+            for k in range(2, 5)
+        ),
+        carl.heard(carl.round(0), at=NOW + 4, faults=(("no-partner", 1),), reward=0.5),
+        carl.heard(carl.round(1), at=NOW + 5, faults=(("no-partner", 2),), reward=0.5, name="[b]carl[/b]"),
+        MessageRefused(time=NOW + 5, reason="forged"),
+    ]
+
+
+@pytest.fixture
+def view(screen_events):
+    view = SwarmView()
+    for event in screen_events:
+        view.take(event)
+    return view
+
+
+def test_a_rising_line_is_drawn_from_corner_to_corner():
+    lines = plot([[(0, 0), (9, 9)]], LABEL + 1 + 10, 6).plain.split("\n")
+    assert [line[LABEL + 1 :] for line in lines[:-1]] == ["⠀⠀⠀⠀⠀⠀⠀⠀⡠⠊", "⠀⠀⠀⠀⠀⠀⡠⠊⠀⠀", "⠀⠀⠀⠀⡠⠊⠀⠀⠀⠀", "⠀⠀⡠⠊⠀⠀⠀⠀⠀⠀", "⡠⠊⠀⠀⠀⠀⠀⠀⠀⠀"]
+    assert lines[0].split()[0] == "9"
+    assert lines[-1].split() == ["0", "9"]
+
+
+def test_the_mean_is_drawn_on_top_in_a_style_of_its_own():
+    drawn = plot([[(0, 0), (9, 9)], [(0, 9), (9, 0)]], LABEL + 1 + 10, 6, [(0, 4), (9, 4)], axis="round")
+    assert drawn.plain.split("\n")[-1].split() == ["round", "0", "9"]
+    assert {span.style for span in drawn.spans} >= {MEAN, "cyan", "magenta"}
+
+
+@pytest.mark.parametrize("curves", [[], [[]], [[(1, 1)]], [[(1, 1), (2, 1)]], [[(5, 1), (5, 2)]]])
+@pytest.mark.parametrize("size", [(1, 1), (20, 3), (200, 50)])
+def test_any_curve_fits_any_size(curves, size):
+    drawn = plot(curves, *size)
+    assert len(drawn.plain.split("\n")) <= max(size[1], 3)
+
+
+def test_the_headline_says_how_the_swarm_is(view):
+    line = pictures.headline(view)
+    assert line.startswith("first · text · noloco   3 of 3 peers   rounds 1 to 3   loss ")
+    assert "1 message refused" in line
+    assert pictures.headline(SwarmView()) == "shoal watch   0 connections, no status yet"
+
+
+def test_the_table_has_a_row_for_each_peer(view):
+    rows = pictures.peer_rows(view)
+    shown = [dict(zip(pictures.COLUMNS, [cell.plain for cell in cells], strict=True)) for _, cells in rows]
+    assert [row["peer"] for row in shown] == ["[b]carl[/b]", "anna", "bert"]
+    assert shown[1]["with"] == "bert"
+    assert [row["lag"] for row in shown] == ["-", "-", "7 auto, 2 late"]
+    assert shown[0] == {**shown[0], "with": "-", "faults": "no partner in 2", "reward": "0.500", "state": "training", "round": "1"}
+
+
+def test_the_picture_of_exchanges_is_symmetric(view):
+    lines = pictures.exchanges(view, 40, 10).plain.split("\n")
+    assert [line[10:] for line in lines[1:]] == ["╲ · · ", "· ╲ ██", "· ██╲ "]
+
+
+@pytest.mark.parametrize("size", [(120, 40), (80, 24)])
+def test_the_charts_fit_at_first_sight_and_after_each_change_of_size(screen_events, size):
+    tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
+    inbox = queue.Queue()
+    for event in screen_events:
+        inbox.put(event)
+    app = tui.WatchApp(inbox, Source(), live=False)
+
+    def fits():
+        for name in ("losses", "exchanges"):
+            picture = app.query_one(f"#{name}")
+            picture.refresh()  # else the size of a layout in progress may be newer than what is painted
+            width, height = picture.content_size
+            drawn = getattr(pictures, name)(app.view, width, height).plain.split("\n")
+            shown = [picture.render_line(y).text.rstrip() for y in range(len(drawn))]
+            assert shown == [line[:width].rstrip() for line in drawn], name
+
+    async def drive():
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            fits()
+            await pilot.resize_terminal(size[0] - 30, size[1] + 6)
+            await pilot.pause()
+            fits()
+
+    asyncio.run(drive())
+
+
+def test_a_frame_that_is_due_while_the_screen_is_taken_down_draws_nothing(screen_events):
+    tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
+    inbox = queue.Queue()
+    app = tui.WatchApp(inbox, Source(), live=False)
+
+    async def drive():
+        async with app.run_test():
+            await app.query("*").remove()
+            inbox.put(screen_events[0])
+            app.frame()
+            assert inbox.empty()
+
+    asyncio.run(drive())
+
+
+@pytest.mark.parametrize("size", [(140, 40), (60, 30), (20, 8)])
+def test_the_screen_shows_it_and_obeys_keys(screen_events, size):
+    tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
+    inbox = queue.Queue()
+    for event in screen_events[:-3]:
+        inbox.put(event)
+    app = tui.WatchApp(inbox, Source(), live=False)
+
+    def row(column):
+        table = app.query_one("#peers", tui.DataTable)
+        at = pictures.COLUMNS.index(column)
+        return [table.get_row_at(index)[at].plain for index in range(table.row_count)]
+
+    async def drive():
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            assert row("peer") == ["anna", "bert"]
+            await pilot.press("p")
+            for event in screen_events[-3:]:
+                inbox.put(event)
+            app.frame()
+            assert row("peer") == ["anna", "bert"]
+            await pilot.press("p")
+            app.frame()
+            assert row("peer") == ["[b]carl[/b]", "anna", "bert"]
+            assert isinstance(app.query_one("#peers", tui.DataTable).get_row_at(0)[0], Text)  # no markup
+            for key in ("down", "tab", "d", "d", "tab", "tab", "down"):
+                await pilot.press(key)
+            app.frame()
+            assert len(app.query_one("#news", tui.RichLog).lines) >= (4 if size[0] > 30 else 0)
+            await pilot.press("q")
+        assert app.return_code == 0
+
+    asyncio.run(drive())
+
+
+def test_the_screen_ends_when_a_live_source_fails(screen_events):
+    tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")
+    source = Source()
+    app = tui.WatchApp(queue.Queue(), source, live=True)
+
+    async def drive():
+        async with app.run_test() as pilot:
+            source.ended.set()
+            app.frame()
+            await pilot.pause()
+        assert app.return_code == 0
+
+    asyncio.run(drive())

@@ -1,12 +1,14 @@
-"""The picture of a swarm from what was heard: peers, curves, pairs, what went wrong; bounded whatever comes."""
+"""The picture of a swarm: whom a watcher dials, what it lets in, and peers, curves, pairs and faults; bounded whatever comes."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.node.watch import swarm_view
+from shoal.node.watch import source, swarm_view
+from shoal.node.watch.source import AGAIN_MAX_S, AGAIN_S, OLD_S, QUOTA, PeerAddresses, RecordFilter
 from shoal.node.watch.swarm_view import (
     BINS,
     MAX_POINTS,
@@ -25,8 +27,12 @@ from shoal.node.watch.swarm_view import (
 )
 from shoal.node.watch.tui import COLUMNS, headline, peer_rows
 from shoal.node.watch.web import page_data
-from shoal.swarm.topics.status import PROJECTED
+from shoal.swarm.errors import MessageError
+from shoal.swarm.gossip.envelope import Body, make_body, make_envelope
+from shoal.swarm.manifest import swarm_id
+from shoal.swarm.topics.status import PROJECTED, Status
 from shoal.swarm.topics.tally import Receipts, Work
+from shoal.swarm.wire.envelope import MAX_MESSAGE, pack, seal
 from tests.node.watch.conftest import NOW, SWARM, Author
 
 
@@ -44,13 +50,11 @@ def texts(view, kind):
 def test_peers_and_totals(authors):
     anna, bert, carl = authors
     view = view_of(
-        Watching(time=NOW, swarm=SWARM),
-        Described(time=NOW, name="first", task="text", method="noloco"),
+        Watching(time=NOW, swarm=SWARM), Described(time=NOW, name="first", task="text", method="noloco"),
         Connected(time=NOW, peer=anna.peer),
         anna.heard(anna.round(3, [bert]), sent=5000, tokens_per_s=1500.0, mfu=0.25, reach="punched", throughput=1.56e6),
-        bert.heard(bert.round(3, [anna]), tokens_per_s=500.5),
-        carl.heard(carl.round(2)),
-    )
+        bert.heard(bert.round(3, [anna]), tokens_per_s=500.5), carl.heard(carl.round(2)),
+    )  # fmt: skip
     assert [view.peers[author.peer].status.name for author in authors] == ["anna", "bert", "carl"]
     assert all(peer.here for peer in view.peers.values())
     totals = view.totals()
@@ -106,11 +110,9 @@ def test_each_round_is_taken_once_however_often_it_is_told(authors):
     anna, bert, _ = authors
     rounds = [anna.round(number, [bert]) for number in range(5)]
     view = view_of(
-        anna.heard(*rounds[:3]),
-        anna.heard(*rounds[1:4], at=NOW + 1),
-        anna.heard(*rounds[2:], at=NOW + 2),
+        anna.heard(*rounds[:3]), anna.heard(*rounds[1:4], at=NOW + 1), anna.heard(*rounds[2:], at=NOW + 2),
         bert.heard(*(bert.round(number, [anna]) for number in range(5)), at=NOW + 2),
-    )
+    )  # fmt: skip
     assert view.peers[anna.peer].loss.points == [(n, 4.0 / (n + 1)) for n in range(5)]
     pair = tuple(sorted((anna.tail, bert.tail)))
     assert view.meetings.pairs() == {pair: 5}  # both told each of them
@@ -177,13 +179,10 @@ def test_a_fault_of_every_round_does_not_flood_the_news(authors):
 def test_connections_and_refusals_are_counted(authors):
     anna, bert, _ = authors
     view = view_of(
-        Connected(time=NOW, peer=anna.peer),
-        Disconnected(time=NOW, peer=anna.peer),
-        Unreachable(time=NOW, peer=bert.peer, reason="nobody answers"),
-        MessageRefused(time=NOW, reason="forged"),
-        MessageRefused(time=NOW, reason="forged"),
-        MessageRefused(time=NOW, reason="malformed"),
-    )
+        Connected(time=NOW, peer=anna.peer), Disconnected(time=NOW, peer=anna.peer),
+        Unreachable(time=NOW, peer=bert.peer, reason="nobody answers"), MessageRefused(time=NOW, reason="forged"),
+        MessageRefused(time=NOW, reason="forged"), MessageRefused(time=NOW, reason="malformed"),
+    )  # fmt: skip
     assert view.connected == set()
     assert view.unreachable == {bert.peer: "nobody answers"}
     assert view.refused == {"forged": 2, "malformed": 1}
@@ -309,11 +308,9 @@ def test_groups_and_lone_peers_of_the_newest_rounds_are_told(authors):
     anna, bert, carl = authors
     dora = Author("dora")
     view = view_of(
-        anna.heard(anna.round(1, [bert, carl]), anna.round(2)),
-        bert.heard(bert.round(1, [anna, carl])),
-        carl.heard(),
+        anna.heard(anna.round(1, [bert, carl]), anna.round(2)), bert.heard(bert.round(1, [anna, carl])), carl.heard(),
         dora.heard(dora.round(1)),
-    )
+    )  # fmt: skip
     shown = page_data(view, ended=False)["meetings"]
     told = [(number, {frozenset(group) for group in groups}, alone) for number, _, groups, alone in shown]
     assert told == [(2, set(), ["anna"]), (1, {frozenset({"anna", "bert", "carl"})}, ["dora"])]
@@ -388,3 +385,124 @@ def test_the_page_shows_what_is_confirmed_and_of_how_many_ranges(authors):
     (of_carl,) = [peer["confirmed"] for peer in shown["peers"] if peer["id"] == carl.peer]
     assert (of_carl["rollouts"], of_carl["reward"], of_carl["votes"], of_carl["partners"], of_carl["ranges"]) == (4, 3.0, 2, 2, 2)
     assert shown["totals"]["confirmed"]["votes"] == 2
+
+
+@pytest.fixture
+def gate():
+    return RecordFilter(Status, SWARM, clock=lambda: NOW)
+
+
+def refused(gate, data, publisher="somebody"):
+    with pytest.raises(MessageError) as caught:
+        gate.open(publisher, data)
+    assert gate.counters.rejected()[caught.value.reason] >= 1
+    return caught.value.reason
+
+
+def test_a_status_is_opened(gate, authors):
+    anna, bert, _ = authors
+    status = anna.status(anna.round(3, [bert]), reward=0.25, banned=(bert.peer,), faults=(("no-partner", 2),))
+    assert gate.open("anybody", make_envelope(SWARM, make_body(status, anna.identity))) == status
+    assert gate.counters.events() == {"received": 1, "accepted": 1}
+
+
+def test_malformed_messages_cost_a_count_each(gate, authors):
+    anna, bert, _ = authors
+    good = anna.bytes()
+    assert refused(gate, b"") == "truncated"
+    assert refused(gate, os.urandom(64) + b"\xc1") in ("malformed", "truncated", "nested")
+    assert refused(gate, good[: len(good) // 2]) == "truncated"
+    assert refused(gate, bytes(MAX_MESSAGE + 1)) == "oversized"
+    assert refused(gate, b"\x91" * 500) == "nested"
+    sealed = seal(anna.status(), anna.identity)
+    assert refused(gate, make_envelope(SWARM, Body("plain", len(sealed), sealed[:-1] + bytes([sealed[-1] ^ 1])))) == "forged"
+    assert refused(gate, make_envelope(SWARM, Body("zlib", len(sealed), sealed))) == "malformed"
+    assert refused(gate, make_envelope(SWARM, Body("plain", 1 << 30, sealed))) == "oversized"
+    assert refused(gate, make_envelope(swarm_id(b"other"), make_body(anna.status(), anna.identity))) == "foreign-swarm"
+    assert refused(gate, make_envelope(SWARM, make_body(anna.status(), bert.identity))) == "forged"  # bert speaks for anna
+    foreign = anna.status(swarm=swarm_id(b"other"))
+    assert refused(gate, make_envelope(SWARM, make_body(foreign, anna.identity))) == "foreign-swarm"
+    assert gate.open("somebody", good) == anna.status()
+    assert gate.counters.events()["received"] == sum(gate.counters.rejected().values()) + 1
+
+
+def test_a_bomb_is_not_expanded(gate, authors):
+    body = make_body(authors[0].status(name="a" * 64), authors[0].identity)
+    assert body.encoding == "zlib"
+    assert refused(gate, make_envelope(SWARM, Body("zlib", body.size - 1, body.data))) == "bomb"
+
+
+def test_only_what_is_newer_counts(gate, authors):
+    anna, bert, _ = authors
+    gate.open("x", anna.bytes())
+    assert refused(gate, anna.bytes()) == "replayed"
+    assert refused(gate, anna.bytes(issued=NOW - 1)) == "replayed"
+    gate.open("x", bert.bytes(issued=NOW - 1))
+    gate.open("x", anna.bytes(issued=NOW + 0.5))
+    assert refused(gate, anna.bytes(issued=NOW + OLD_S + 1)) == "old"
+    assert refused(gate, Author("dora").bytes(issued=NOW - OLD_S - 1)) == "old"
+
+
+def test_a_publisher_has_a_quota(gate, authors):
+    anna, *_ = authors
+    for number in range(QUOTA.messages):
+        gate.open("loud", anna.bytes(issued=NOW + number / 1000))
+    assert refused(gate, anna.bytes(issued=NOW + 10), "loud") == "quota"
+    gate.open("another", anna.bytes(issued=NOW + 10))
+
+
+def test_the_largest_status_fits():
+    author = Author("n" * 64)
+    others = [Author("x") for _ in range(8)]
+    address = "/dns4/" + "a" * 200 + "/tcp/4001"
+    status = author.status(
+        *(author.round(2**52 + n, others, sent=2**40, received=2**40, step=2**53) for n in range(6)),
+        addresses=(address,) * 4, banned=tuple(other.peer for other in others),
+        faults=tuple((f"{'f' * 62}{n:02}", 2**53) for n in range(12)), sent=2**40, received=2**40, reward=0.1,
+        rollouts_own=2**53, rollouts_foreign=2**53, claims=2**53, checked=2**53, invalid=2**53,
+    )  # fmt: skip
+    assert len(pack(status)) < status.LIMIT
+    gate = RecordFilter(Status, SWARM, clock=lambda: NOW)
+    assert gate.open("x", make_envelope(SWARM, make_body(status, author.identity))) == status
+
+
+def at(author, port=4001, host="/ip4/203.0.113.5", rest=""):
+    return f"{host}/tcp/{port}{rest}/p2p/{author.peer}"
+
+
+def test_what_a_peer_says_of_another_is_not_noted(authors):
+    anna, bert, _ = authors
+    found = PeerAddresses()
+    relayed = at(anna, rest=f"/p2p/{bert.peer}/p2p-circuit")  # the daemon dials through relays, and by QUIC
+    found.learn(anna.peer, [at(bert), relayed, at(anna), "nonsense"])
+    assert found.addresses(anna.peer) == (relayed, at(anna))
+    found.learn(anna.peer, [at(bert)])  # says nothing of itself that helps: what was known stays
+    assert found.addresses(anna.peer) == (relayed, at(anna))
+    assert found.addresses(bert.peer) == ()
+
+
+def test_who_failed_is_tried_later_and_last(authors):
+    anna, bert, carl = authors
+    found = PeerAddresses()
+    for author in authors:
+        found.learn(author.peer, [at(author)])
+    assert set(found.due(0.0, [])) == {author.peer for author in authors}
+    found.tried(anna.peer, 0.0, reached=False)
+    assert anna.peer not in found.due(AGAIN_S - 0.1, [])
+    assert found.due(AGAIN_S, [carl.peer]) == [bert.peer, anna.peer]
+    for _ in range(2000):
+        found.tried(anna.peer, 0.0, reached=False)
+    assert anna.peer not in found.due(AGAIN_MAX_S - 0.1, [])
+    assert anna.peer in found.due(AGAIN_MAX_S, [])
+    found.tried(anna.peer, 0.0, reached=True)
+    assert anna.peer in found.due(AGAIN_S, [])
+
+
+def test_it_is_bounded_dialled(monkeypatch, authors):
+    monkeypatch.setattr(source, "MAX_KNOWN", 2)
+    found = PeerAddresses()
+    for author in authors:
+        found.learn(author.peer, [at(author)])
+        found.tried(author.peer, 0.0, reached=False)
+    assert set(found.due(1e9, [])) == {author.peer for author in authors[1:]}
+    assert len(found._tried) == 2

@@ -1,14 +1,35 @@
-"""A claim on its way to a vote: who is asked for what, for how long, and what becomes of it if nobody has it."""
+"""A claim on its way to a vote: what a session gets of its swarm, who is asked, snapshots, and how much checking may take."""
 
+import hashlib
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load, save
 
-from shoal.node.verify.audit import Budget, Finding, NotCheckable
+from shoal.node.rl.environment import Strings
+from shoal.node.rl.tiny import Tiny, Warm
+from shoal.node.verify import audit
+from shoal.node.verify.audit import (
+    Budget,
+    Finding,
+    NotCheckable,
+    SwarmNetwork,
+    VerifyError,
+    base,
+    load_snapshot,
+    most_bytes,
+    snapshot,
+)
 from shoal.node.verify.material import Material
 from shoal.node.verify.service import Auditor
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.p2p.limits import Counters
 from shoal.verification.consensus.records import Claim
+from tests.swarm.conftest import SWARM, Network
 
 FETCH_S, GOOD = 3.0, Finding(True, "Good.")
 MATERIAL, SNAPSHOT, OTHERS = b"material", b"snapshot", ("bob", "ann", "cat", "dan", "eve")
@@ -127,3 +148,219 @@ def test_a_budget_that_is_spent_leaves_the_seat_empty_and_nobody_is_asked():
     assert world.auditor.counts == {"skipped": 1}
     world.now += 20.0
     assert world.auditor.check(CLAIM).vote == "valid"
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_what_is_spent_comes_back_within_a_minute_and_no_more_is_saved():
+    clock = Clock()
+    budget = Budget(6.0, clock)
+    assert budget.is_open
+    budget.spend(6.0)
+    assert not budget.is_open
+    clock.now += 0.1
+    assert budget.is_open
+    clock.now += 3600.0
+    assert budget.is_open
+    budget.spend(6.0)  # an hour of rest is worth one minute
+    assert not budget.is_open
+    assert budget.spent == 12.0
+
+
+def test_a_check_that_took_too_long_is_paid_for():
+    clock = Clock()
+    budget = Budget(6.0, clock)
+    budget.spend(18.0)
+    for _ in range(119):  # 12 seconds too much are two minutes
+        clock.now += 1.0
+        assert not budget.is_open
+    clock.now += 2.0
+    assert budget.is_open
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 5)), max_size=50), st.floats(0.1, 60))
+def test_in_the_long_run_no_more_is_spent_than_allowed(steps, seconds):
+    clock = Clock()
+    budget, began, most = Budget(seconds, clock), clock.now, 0.0
+    for wait, takes in steps:
+        clock.now += wait
+        if budget.is_open:
+            budget.spend(takes)
+            most = max(most, takes)
+    allowed = seconds + (clock.now - began) * seconds / 60
+    assert budget.spent <= allowed + most + 1e-6
+
+
+class Gossip:
+    """Of all nodes in ``everyone``; a topic of itself."""
+
+    def __init__(self, everyone, identity):
+        self.everyone, self.identity, self.swarm, self.counters = everyone, identity, SWARM, Counters()
+        everyone.append(self)
+
+    def join(self, kind, handler, quota, inbox):
+        self.handler = handler
+        return self
+
+    def publish(self, message):
+        self.counters.add("sent")
+        for other in self.everyone:
+            if other is not self:
+                other.handler(message.peer, message)
+
+    def close(self):
+        self.everyone.remove(self)
+
+
+@pytest.fixture
+def two():
+    """Two nodes of a swarm: networks that are not open yet, and what all know of each other."""
+    made, everyone, known = Network(), [], {}
+    networks = []
+    for name in ("ann", "bob"):
+        host = made.host()
+        known[host.peer_id] = SimpleNamespace(name=name, addresses=())
+        directory = SimpleNamespace(everyone=lambda: known, barred=lambda peer: False)
+        directory.members = lambda own=directory: {peer: member for peer, member in known.items() if not own.barred(peer)}
+        directory.addresses = lambda peer: known[peer].addresses if peer in known else ()
+        membership = SimpleNamespace(identity=host.identity, host=host, directory=directory, swarm=SWARM)
+        networks.append(SwarmNetwork(membership, Gossip(everyone, host.identity)))
+    yield networks
+    for network in networks:
+        network.close()
+    made.close()
+
+
+def test_records_bodies_and_logs_go_from_one_to_the_other(two):
+    ann, bob = two
+    came, asked = [], []
+    ann.open(lambda *record: came.append(record), lambda since: b"log of ann", lambda peer: False)
+    bob.open(lambda *record: came.append(record), lambda since: asked.append(since) or b"log of bob", lambda peer: False)
+    signature = ann.sign(b"record")
+    assert bob.verify(ann.me, b"record", signature)
+    assert not bob.verify(bob.me, b"record", signature)
+    ann.publish(b"record", signature)
+    assert came == [(ann.me, b"record", signature)]
+    assert (ann.counts["sent"], bob.counts["sent"]) == (1, 0)
+    sha256 = ann.put(b"body")
+    assert sha256 == hashlib.sha256(b"body").digest()
+    assert bob.get(ann.me, sha256, 100, 10.0) == b"body"
+    with pytest.raises(MessageError):
+        bob.get(ann.me, bytes(32), 100, 10.0)
+    assert ann.fetch_log(bob.me, 7) == b"log of bob"
+    assert asked == [7]
+    assert (ann.name(bob.me), ann.name("nobody")) == ("bob", "nobody")
+
+
+def test_whoever_is_banned_is_left_out_and_can_still_be_asked(two):
+    ann, bob = two
+    ann.open(lambda *record: None, lambda since: b"", lambda peer: False)
+    bob.open(lambda *record: None, lambda since: b"", lambda peer: peer == ann.me)
+    assert ann.others() == [bob.me]
+    assert bob.others() == []
+    assert bob.get(ann.me, ann.put(b"evidence"), 100, 10.0) == b"evidence"
+
+
+def test_before_it_is_open_and_after_it_is_closed_nothing_is_counted_or_handed_out(two):
+    ann, bob = two
+    assert ann.counts == {}
+    ann.close()  # of a node that fails before it opens
+    bob.open(lambda *record: None, lambda since: b"log", lambda peer: False)
+    bob.close()
+    with pytest.raises((MessageError, NetworkError)):
+        ann.fetch_log(bob.me, 0)
+    bob.close = lambda: None
+
+
+def small(seed=0, **options):
+    return Tiny(Strings(), seed=seed, width=16, warm=Warm(steps=0), **options)
+
+
+def weights(policy):
+    return {name: value.detach().clone() for name, value in policy.module.named_parameters()}
+
+
+def test_there_and_back_again():
+    policy, other = small(1), small(2)
+    data = snapshot(policy)
+    assert data == snapshot(small(1))
+    assert data != snapshot(other)
+    assert len(data) <= most_bytes(policy.module)
+    load_snapshot(other.module, data)
+    assert snapshot(other) == data
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_policy_is_kept_exactly(dtype):
+    policy, other = small(1), small(2)
+    policy.module.to(dtype)
+    load_snapshot(other.module, snapshot(policy))
+    for name, value in weights(other).items():
+        assert torch.equal(value.to(dtype), weights(policy)[name])
+    other.module.to(dtype)
+    load_snapshot(other.module, snapshot(policy))
+    assert snapshot(other) == snapshot(policy)
+
+
+def test_only_what_is_trained_is_in_it():
+    policy = small(1)
+    policy.module.tokens.requires_grad_(False)
+    assert "tokens.weight" not in load(snapshot(policy))
+    with pytest.raises(VerifyError, match="another policy"):
+        load_snapshot(policy.module, snapshot(small(1)))
+
+
+def test_what_is_not_trained_has_a_hash_of_its_own():
+    first, second = small(1), small(2)
+    assert base(first.module) == base(second.module)  # all of it is trained
+    for policy in (first, second):
+        policy.module.head.requires_grad_(False)
+    assert base(first.module) != base(second.module)
+    second.module.head.load_state_dict(first.module.head.state_dict())
+    assert base(first.module) == base(second.module)
+    assert base(first.module) != base(first.module.to(torch.bfloat16))
+
+
+def spoiled(change):
+    tensors = load(snapshot(small(1)))
+    change(tensors)
+    return save(tensors)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "no safetensors"), (b"\xff\xff\xff\xff\xff\xff\xff\x7f{}", "no safetensors"), (bytes(1 << 20), "bytes where at most"),
+        (spoiled(lambda t: t.pop("head.weight")), "another policy"),
+        (spoiled(lambda t: t.update(x=torch.zeros(1))), "another policy"),
+        (spoiled(lambda t: t.update({"head.weight": t["head.weight"].half()})), "float16 of shape"),
+        (spoiled(lambda t: t.update({"head.weight": t["head.weight"].T.contiguous()})), "not as float32 of shape"),
+        (spoiled(lambda t: t["head.weight"].fill_(float("nan"))), "not finite"),
+        (spoiled(lambda t: t["norm.weight"].fill_(float("inf"))), "not finite"),
+    ],
+    ids=["empty", "header", "large", "missing", "more", "dtype", "shape", "nan", "inf"],
+)  # fmt: skip
+def test_whole_or_not_at_all(data, said):
+    policy = small(3)
+    before = weights(policy)
+    with pytest.raises(VerifyError, match=said) as raised:
+        load_snapshot(policy.module, data)
+    assert "\n" not in str(raised.value)
+    assert all(torch.equal(value, before[name]) for name, value in weights(policy).items())
+
+
+def test_what_cannot_be_claimed_is_one_sentence(monkeypatch):
+    policy = small(1)
+    with torch.no_grad():
+        policy.module.head.weight[0, 0] = float("nan")
+    with pytest.raises(VerifyError, match="not all finite"):
+        snapshot(policy)
+    monkeypatch.setattr(audit, "MOST_BYTES", 10_000)
+    with pytest.raises(VerifyError, match="train an adapter"):
+        snapshot(small(1))

@@ -63,11 +63,7 @@ def test_text_of_a_tuned_copy_or_without_noise_or_with_another_seed_is_always_fo
     world = worlds[kind]
     copied = tuned(world, 20, 0.3)
     for index in range(5):
-        texts = [
-            drawn(world, index, copied),
-            drawn(world, index, temperature=0.0),
-            drawn(world, index, seed=77 + index),
-        ]
+        texts = [drawn(world, index, copied), drawn(world, index, temperature=0.0), drawn(world, index, seed=77 + index)]
         claims = [prefilled(world, index, rows) for rows in texts]
         assert [accepted for accepted, _ in judged(world, claims)] == [False] * 3
 

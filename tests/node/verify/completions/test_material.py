@@ -1,6 +1,8 @@
-"""What a claim is about, in bytes: there and back, bounded, and each hash depends on all that it should."""
+"""What a claim is about, in bytes, and the training thread's part: groups for slots that are due."""
 
+import copy
 import dataclasses
+import threading
 
 import msgpack
 import pytest
@@ -8,18 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shoal.node.verify.audit import VerifyError
+from shoal.node.rl.environment import Env, Question
+from shoal.node.verify.audit import VerifyError, snapshot
 from shoal.node.verify.checker import prove
-from shoal.node.verify.material import (
-    Agreed,
-    Coordinates,
-    decode_material,
-    material_of,
-    output_hash,
-    seed_of,
-)
+from shoal.node.verify.completions import ASIDE, MOST_WRITTEN, Claimer
+from shoal.node.verify.material import Agreed, Coordinates, decode_material, material_of, output_hash, seed_of
 from shoal.swarm.errors import MessageError
 from shoal.swarm.wire.envelope import pack
+from shoal.verification.consensus.participant import Slot
+from tests.node.verify.conftest import PEER, RUN
 
 AT = Coordinates("strings", "1", b"{}", 5, 6)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
@@ -61,16 +60,10 @@ def test_each_hash_depends_on_all_of_it():
 @pytest.mark.parametrize(
     ("rows", "fields"),
     [
-        ([], {}),
-        ([[1], []], {}),
-        ([[1]] * 65, {}),
-        ([[0] * 16_000] * 9, {}),
-        ([[1]], {"dtype": "float64"}),
-        ([[1]], {"policy": "a b"}),
-        ([[1]], {"snapshot": 0}),
-        ([[1]], {"proof": bytes((2 << 20) + 1)}),
+        ([], {}), ([[1], []], {}), ([[1]] * 65, {}), ([[0] * 16_000] * 9, {}), ([[1]], {"dtype": "float64"}),
+        ([[1]], {"policy": "a b"}), ([[1]], {"snapshot": 0}), ([[1]], {"proof": bytes((2 << 20) + 1)}),
     ],
-)
+)  # fmt: skip
 def test_what_no_claim_can_hold(rows, fields):
     with pytest.raises(ValidationError):
         made(rows, **fields)
@@ -106,3 +99,136 @@ def test_large_groups_go_in_parts(world, monkeypatch):
     assert large.check(proven).accepted
     monkeypatch.setattr("shoal.node.verify.checker.PART", 3)
     assert [one.tokens for one in large.proven().completions] == [one.tokens for one in proven.completions]
+
+
+SEED = 99
+
+
+@pytest.fixture
+def round():
+    return [7]
+
+
+@pytest.fixture
+def claimer(world, round):
+    return Claimer(world.env, world.agreed, RUN, PEER, policy_name="tiny", round=lambda: round[0])
+
+
+def write(claimer, world, index=0, policy=None):
+    return claimer.write(policy or world.policy, SEED, index, world.env.made.question(SEED, index))
+
+
+def test_a_slot_is_filled_once_with_what_the_policy_wrote_and_others_find_it_right(claimer, world):
+    claimer.offer([Slot(7, 1, False)])
+    found = write(claimer, world)
+    assert not found.planted
+    assert len(found.completions) == world.agreed.group
+    assert claimer.seconds > 0
+    assert write(claimer, world, 1) is None
+    claimer.offer([Slot(7, 1, False)])  # the claim is not published yet, so its slot is still offered
+    assert write(claimer, world, 1) is None
+    (written,) = claimer.take()
+    assert claimer.take() == []
+    assert written.snapshot == snapshot(world.policy)
+    assert decode_material(written.material).rows() == [one.tokens for one in found.completions]
+    assert written.claim.seed == seed_of(RUN, 7, PEER, 1, Coordinates.of(world.env, SEED, 0).hash)
+    assert world.checker().check(written.claim, written.material, written.snapshot).accepted
+
+
+def test_a_policy_that_computes_in_a_dtype_that_others_refuse_is_named_before_it_claims(world):
+    claimer = Claimer(world.env, world.agreed, RUN, PEER, policy_name="tiny", round=lambda: 7, allowed=("float32",))
+    coarse = copy.deepcopy(world.policy)
+    coarse.module.bfloat16()
+    claimer.offer([Slot(7, 1, False)])
+    with pytest.raises(VerifyError, match="computes in bfloat16"):
+        write(claimer, world, policy=coarse)
+    assert claimer.take() == []
+
+
+def test_nothing_is_due_before_it_was_offered_nor_once_it_is_offered_no_more(claimer, world):
+    assert write(claimer, world) is None
+    claimer.offer([Slot(7, 1, False)])
+    claimer.offer([])
+    assert write(claimer, world) is None
+    assert claimer.take() == []
+    assert claimer.seconds == 0
+
+
+def test_a_slot_of_another_round_is_too_late(claimer, world, round):
+    claimer.offer([Slot(7, 0, False), Slot(7, 1, False)])
+    round[0] = 8
+    assert write(claimer, world) is None
+    claimer.offer([Slot(8, 0, False)])
+    assert write(claimer, world) is not None
+    assert [written.slot for written in claimer.take()] == [Slot(8, 0, False)]
+
+
+def test_several_slots_are_filled_in_order_and_those_that_wait_are_bounded(claimer, world, round):
+    slots = [Slot(7, number, False) for number in range(3)]
+    claimer.offer(slots)
+    assert all(write(claimer, world, index) for index in range(3))
+    assert [written.slot for written in claimer.take()] == slots
+    assert claimer._written.maxlen == MOST_WRITTEN
+
+
+def test_a_planted_group_answers_another_question_and_is_found_wrong(claimer, world):
+    claimer.offer([Slot(7, 1, True), Slot(7, 2, False)])
+    planted, right = write(claimer, world, 3), write(claimer, world, 4)
+    assert (planted.planted, right.planted) == (True, False)
+    written = claimer.take()[0]
+    told = decode_material(written.material)
+    assert (told.seed, told.index) == (SEED, 3)  # which is what it says
+    finding = world.checker().check(written.claim, written.material, written.snapshot)
+    assert "does not compute these activations" in finding.reason
+
+
+class Few:
+    """An environment of few questions."""
+
+    version = "1"
+
+    def __init__(self, of):
+        self.of = of
+
+    def question(self, seed, index):
+        return Question(f"question {index % self.of}")
+
+    def reward(self, question, completion):
+        return 0.0
+
+
+def test_a_planted_group_never_answers_the_same_question(world, round):
+    assert ASIDE % 2 == 0  # so that the first aside of two is the question itself
+    few = Env("few", b"{}", Few(2))
+    claimer = Claimer(few, world.agreed, RUN, PEER, policy_name="tiny", round=lambda: 7)
+    claimer.offer([Slot(7, 0, True)])
+    other = dataclasses.replace(world, env=few)
+    assert write(claimer, other).planted
+    (written,) = claimer.take()
+    assert not other.checker().check(written.claim, written.material, written.snapshot).accepted
+    # Where there is but one question nothing can be planted, and a right claim must not be passed off as a wrong one.
+    claimer = Claimer(Env("one", b"{}", Few(1)), world.agreed, RUN, PEER, policy_name="tiny", round=lambda: 7)
+    claimer.offer([Slot(7, 0, True)])
+    assert claimer.write(world.policy, SEED, 0, Question("question 0")) is None
+    assert claimer.take() == []
+
+
+def test_while_a_group_is_written_the_other_thread_waits_for_nothing(claimer, world):
+    claimer.offer([Slot(7, 0, False)])
+    came = []
+
+    class Looked:
+        """The policy, whose use lets the other thread offer and take."""
+
+        module = world.policy.module
+
+        def generate(self, *arguments, **options):
+            thread = threading.Thread(target=lambda: (claimer.offer([Slot(7, 0, False)]), claimer.take()), daemon=True)
+            thread.start()
+            thread.join(60)
+            came.append(not thread.is_alive())
+            return world.policy.generate(*arguments, **options)
+
+    assert write(claimer, world, policy=Looked()) is not None
+    assert came == [True]
+    assert write(claimer, world) is None  # the slot was being filled when it was offered again
