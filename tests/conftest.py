@@ -16,11 +16,9 @@ from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 TIMED = {
-    "commands": ("e2e",),
-    "ranks": ("exchanges", "test_readme.py", "test_examples.py"),
-    "hosts": ("swarm/membership", "swarm/p2p", "swarm/security"),
-    "exchanges": ("swarm/exchange", "swarm/training", "node/runtime"),
-}
+    "commands": ("e2e",), "ranks": ("exchanges", "test_readme.py", "test_examples.py"),
+    "hosts": ("swarm/membership", "swarm/p2p", "swarm/security"), "exchanges": ("swarm/exchange", "swarm/training", "node/runtime"),
+}  # fmt: skip
 """Tests that mostly wait, for real processes or for deadlines on the real clock."""
 LONG = (
     "swarm/seed", "swarm/gossip", "node/verify", "node/training", "bench", "optim/ranks",

@@ -55,14 +55,11 @@ def sizes() -> dict[str, int]:
     ]
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     return {
-        "product_lines": lines_of(PRODUCT),
-        "product_files": len(PRODUCT),
-        "test_lines": lines_of(TESTS),
-        "doc_words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
-        "settings": len(known_keys()),
+        "product_lines": lines_of(PRODUCT), "product_files": len(PRODUCT), "test_lines": lines_of(TESTS),
+        "doc_words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages), "settings": len(known_keys()),
         "up_options": sum(parameter.param_type_name == "option" for parameter in cli.commands["up"].params),
         "one_importer_under_60": len(short),
-    }
+    }  # fmt: skip
 
 
 def entered(run: Callable[[], Any]) -> list[str]:

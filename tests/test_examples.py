@@ -24,12 +24,10 @@ from tests.blocking import blocking
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "--listen=/ip4/127.0.0.1/tcp/0"
 ELSEWHERE = {
-    "add_env.py": "tests/node/rl",
-    "custom_model.py": "tests/node/tasks/test_loader.py",
-    "py_libp2p.py": "tests/node/watch/test_light_client.py",
-    "own_loop.py": "tests/optim/outer/test_own_loop.py",
+    "add_env.py": "tests/node/rl", "custom_model.py": "tests/node/tasks/test_loader.py",
+    "py_libp2p.py": "tests/node/watch/test_light_client.py", "own_loop.py": "tests/optim/outer/test_own_loop.py",
     "torchrun.py": "tests/exchanges/test_torchrun.py",
-}
+}  # fmt: skip
 
 
 def start(name, *arguments, folder):

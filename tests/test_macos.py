@@ -79,13 +79,10 @@ def test_nodes_of_a_demo_are_not_forked(never, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("system", "machine", "says"),
     [
-        ("Linux", "x86_64", None),
-        ("Linux", "aarch64", None),
-        ("Darwin", "arm64", "not run by us"),
-        ("Darwin", "x86_64", "no wheel for it"),
-        ("Linux", "riscv64", "no wheel for it"),
+        ("Linux", "x86_64", None), ("Linux", "aarch64", None), ("Darwin", "arm64", "not run by us"),
+        ("Darwin", "x86_64", "no wheel for it"), ("Linux", "riscv64", "no wheel for it"),
     ],
-)
+)  # fmt: skip
 def test_the_doctor_knows_the_platforms(monkeypatch, system, machine, says):
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(platform, "machine", lambda: machine)
