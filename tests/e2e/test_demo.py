@@ -16,13 +16,13 @@ FIELDS = {
 TEACHER = f"{Path(__file__).parents[2] / 'examples' / 'custom_model.py'}:Teacher"
 
 
-def checked(report, peers, rounds, every):
+def checked(report, peers, rounds, every, bytes_a_value=17 / 32):
     """The report, after what holds in every demo has been seen to hold."""
     assert set(report) >= FIELDS
     assert (report["peers"], report["rounds"], report["steps"]) == (peers, rounds, rounds * every)
     assert (report["exchanges"], report["pairs_none"]) == (rounds * report["fragments"] * peers // 2, 0)
     # Every node sends its whole model once a round, and little else.
-    payload = report["params"] * 17 / 32 * peers * rounds  # 4 bits a value, and two bytes for each block of 64
+    payload = report["params"] * bytes_a_value * peers * rounds  # by default 4 bits, and two bytes for each block of 64
     assert payload < report["bytes_sent"] < payload * 1.05 + 10_000 * peers * rounds
     assert payload < report["bytes_received"] < payload * 1.05 + 10_000 * peers * rounds
     assert len(report["spread"]) == rounds
@@ -60,9 +60,9 @@ def test_sixteen_nodes_start_find_partners_and_are_gone_in_the_end(shoal):
 
 @pytest.mark.slow(reason="two real nodes, twice")
 def test_a_model_of_ones_own_and_plain_averaging(shoal):
-    few = ["--peers", "2", "--rounds", "8", "--every", "10", "--set", "outer.lag=0"]
+    few = ["--peers", "2", "--rounds", "8", "--every", "10", "--set", "outer.lag=0", "--codec", "float32"]
     demo = shoal.start("demo", "--task", TEACHER, *few, "--method", "local", "--json")
-    report = checked(demo.json(150), 2, 8, 10)
+    report = checked(demo.json(150), 2, 8, 10, bytes_a_value=4)
     assert report["method"] == "local"
     # With two peers the mean of both is the mean of all, so they agree after every round.
     assert report["spread"] == pytest.approx([0] * 8, abs=1e-6)

@@ -82,7 +82,7 @@ def compare(seconds, lag):
 
 def test_a_slow_partner_costs_a_tenth_of_the_steps_at_most():
     """Where training goes on meanwhile, as by default; without that each round waits for its partner, by design."""
-    found = compare(60.0, "auto")
+    found = compare(90.0, "auto")  # of which its first 4 s are spared (SPARE_S)
     assert min(found["kept"].values()) >= KEPT
     assert all(found["slow"][name]["bytes"] < MUCH for name in HONEST)
     assert all(found["slow"][name]["exchanges"] > 0 for name in HONEST)

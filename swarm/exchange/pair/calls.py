@@ -187,6 +187,8 @@ class PairingAttempt:
     """Set while the phase is that of a call of another."""
     needed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once training waits for the outcome."""
+    since: float | None = None
+    """The loop's time of that, of an overlapped one."""
     turned_away: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_HELD))
     """Peers that called while this node was calling somebody else: it calls them back before it listens."""
     withdrawn: set[str] = field(default_factory=set)
@@ -265,6 +267,8 @@ class PairState:
         """
         loop, attempt, key = asyncio.get_running_loop(), pairing.attempt, pairing.key
         began, nbytes = loop.time(), attempt.contribution.payload.nbytes
+        if self.overlap:
+            self.time.waited(stream.peer_id, 0.0 if pairing.since is None else began - pairing.since)
         transfer = self.transfers.run(stream, attempt, theirs, caller=caller, incoming=incoming)
         held = called if pairing.needed.is_set() else 0.0
         attempt.commit.leave_out = lambda: loop.time() - began >= LEAST_S and self.rounds.leave_out()

@@ -139,17 +139,18 @@ class PairMatchmaker:
 
     async def _until_needed(self, pairing: PairingAttempt) -> PartnerContribution | None:
         """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does, nor
-        than an exchange may hold training.
+        than training may wait for a partner to come (`TrainingTime`).
         """
         loop, fragment, time = asyncio.get_running_loop(), pairing.key.fragment, self._time
         usual = loop.time() + time.patience(fragment)
         async with running(self._meet(pairing), pairing.needed.wait()) as (meeting, waiting):
             await first_of(meeting, waiting)
-            since = loop.time()
-            await first_of(meeting, timeout=max(min(usual - since, time.budget(0, fragment)), 0))
-            awaited = None if meeting.done() or pairing.moving else pairing.partner
-            if awaited is not None and (over := time.cost(awaited, pairing.key.round, fragment, loop.time() - since)):
-                self._selector.passed.missed(awaited, pairing.key.round, over)
+            pairing.since = since = loop.time()
+            await first_of(meeting, timeout=max(min(usual - since, time.awaiting(since, fragment)), 0))
+            if (awaited := None if meeting.done() or pairing.moving else pairing.partner) is not None:
+                beyond = time.waited(awaited, loop.time() - since)
+                if over := time.cost(awaited, pairing.key.round, fragment, beyond):
+                    self._selector.passed.missed(awaited, pairing.key.round, over)
             while not meeting.done() and pairing.moving:  # within a transfer's own deadlines
                 await first_of(meeting, timeout=self._timeouts.chunk)
             received: PartnerContribution | None = meeting.result() if meeting.done() else None

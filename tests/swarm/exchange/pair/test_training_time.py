@@ -4,6 +4,7 @@ import asyncio
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey
@@ -13,9 +14,11 @@ from shoal.swarm.exchange.context import (
     FIRST_S,
     GIVES,
     LEAST_S,
+    OFTEN,
     PARTNERS,
     PEERS,
     SEVERAL,
+    SPARE_S,
     ExchangeTimeouts,
     PairRounds,
     PeerContext,
@@ -149,6 +152,28 @@ def test_before_there_is_a_measure_the_budget_is_for_the_bytes_also_of_the_last_
     time = timed({0: 3.0})
     time.holds.update(one=0.5)
     assert time.budget(3 * 10**6, 1) == 3 * 10**6 / FIRST_RATE  # beyond the fragments of the schedule
+
+
+def test_rare_waits_for_a_partner_are_spared_until_they_are_a_part_of_all_time():
+    time = timed({0: 0.1})
+    time.holds.update(one=0.01)
+    assert time.awaiting(100.0, 0) == SPARE_S > time.budget(0, 0)
+    assert time.waited("one", 2.5) == 2.5
+    assert time.awaiting(100.0, 0) == SEVERAL * 2.5  # of a node that has met nobody else
+    for peer in ("two", "three"):
+        assert time.waited(peer, 0.0) == 0.0
+    assert time.awaiting(100.0, 0) == LEAST_S
+    assert time.awaiting(150.0, 0) == pytest.approx(0.5 + GIVES * 50.0)
+    assert time.awaiting(1000.0, 0) == SPARE_S
+
+
+def test_where_all_partners_come_late_it_is_usual_to_wait_and_no_cost():
+    time = timed({0: 3.0})
+    for peer in ("one", "two", "three"):
+        time.waited(peer, 2.0)
+    assert time.awaiting(0.0, 0) == SEVERAL * 2.0
+    assert time.waited("late", OFTEN * 2.0) == 0.0
+    assert time.waited("later", OFTEN * 2.0 + 1.0) == pytest.approx(1.0)
 
 
 def test_no_round_waits_longer_than_its_patience_for_half_a_round():
