@@ -47,11 +47,18 @@ def spec_here(spec: str) -> str:
     return f"{file.absolute()}:{name}" if colon and where.endswith(".py") and file.is_file() else spec
 
 
+def served_by(spec: str) -> tuple[str, str]:
+    """Return a policy, and the URL of its server, of ``POLICY@URL``; an empty text without one."""
+    policy, at, url = spec.partition("@http")
+    return policy, at[1:] + url
+
+
 def policy_here(spec: str) -> str:
     """Return ``hf:PATH`` with the whole path, if there is that folder or file; else ``spec``, which may be a name."""
-    kind, _, where = spec.partition(":")
+    policy, url = served_by(spec)
+    kind, _, where = policy.partition(":")
     path = Path(os.path.expanduser(where))
-    return f"hf:{path.absolute()}" if kind == "hf" and where and path.exists() else spec
+    return f"hf:{path.absolute()}{url and '@'}{url}" if kind == "hf" and where and path.exists() else spec
 
 
 class _Table(BaseModel):
@@ -81,7 +88,7 @@ class RLSettings(_Table):
         min_length=1,
         max_length=4096,
         description="Policy that this node trains: tiny[:HABIT[:STEPS]] (built in; so many steps of a warm start, 400), or "
-        "hf:PATH_OR_NAME (transformers).",
+        "hf:PATH_OR_NAME[@URL] (transformers; the URL of a server of the model, vLLM or llama.cpp's, to draw completions).",
     )
     local: int = Field(default=4, ge=0, le=1024, description="Own groups that this node learns from in a round.")
     external: int = Field(default=4, ge=0, le=1024, description="Other peers' groups that it learns from in a round, at most.")

@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -260,8 +260,8 @@ def _inner(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def load_hf(where: str) -> HF:
-    """Load the model in a folder or GGUF file, or of that name. PolicyError."""
+def load_hf(where: str, make: Callable[..., HF] = HF) -> HF:
+    """Load the model in a folder or GGUF file, or of that name, and ``make`` a policy of it. PolicyError."""
     require(PolicyError, f"The policy 'hf:{where}'", "transformers", extra="rl", otherwise="choose tiny")
     path = Path(os.path.expanduser(where))
     options: dict[str, Any] = {"local_files_only": True} if path.exists() else {}
@@ -280,7 +280,7 @@ def load_hf(where: str) -> HF:
         del model.config.quantization_config  # the weights are plain float32 by now
     with calling(HF, "what it was loaded from"):
         adapted, lr = _with_adapter(model)
-        return HF(adapted, tokenizer, lr=lr)
+        return make(adapted, tokenizer, lr=lr)
 
 
 def _with_adapter(model: Any) -> tuple[Any, float]:

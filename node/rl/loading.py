@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 
-from shoal.node.config.settings import env_label
+from shoal.node.config.settings import env_label, served_by
 from shoal.node.rl.environment import (
     HELD_OUT,
     Env,
@@ -22,7 +22,8 @@ from shoal.node.rl.environment import (
     Strings,
     canonical,
 )
-from shoal.node.rl.hf import load_hf
+from shoal.node.rl.hf import HF, load_hf
+from shoal.node.rl.serving import Served
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.tasks.loader import HookError, find_class
 from shoal.node.user_code import summary, user_trace
@@ -94,7 +95,8 @@ def load_policy(spec: str, env: Env, seed: int) -> Policy:
             raise PolicyError(f"The policy {spec!r} has no number of steps: write it such as tiny:copy:400.")
         return Tiny(env.made, habit or "copy", seed=seed, warm=Warm(steps=int(steps)) if steps else Warm())
     if kind == "hf" and rest:
-        return load_hf(rest)
+        where, url = served_by(rest)
+        return load_hf(where, functools.partial(Served, url=url) if url else HF)
     raise PolicyError(
         f"There is no policy {spec!r}: choose tiny, tiny:HABIT, tiny:HABIT:STEPS, or hf: and a model's folder, file or name."
     )

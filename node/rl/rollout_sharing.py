@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.node.config.settings import ConfigError, Settings
-from shoal.node.rl.environment import Env
+from shoal.node.rl.environment import Env, Policy
 from shoal.node.rl.loading import load_env, load_policy
+from shoal.node.rl.serving import Served
 from shoal.node.rl.task import RLRound, RLTask
 from shoal.node.task import Task
 from shoal.node.training.resources import shares
@@ -31,7 +32,14 @@ def make_task(settings: Settings) -> RLTask:
         )
     env = load_env(settings.rl.env, settings.task.options)
     rl, seed = settings.rl, settings.train.seed
-    return RLTask(env, lambda: load_policy(rl.policy, env, seed), rl, seed=seed)
+
+    def make_policy() -> Policy:
+        policy = load_policy(rl.policy, env, seed)
+        if isinstance(policy, Served) and rl.only != "share":
+            policy.push()  # so that a server whose weights cannot change is refused before anything is learnt
+        return policy
+
+    return RLTask(env, make_policy, rl, seed=seed)
 
 
 class RolloutSharing:

@@ -19,6 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from shoal.node.config.settings import served_by
 from shoal.node.rl.environment import Choose, Completion, Env, Policy
 from shoal.node.verify.audit import Finding, Measured, NotCalibrated, NotCheckable, VerifyError, digest, load_snapshot, most_bytes
 from shoal.node.verify.material import (
@@ -175,8 +176,8 @@ class ProvenGroup:
 
 
 def policy_label(spec: str) -> str:
-    """Return a policy's name among peers: tiny without its habit, since a snapshot holds all of it; a model without its folder."""
-    kind, _, rest = spec.partition(":")
+    """Return a policy's name among peers: tiny without its habit, since a snapshot holds it; a model without folder and server."""
+    kind, _, rest = served_by(spec)[0].partition(":")
     name = kind if kind == "tiny" else f"{kind}:{rest.rstrip('/').rpartition('/')[2]}"
     return re.sub(r"[^A-Za-z0-9_.:+-]", "_", name)[:128]
 

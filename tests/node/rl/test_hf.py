@@ -19,28 +19,6 @@ transformers = pytest.importorskip("transformers")
 PROMPTS = ["a", "reverse: abc", "the longest of all the prompts"]
 
 
-def tokenizer():
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<end>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
-    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model that was never trained, saved as transformers does."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=128, eos_token_id=0, bos_token_id=None, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    place = tmp_path_factory.mktemp("model")
-    model.save_pretrained(place)
-    tokenizer().save_pretrained(place)
-    return place
-
-
 @pytest.fixture(scope="module")
 def policy(folder):
     return load_hf(str(folder))
@@ -65,18 +43,18 @@ def test_greedy_is_what_transformers_generates(policy, folder):
         assert list(mine.tokens) == theirs[0, ids.shape[1] :].tolist()
 
 
-def sliding():
+def sliding(folder):
     torch.manual_seed(1)
     config = transformers.MistralConfig(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=128, sliding_window=6, eos_token_id=0, bos_token_id=None,
     )  # fmt: skip
-    return HF(transformers.MistralForCausalLM(config), tokenizer(), lr=1e-3)
+    return HF(transformers.MistralForCausalLM(config), transformers.AutoTokenizer.from_pretrained(folder), lr=1e-3)
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_row_that_ends_makes_room_and_each_completion_is_that_of_its_prompt_alone(policy, monkeypatch, plain):
-    made = policy if plain else sliding()
+def test_a_row_that_ends_makes_room_and_each_completion_is_that_of_its_prompt_alone(policy, folder, monkeypatch, plain):
+    made = policy if plain else sliding(folder)
     monkeypatch.setattr(made, "_rows", 4)
     monkeypatch.setattr(made, "_ends", set(range(0, 96, 9)))  # so that some end early, some late and some never
     prompts = [f"{'long ' * (number % 4)}{number}" for number in range(11)]

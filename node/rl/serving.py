@@ -1,0 +1,240 @@
+"""``hf:PATH_OR_NAME@URL``: a server beside the node draws the completions, as people serve models: vLLM, or llama.cpp's server.
+
+Both take tokens at OpenAI's /v1/completions and name those that they draw, with log-probabilities before the temperature. The node
+computes the same log-probabilities itself: what it learns from are its own, and a server with other weights is refused. Before
+completions are drawn by weights that have changed, the adapter goes to the server, by vLLM's /v1/load_lora_adapter.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import http.client
+import json
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import torch
+from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+
+from shoal.node.console import require
+from shoal.node.rl.environment import Choose, Completion, PolicyError
+from shoal.node.rl.hf import HF
+from shoal.node.user_code import calling
+
+CONNECT_S, ANSWER_S = 10.0, 600.0
+TOKEN_BYTES, MOST_BYTES = 2048, 2**28  # of an answer: for each token that it may have, besides 64 KiB, and at most
+APART = 0.15
+"""Largest mean difference of log-probabilities, nats a token: with 4-bit weights llama.cpp differs by .07 from their float32."""
+FIXED = (
+    "start vLLM on this machine with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; a server whose weights stay, "
+    "as of llama.cpp's, serves only a node that does not learn (--set rl.only=share)"
+)
+CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+_Row = tuple[list[int], list[float]]
+
+
+class Served(HF):
+    """HF whose completions the server at ``url`` draws; claims, which peers repeat draw by draw, it draws itself."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, lr: float, url: str) -> None:
+        require(PolicyError, f"A policy served at {url}", "peft", extra="rl", otherwise=f"leave @{url} out of --policy")
+        super().__init__(model, tokenizer, lr=lr)
+        self._server = _Server(url)
+        self._held = self._digest()  # of the adapter that the server has: a new one is without effect
+        self._adapter: tempfile.TemporaryDirectory[str] | None = None
+        self._name = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HF:
+        """Return a policy that draws itself, for checks of claims."""
+        return HF(copy.deepcopy(self.module, memo), self._tokenizer, lr=self.lr)
+
+    def generate(
+        self, prompts: Sequence[str], count: int, *, temperature: float, max_tokens: int, seed: int, choose: Choose | None = None
+    ) -> list[list[Completion]]:
+        """Implement `Policy.generate`; the server draws by a seed of its own. PolicyError if it fails, or has other weights."""
+        if choose is not None:
+            return super().generate(prompts, count, temperature=temperature, max_tokens=max_tokens, seed=seed, choose=choose)
+        if self._digest() != self._held:
+            self.push()
+        asked = [self._prompt(prompt) for prompt in prompts]
+        answer = self._server.ask(
+            "/v1/completions",
+            {
+                **({"model": self._name} if self._name else {}), "prompt": asked, "n": count, "max_tokens": max_tokens,
+                "temperature": temperature, "logprobs": 1, "return_tokens_as_token_ids": True,
+                # Else the defaults of the server or of the model's generation_config.json; the last line is for llama.cpp.
+                "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0,
+                "stop_token_ids": sorted(self._ends),
+                "samplers": ["temperature"],
+            },
+            most=len(asked) * count * max_tokens * TOKEN_BYTES,
+        )  # fmt: skip
+        return self._own(prompts, count, self._server.read(answer, len(asked) * count, max_tokens, self.vocabulary), temperature)
+
+    @torch.no_grad()
+    def _own(self, prompts: Sequence[str], count: int, told: list[_Row], temperature: float) -> list[list[Completion]]:
+        """Return the completions with the own log-probabilities. PolicyError if the server's are others."""
+        each, rows = [prompt for prompt in prompts for _ in range(count)], [ids for ids, _ in told]
+        was_training = self.module.training
+        self.module.eval()
+        plain, mask = self.log_probs(each, rows, 1.0)
+        own = plain if temperature in (0.0, 1.0) else self.log_probs(each, rows, temperature)[0]
+        self.module.train(was_training)
+        theirs = torch.tensor([log for _, logs in told for log in logs], device="cpu")
+        apart = float((plain[mask].cpu() - theirs).abs().mean())
+        if not apart <= APART:
+            raise PolicyError(
+                f"The server at {self._server.url} has other weights than this node: its log-probabilities are {apart:.3f} off for "
+                f"a token on average, where {APART} is allowed: let it serve the model of --policy."
+            )
+        flat = [self._completion(ids, logs[: len(ids)]) for ids, logs in zip(rows, own.tolist(), strict=True)]
+        return [flat[start : start + count] for start in range(0, len(flat), count)]
+
+    def push(self) -> None:
+        """Give the server the adapter as it is, by a new name, since it caches by name. PolicyError if it takes none."""
+        held, folder = self._digest(), tempfile.TemporaryDirectory(prefix="shoal-adapter-")
+        name = Path(folder.name).name
+        with calling(self, "save_pretrained()"):
+            self.module.save_pretrained(folder.name, save_embedding_layers=False)  # type: ignore[operator]
+        self._server.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder.name}, otherwise=FIXED)
+        if self._adapter is not None:
+            with suppress(PolicyError):  # it was started anew, and has forgotten that one
+                self._server.ask("/v1/unload_lora_adapter", {"lora_name": self._name})
+            self._adapter.cleanup()
+        self._adapter, self._name, self._held = folder, name, held
+
+    def _digest(self) -> bytes:
+        """Return a digest of what is trained."""
+        made = hashlib.sha256()
+        for weight in self.module.parameters():
+            if weight.requires_grad:
+                made.update(weight.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return made.digest()
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class _Token(_Shape):
+    id: int
+    logprob: float
+
+
+class _Logs(_Shape):
+    """Tokens of a completion as vLLM names them; ``content`` is llama.cpp's."""
+
+    tokens: tuple[Annotated[str, StringConstraints(pattern="^token_id:[0-9]{1,9}$")], ...] = ()
+    token_logprobs: tuple[float, ...] = ()
+    content: tuple[_Token, ...] = ()
+
+    def row(self) -> _Row:
+        ids = [int(one.removeprefix("token_id:")) for one in self.tokens] + [one.id for one in self.content]
+        return ids, [*self.token_logprobs, *(one.logprob for one in self.content)]
+
+
+class _Choice(_Shape):
+    index: int
+    logprobs: _Logs
+
+
+class _Answer(_Shape):
+    choices: list[_Choice]
+
+
+class _Server:
+    """HTTP server at ``url``. PolicyError if that is no URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        try:
+            parts = urlsplit(self.url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not host or parts.scheme not in CONNECTIONS or parts.query or parts.fragment or parts.username is not None:
+            raise PolicyError(f"{url!r} is no address of a server: write it such as http://127.0.0.1:8000.")
+        self._connect = partial(CONNECTIONS[parts.scheme], host, port, timeout=CONNECT_S)
+        self._path = parts.path
+
+    def ask(self, path: str, body: Mapping[str, Any], *, most: int = 0, otherwise: str = "look at what it prints") -> bytes:
+        """Post ``body``; return the answer, of at most ``most`` bytes and 64 KiB. PolicyError, with the remedy ``otherwise``."""
+        connection, most, began = self._connect(), min(most + 2**16, MOST_BYTES), time.monotonic()
+        timer = None
+        try:
+            connection.connect()
+            connection.sock.settimeout(ANSWER_S)
+            # A socket's own deadline begins anew with every byte.
+            timer = threading.Timer(ANSWER_S, _cut, (connection.sock,))
+            timer.daemon = True
+            timer.start()
+            connection.request("POST", self._path + path, json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            status = answer.status
+            data: bytes = answer.read(most + 1)
+        except (OSError, http.client.HTTPException) as error:
+            if timer is None:
+                raise PolicyError(
+                    f"No server answers at {self.url} ({_line(error)}): start it, or leave @{self.url} out."
+                ) from error
+            status, data = 0, _line(error).encode()
+        finally:
+            if timer is not None:
+                timer.cancel()
+            connection.close()
+        if time.monotonic() - began >= ANSWER_S:
+            raise PolicyError(
+                f"The server at {self.url} did not answer {path} within {ANSWER_S:.0f} s: ask for less at once "
+                "(rl.local, rl.group, rl.max_tokens), or give it a faster machine."
+            )
+        if len(data) > most:
+            raise PolicyError(f"The server at {self.url} answered {path} with more than {most:,} bytes: use another version of it.")
+        if status != 200:
+            raise PolicyError(f"The server at {self.url} failed at {path} ({status or 'no answer'}: {_said(data)}): {otherwise}.")
+        return data
+
+    def read(self, answer: bytes, rows: int, most: int, vocabulary: int) -> list[_Row]:
+        """Return tokens and log-probabilities of each of ``rows`` completions, at most ``most``. PolicyError if it has others."""
+        try:
+            choices = sorted(_Answer.model_validate_json(answer).choices, key=lambda one: one.index)
+        except ValidationError as error:
+            raise self._nonsense(f"{error.error_count()} faults, such as: {error.errors()[0]['msg']}") from error
+        found = [choice.logprobs.row() for choice in choices]
+        if [choice.index for choice in choices] != list(range(rows)):
+            raise self._nonsense(f"{len(choices)} completions for {rows}")
+        if not all(ids and len(ids) == len(logs) and min(ids) >= 0 and max(ids) < vocabulary for ids, logs in found):
+            raise self._nonsense("tokens that are not the model's, or none")
+        return [(ids[:most], logs[:most]) for ids, logs in found]
+
+    def _nonsense(self, why: str) -> PolicyError:
+        return PolicyError(
+            f"The server at {self.url} answered other than completions with their tokens' ids and log-probabilities ({why}): "
+            "use vLLM or llama.cpp's server."
+        )
+
+
+def _cut(connected: socket.socket) -> None:
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
+
+
+def _line(error: object) -> str:
+    """Return the first line, such that it can stand in a sentence."""
+    return next(iter(str(error).splitlines()), "")[:200].strip().rstrip(".:") or type(error).__name__
+
+
+def _said(data: bytes) -> str:
+    """Return what an answer says of an error, in OpenAI's form or as it is."""
+    text = data[: 2**16].decode(errors="replace")
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        text = str(json.loads(text)["error"]["message"])
+    return "".join(letter for letter in _line(text) if letter.isprintable())

@@ -1,0 +1,367 @@
+"""A policy whose completions a server draws: one of the tests' own, which speaks as vLLM documents it, or as llama.cpp's does."""
+
+import copy
+import json
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal.node.config.settings import RLSettings, Settings
+from shoal.node.rl import serving
+from shoal.node.rl.environment import Env, PolicyError, Question, Strings, canonical
+from shoal.node.rl.hf import HF
+from shoal.node.rl.loading import load_policy
+from shoal.node.rl.rollout_sharing import make_task
+from shoal.node.rl.task import RLTask
+from shoal.node.task import Shard
+from shoal.node.training.trainer import Trainer
+from shoal.node.verify.checker import policy_label
+from shoal.swarm.manifest import OuterSettings, TrainSettings
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+PROMPTS = ["a", "reverse: abc", "the longest of all the prompts"]
+STRINGS = Env("strings", canonical({}), Strings())
+
+
+@pytest.fixture(scope="module")
+def folder(folder, tmp_path_factory):
+    """The model of the other tests, surer of its answers, so that an adapter changes them."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    place = tmp_path_factory.mktemp("surer")
+    model.save_pretrained(place)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(place)
+    return place
+
+
+class Model:
+    """Model of the server: draws by transformers and torch alone, not by the policy under test."""
+
+    def __init__(self, folder):
+        self.folder, self.made = folder, {}
+        self.generator = torch.Generator().manual_seed(0)
+        self.shift = 0.0  # added to each log-probability that it tells
+
+    def load(self, name, path):
+        base = transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        self.made[name] = (peft.PeftModel.from_pretrained(base, path) if path else base).eval()
+
+    @torch.no_grad()
+    def draw(self, name, prompt, most, temperature):
+        ids, logs = [], []
+        while len(ids) < most and 0 not in ids:
+            plain = self.made[name](torch.tensor([[*prompt, *ids]])).logits[0, -1].log_softmax(-1)
+            tempered = (plain / temperature).softmax(-1) if temperature else plain
+            ids.append(int(torch.multinomial(tempered, 1, generator=self.generator)) if temperature else int(plain.argmax()))
+            logs.append(float(plain[ids[-1]]) + self.shift)
+        return ids, logs
+
+
+class Server:
+    """HTTP server. ``kind``: vllm or llama; ``asked``: all (path, body); ``reply``: in place of what it would answer."""
+
+    def __init__(self, model, kind):
+        self.model, self.kind, self.asked, self.drawn, self.reply = model, kind, [], [], None
+        self.loaded, self.ignores, self.over = {}, False, threading.Event()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.asked.append((self.path, body))
+                if server.reply is not None:
+                    server.reply(self)
+                else:
+                    server.answer(self, body)
+
+            def say(self, status, data):
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *given):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+
+    def answer(self, handler, body):
+        if handler.path == "/v1/completions":
+            model = body.get("model", "")
+            rows = [
+                self.model.draw("" if self.ignores else model, prompt, body["max_tokens"], body["temperature"])
+                for prompt in body["prompt"]
+                for _ in range(body["n"])
+            ]
+            self.drawn.append(rows)
+            choices = [{"index": place, "text": "?", "logprobs": self.told(*row)} for place, row in enumerate(rows)]
+            handler.say(200, json.dumps({"object": "text_completion", "choices": choices[::-1]}).encode())
+        elif self.kind == "llama":
+            handler.say(404, b'{"error":{"message":"File Not Found","type":"not_found_error","code":404}}')
+        elif handler.path == "/v1/load_lora_adapter":
+            place = Path(body["lora_path"])
+            self.loaded[body["lora_name"]] = load_file(place / "adapter_model.safetensors"), place
+            self.model.load(body["lora_name"], place)
+            handler.say(200, b"Success")
+        elif handler.path == "/v1/unload_lora_adapter":
+            del self.model.made[body["lora_name"]]
+            handler.say(200, b"Success")
+
+    def told(self, ids, logs):
+        if self.kind == "llama":
+            return {
+                "content": [{"id": one, "token": "?", "bytes": [63], "logprob": log} for one, log in zip(ids, logs, strict=True)]
+            }
+        return {"tokens": [f"token_id:{one}" for one in ids], "token_logprobs": logs, "top_logprobs": [{}] * len(ids)}
+
+    def paths(self):
+        return [path.rpartition("/")[2] for path, _ in self.asked]
+
+
+@contextmanager
+def serving_of(folder, kind="vllm"):
+    model = Model(folder)
+    model.load("", None)
+    server = Server(model, kind)
+    thread = threading.Thread(target=server.http.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.over.set()
+        server.http.shutdown()
+        server.http.server_close()
+        thread.join(10)
+
+
+@pytest.fixture
+def server(folder):
+    with serving_of(folder) as made:
+        yield made
+
+
+@pytest.fixture
+def policy(folder, server):
+    return load_policy(f"hf:{folder}@{server.url}", STRINGS, 0)
+
+
+def changed(policy, by=0.5):
+    """As if trained."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in policy.module.named_parameters():
+            if "lora_B" in name:
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=by)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "llama"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_completions_are_the_servers_and_their_log_probabilities_the_nodes(folder, kind, temperature):
+    with serving_of(folder, kind) as server:
+        policy = load_policy(f"hf:{folder}@{server.url}/v1/", STRINGS, 0)
+        groups = policy.generate(PROMPTS, 3, temperature=temperature, max_tokens=6, seed=0)
+    flat = [one for group in groups for one in group]
+    assert [len(group) for group in groups] == [3, 3, 3]
+    assert [list(one.tokens) for one in flat] == [ids for ids, _ in server.drawn[0]]
+    assert len({one.tokens for one in flat}) > 5
+    ((path, body),) = server.asked
+    assert path == "/v1/completions"
+    assert body["prompt"] == [policy._prompt(prompt) for prompt in PROMPTS]
+    wanted = {"n": 3, "max_tokens": 6, "temperature": temperature, "top_p": 1, "top_k": -1, "min_p": 0, "logprobs": 1}
+    assert {name: body[name] for name in wanted} == wanted
+    assert "model" not in body
+    logs, mask = policy.log_probs([prompt for prompt in PROMPTS for _ in range(3)], [one.tokens for one in flat], temperature)
+    for row, kept, one in zip(logs, mask, flat, strict=True):
+        torch.testing.assert_close(row[kept], torch.tensor(one.log_probs), atol=1e-6, rtol=0)
+        assert one.text == policy._completion(list(one.tokens), list(one.log_probs)).text
+        assert one.finish == ("stop" if one.tokens[-1] == 0 else "length")
+
+
+def test_greedy_answers_are_those_of_the_policy_itself(policy):
+    own = HF.generate(policy, PROMPTS, 1, temperature=0.0, max_tokens=6, seed=0)
+    served = policy.generate(PROMPTS, 1, temperature=0.0, max_tokens=6, seed=0)
+    assert [[one.tokens for one in group] for group in served] == [[one.tokens for one in group] for group in own]
+
+
+def test_the_adapter_that_the_server_draws_with_is_the_trained_one(policy, server):
+    changed(policy)
+    policy.generate(["a"], 2, temperature=1.0, max_tokens=4, seed=0)
+    policy.generate(["a"], 2, temperature=1.0, max_tokens=4, seed=0)
+    assert server.paths() == ["load_lora_adapter", "completions", "completions"]
+    ((first, (tensors, place)),) = server.loaded.items()
+    assert [body["model"] for path, body in server.asked if path == "/v1/completions"] == [first, first]
+    trained = {name: weight.detach() for name, weight in policy.module.named_parameters() if weight.requires_grad}
+    assert len(tensors) == len(trained) > 0
+    for name, weight in trained.items():
+        assert torch.equal(tensors[name.replace(".default", "")], weight)
+    assert json.loads((place / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+    changed(policy, by=-0.2)
+    (group,) = policy.generate(["a"], 2, temperature=1.0, max_tokens=4, seed=0)
+    for one, (_, logs) in zip(group, server.drawn[-1], strict=True):
+        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(logs), atol=1e-4, rtol=0)
+    assert server.paths()[3:] == ["load_lora_adapter", "unload_lora_adapter", "completions"]
+    second = server.asked[-1][1]["model"]
+    assert (second == first, server.asked[-2][1]) == (False, {"lora_name": first})
+    assert not place.exists()
+    assert server.loaded[second][1].exists()
+
+
+def test_a_server_with_other_weights_is_refused(policy, server):
+    server.ignores = True  # takes the adapter, and draws without it
+    changed(policy)
+    with pytest.raises(PolicyError, match=rf"^The server at {server.url} has other weights .* 0.15 is allowed: .*\.$"):
+        policy.generate(PROMPTS, 3, temperature=1.0, max_tokens=6, seed=0)
+
+
+def test_the_bound_is_on_the_mean_difference(policy, server):
+    for shift in (0.149, -0.149):
+        server.model.shift = shift
+        policy.generate(PROMPTS, 2, temperature=0.7, max_tokens=5, seed=0)
+    for shift in (0.151, -0.151):
+        server.model.shift = shift
+        with pytest.raises(PolicyError, match=r"are 0\.151 off for a token"):
+            policy.generate(PROMPTS, 2, temperature=0.7, max_tokens=5, seed=0)
+
+
+def garbage(handler):
+    handler.wfile.write(b"\x16\x03 what is this?\r\n\r\n")
+
+
+def answers(data, status=200):
+    return lambda handler: handler.say(status, data if isinstance(data, bytes) else json.dumps(data).encode())
+
+
+def row(tokens, logs):
+    return {"choices": [{"index": 0, "logprobs": {"tokens": tokens, "token_logprobs": logs}}]}
+
+
+NONSENSE = "answered other than completions with their tokens' ids"
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (garbage, "failed at /v1/completions .*what is this"),
+        (answers({"error": {"message": "no\nmore"}}, 400), r"failed at /v1/completions \(400: no\): look"),
+        (answers(b"[" * 60_000, 500), r"failed at /v1/completions \(500: \[+\): look"),
+        (answers(b"<html>"), NONSENSE),
+        (answers(b'{"choices":' + b"[" * 50_000), NONSENSE),
+        (answers({"choices": []}), r"\(0 completions for 1\)"),
+        (answers(row([], [])), r"\(tokens that are not the model's, or none\)"),
+        (answers(row(["token_id:96"], [-1.0])), r"\(tokens that are not the model's, or none\)"),
+        (answers(row(["token_id:1", "token_id:2"], [-1.0])), r"\(tokens that are not the model's, or none\)"),
+        (answers(row(["b"], [-1.0])), NONSENSE),
+        (answers(row(["token_id:1"], [float("nan")])), NONSENSE),
+        (answers(row(["token_id:1"], [None])), NONSENSE),
+        (answers(b" " * 200_000), "with more than 73,728 bytes"),
+    ],
+)
+def test_what_else_it_answers_is_one_sentence(policy, server, reply, said):
+    server.reply = reply
+    with pytest.raises(PolicyError, match=f"^The server at {server.url} .*{said}") as raised:
+        policy.generate(["a"], 1, temperature=1.0, max_tokens=4, seed=0)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_server_that_is_too_slow_is_left(policy, server, drips, monkeypatch):
+    def late(handler):
+        handler.send_response(200)
+        handler.end_headers()
+        while not server.over.wait(0.02):
+            if drips:
+                handler.wfile.write(b" ")
+
+    monkeypatch.setattr(serving, "ANSWER_S", 0.4)
+    server.reply = late
+    with pytest.raises(PolicyError, match="did not answer /v1/completions within 0 s: ask for less at once"):
+        policy.generate(["a"], 1, temperature=1.0, max_tokens=4, seed=0)
+
+
+def test_no_server_is_one_sentence(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        policy = load_policy(f"hf:{folder}@{url}", STRINGS, 0)
+        with pytest.raises(PolicyError, match=rf"^No server answers at {url} \(.*refused\): start it, or leave @{url} out\.$"):
+            policy.generate(["a"], 1, temperature=1.0, max_tokens=4, seed=0)
+
+
+def settings(folder, server, **rl):
+    return Settings.model_validate({"task": {"hooks": "rl"}, "rl": {"policy": f"hf:{folder}@{server.url}", **rl}})
+
+
+def test_a_node_that_learns_refuses_a_server_whose_weights_stay(folder):
+    with serving_of(folder, "llama") as server:
+        with pytest.raises(PolicyError, match=r"failed at /v1/load_lora_adapter \(404: File Not Found\): start vLLM .*only=share"):
+            _ = make_task(settings(folder, server)).policy
+        sharing = make_task(settings(folder, server, only="share")).policy
+        assert len(sharing.generate(["a"], 2, temperature=1.0, max_tokens=4, seed=0)[0]) == 2
+        changed(sharing)  # as by averaging
+        with pytest.raises(PolicyError, match="load_lora_adapter"):
+            sharing.generate(["a"], 2, temperature=1.0, max_tokens=4, seed=0)
+
+
+class Letters:
+    """Pays for early letters, so that rewards of a group differ."""
+
+    version = "1"
+
+    def question(self, seed, index):
+        return Question(f"{seed % 100}-{index}")
+
+    def reward(self, question, completion):
+        return sum(letter < "P" for letter in completion) / max(len(completion), 1)
+
+
+def test_each_update_reaches_the_server_before_the_next_completions(folder, server):
+    task = make_task(settings(folder, server))
+    env = Env("letters", canonical({}), Letters())
+    policy = task.policy
+    rl = RLSettings(local=1, external=0, group=4, held_out=2, max_tokens=5, lr=0.01)
+    trainer = Trainer(RLTask(env, lambda: policy, rl, seed=0), OuterSettings(method="none"), TrainSettings(steps=3))
+    trainer.connect(trainer.opt.exchange, "run", Shard(0, 1, 0))
+    for _ in range(3):
+        trainer.step()
+    assert server.paths() == ["load_lora_adapter", "completions", *["load_lora_adapter", "unload_lora_adapter", "completions"] * 2]
+    names = [body["model"] for path, body in server.asked if path == "/v1/completions"]
+    assert len(set(names)) == 3
+    first, _, last = (server.loaded[name][0] for name in names)
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+
+
+def test_claims_are_drawn_by_the_node_and_a_copy_asks_nobody(policy, server):
+    def choose(logits):
+        return logits.argmax(-1)
+
+    drawn = policy.generate(["a"] * 2, 1, temperature=1.0, max_tokens=4, seed=0, choose=choose)
+    assert drawn[0] == drawn[1]
+    twin = copy.deepcopy(policy)
+    assert type(twin) is HF
+    assert twin.generate(["a"], 1, temperature=0.0, max_tokens=4, seed=0)[0][0].tokens == drawn[0][0].tokens
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("url", ["http://", "http://host:port", "http://user@host", "http://host/?a=b", "https://host:8/#x"])
+def test_what_is_no_address_of_a_server_is_refused(folder, url):
+    with pytest.raises(PolicyError, match=r"no address of a server: write it such as http://127\.0\.0\.1:8000\.$"):
+        load_policy(f"hf:{folder}@{url}", STRINGS, 0)
+
+
+def test_the_server_is_no_part_of_a_policys_folder_or_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("smol").mkdir()
+    given = ["hf:smol@http://127.0.0.1:8000", "hf:owner/name@https://host/v1"]
+    assert [RLSettings(policy=spec).policy for spec in given] == [f"hf:{tmp_path}/smol@http://127.0.0.1:8000", given[1]]
+    assert [policy_label(spec) for spec in given] == ["hf:smol", "hf:name"]
