@@ -1,5 +1,6 @@
-"""Time in tests: a clock that a test moves, and waiting for what happens by itself."""
+"""Time in tests: a clock that a test moves, waiting for what happens by itself, and a loop that runs beside the test."""
 
+import asyncio
 import threading
 import time
 
@@ -23,3 +24,31 @@ def until(condition, seconds=LIMIT_S, what="it"):
         assert time.monotonic() < end, f"{what} did not happen within {seconds:g} s"
         threading.Event().wait(0.01)
     return value
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    def submit(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, coroutine, timeout):
+        return self.submit(coroutine).result(timeout)
+
+    def close(self):
+        async def end():
+            # Again and again: ``wait_for`` loses a cancellation that comes together with a result (Python below 3.12).
+            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=1.0)
+
+        self.call(end(), 60)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(60)
+        self.loop.close()

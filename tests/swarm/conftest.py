@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import socket
-import threading
 import time
 
 import pytest
@@ -14,11 +13,12 @@ from shoal.optim.exchange.base import Contribution, order
 from shoal.swarm.errors import NetworkError, ShoalError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
-from tests.clocks import until
+from tests.clocks import LoopThread, until
 from tests.records import member_of
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -44,10 +44,10 @@ class FakeHost:
         return {}
 
     def submit(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.network.loop)
+        return self.network.submit(coroutine)
 
     def call(self, coroutine, timeout):
-        return self.submit(coroutine).result(timeout)
+        return self.network.call(coroutine, timeout)
 
     async def open(self, peer_id, protocol, *, addresses=(), timeout):
         other = self.network.hosts.get(peer_id)
@@ -83,12 +83,10 @@ class FakeHost:
         self.call(cut(), 60)
 
 
-class Network:
+class Network(LoopThread):
     def __init__(self):
-        self.loop = asyncio.new_event_loop()
+        super().__init__()
         self.hosts, self.opened, self.tasks = {}, [], set()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
 
     async def wire(self):
         return [await asyncio.open_connection(sock=end) for end in socket.socketpair()]
@@ -101,25 +99,19 @@ class Network:
     def member(self, peer, round=0, model=MODEL):
         return member_of(peer, round=round, model=model, issued=time.time())
 
-    def close(self):
-        async def end():
-            # Again and again: ``wait_for`` loses a cancellation that comes together with a result (Python below 3.12).
-            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks, timeout=1.0)
-
-        asyncio.run_coroutine_threadsafe(end(), self.loop).result(60)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(60)
-        self.loop.close()
-
 
 @pytest.fixture
 def network():
     made = Network()
     yield made
     made.close()
+
+
+def paired(network, count, timeouts, seed=0):
+    """Return so many exchanges in pairs, each on a fake host of its own, that all see each other."""
+    hosts = [network.host() for _ in range(count)]
+    members = {host.peer_id: network.member(host.peer_id) for host in hosts}
+    return [PairExchange(PeerContext(host, host.identity, SWARM, MODEL, seed, lambda: members), timeouts) for host in hosts]
 
 
 class GroupPeer:

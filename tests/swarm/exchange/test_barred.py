@@ -1,40 +1,14 @@
 """Peers that this node has banned: nobody is paired with them, in pairs or groups, whether they know it or not."""
 
 import pytest
-import torch
 
-from shoal.optim import RoundKey
-from shoal.optim.exchange.base import Contribution, partner_of
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.optim.exchange.base import partner_of
 from shoal.swarm.exchange.pair.calls import Step
-from shoal.swarm.exchange.pair.exchange import PairExchange
-
-SWARM, MODEL = "a" * 52, "0" * 64
-
-
-class Pairing:
-    """An exchange in pairs on a fake host, and whom it has banned."""
-
-    def __init__(self, network, wait=20.0):
-        self.network, self.host, self.banned, self.looked = network, network.host(), set(), 0
-        self.id = self.host.peer_id
-        barred = lambda peer: peer in self.banned  # noqa: E731
-        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, self.members, self.look, barred)
-        self.exchange = PairExchange(context, ExchangeTimeouts(wait, 5.0, 20.0))
-
-    def look(self):
-        self.looked += 1
-
-    def members(self):
-        return {peer: self.network.member(peer) for peer in self.network.hosts if peer not in self.banned}
-
-    def start(self, round=0, value=0.0):
-        return self.exchange.start(Contribution(RoundKey(SWARM, round), [torch.full((4,), value)], 1.0))
+from tests.swarm.exchange.pair.test_matchmaking import Peer, value
 
 
 def values(handles):
-    means = [handle.result() for handle in handles]
-    return [None if mean is None else mean.tensors[0][0].item() for mean in means]
+    return [value(handle.result()) for handle in handles]
 
 
 def refusals(caplog):
@@ -42,7 +16,7 @@ def refusals(caplog):
 
 
 def test_a_banned_caller_is_refused_at_once_and_not_held_nor_looked_up(network, caplog):
-    a, b = Pairing(network), Pairing(network, wait=60.0)
+    a, b = Peer(network, wait=20.0), Peer(network)
     a.banned.add(b.id)
     assert values([b.start()]) == [None]  # long before its minute is over
     assert len(refusals(caplog)) == 1
@@ -52,7 +26,7 @@ def test_a_banned_caller_is_refused_at_once_and_not_held_nor_looked_up(network, 
 
 
 def test_the_others_pair_as_if_the_banned_one_were_not_there(network):
-    a, b, c, bad = peers = [Pairing(network, wait=20.0) for _ in range(4)]
+    a, b, c, bad = peers = [Peer(network, wait=20.0) for _ in range(4)]
     good = [a, b, c]
     for peer in good:
         peer.banned.add(bad.id)
@@ -68,7 +42,7 @@ def test_the_others_pair_as_if_the_banned_one_were_not_there(network):
 
 
 def test_who_is_left_over_and_listens_does_not_take_a_banned_caller(network, school, caplog):
-    a, b, bad = (Pairing(network, wait=10.0) for _ in range(3))
+    a, b, bad = (Peer(network, wait=10.0) for _ in range(3))
     a.banned.add(bad.id)
     b.host.die()  # so a has nobody to call, and takes whoever calls, but not this one
     round = next(round for round in range(1000) if partner_of(0, round, bad.id, [a.id, b.id, bad.id]) == a.id)

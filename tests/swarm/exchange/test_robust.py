@@ -1,8 +1,5 @@
 """An update refused by a node's screen never counts, in pairs and groups; the screen's mean is what the node gets."""
 
-import threading
-import time
-
 import pytest
 import torch
 
@@ -10,10 +7,9 @@ from shoal.optim import FLOAT32, RoundKey, weighted_mean
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.averaging import UpdateScreen
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.pair.exchange import PairExchange
-
-SWARM, MODEL = "a" * 52, "0" * 64
+from shoal.swarm.exchange.context import ExchangeTimeouts
+from tests.clocks import until
+from tests.swarm.conftest import SWARM, paired
 
 
 class Choosy:
@@ -35,31 +31,21 @@ class Choosy:
 @pytest.fixture
 def two(network):
     """Exchanges of two hosts, and how to start a round in which the first calls."""
-    hosts = [network.host(), network.host()]
-    members = {host.peer_id: network.member(host.peer_id) for host in hosts}
+    exchanges = paired(network, 2, ExchangeTimeouts(30.0, 10.0, 30.0))
 
     def make(*screens):
-        exchanges = [
-            PairExchange(
-                PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members),
-                ExchangeTimeouts(30.0, 10.0, 30.0),
-                screen=screen,
-            )
-            for host, screen in zip(hosts, screens, strict=True)
-        ]
+        for exchange, screen in zip(exchanges, screens, strict=True):
+            exchange._screen = screen
 
         def run(caller, callee, round=0):
             first = exchanges[0].start(Contribution(RoundKey(SWARM, round), [torch.full((4,), caller)]))
-            end = time.monotonic() + 120
-            while not exchanges[1]._matchmaker.held.calls:
-                assert time.monotonic() < end
-                threading.Event().wait(0.005)
+            until(lambda: exchanges[1]._matchmaker.held.calls)
             second = exchanges[1].start(Contribution(RoundKey(SWARM, round), [torch.full((4,), callee)]))
             return [None if mean is None else mean.tensors[0][0].item() for mean in (first.result(), second.result())]
 
         return run
 
-    return [host.peer_id for host in hosts], make
+    return [exchange._context.me for exchange in exchanges], make
 
 
 @pytest.mark.parametrize("who", [0, 1])

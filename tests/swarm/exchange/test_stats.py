@@ -8,15 +8,14 @@ import torch
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import MessageError, NetworkError
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.contribution import RECENT, WINDOW, ExchangeAttempt, ExchangeStats, encode_contribution, kind_of
-from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import FAILURES, MAX_BLAMED, Failure
+from tests.swarm.exchange.pair.test_matchmaking import Peer
 
-SWARM, MODEL = "a" * 52, "0" * 64
+SWARM = "a" * 52
 
 
 def key(round):
@@ -78,18 +77,8 @@ def test_what_is_not_finite_is_damaged_and_what_is_far_is_suspicious(value, kind
     assert problem.kind == kind
 
 
-class Peer:
-    def __init__(self, network, **options):
-        self.host = network.host()
-        members = lambda: {peer: network.member(peer) for peer in network.hosts}  # noqa: E731
-        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, 0, members)
-        self.exchange = PairExchange(context, ExchangeTimeouts(20.0, 5.0, 20.0), **options)
-
-    def start(self, round, shape=(4,), value=1.0):
-        return self.exchange.start(Contribution(key(round), [torch.full(shape, value)], 1.0, FLOAT32))
-
-    def failures(self):
-        return dict(self.exchange.stats.report()["failures"])
+def failures(peer):
+    return dict(peer.exchange.stats.report()["failures"])
 
 
 def test_both_sides_of_an_exchange_count_it(network):
@@ -106,20 +95,20 @@ def test_a_peer_that_is_gone_and_one_that_differs_are_told_apart(network):
     a, b = Peer(network), Peer(network)
     handles = [a.start(0, shape=(4,)), b.start(0, shape=(5,))]
     assert [handle.result() for handle in handles] == [None, None]
-    assert a.failures() or b.failures()
-    assert (a.failures() | b.failures()).keys() == {"refused"}
+    assert failures(a) or failures(b)
+    assert (failures(a) | failures(b)).keys() == {"refused"}
     b.host.die()
     a.start(1).result()
-    assert a.failures()["unreachable"] == 1
+    assert failures(a)["unreachable"] == 1
 
 
 def test_a_suspicious_contribution_is_suspicious_here_and_refused_there(network):
     wary, far = Peer(network, screen=DistanceScreen()), Peer(network)
-    handles = [wary.start(0), far.start(0, value=-9.0)]
+    handles = [wary.start(0, 1.0), far.start(0, -9.0)]
     assert [handle.result() for handle in handles] == [None, None]
-    assert wary.failures() == {"suspicious": 1}
+    assert failures(wary) == {"suspicious": 1}
     assert wary.exchange.stats.report()["blamed"] == ((far.host.peer_id, "suspicious", 1),)
-    (kind,) = far.failures()
+    (kind,) = failures(far)
     assert kind in ("refused", "broken")  # the end of the stream may overtake the reason
 
 

@@ -5,10 +5,9 @@ import torch
 
 from shoal.optim import RoundKey
 from shoal.optim.exchange.base import Contribution
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
-from shoal.swarm.exchange.pair.exchange import PairExchange
+from shoal.swarm.exchange.context import ExchangeTimeouts
+from tests.swarm.conftest import SWARM, paired
 
-SWARM, MODEL = "a" * 52, "0" * 64
 CASES = {
     "one of two": ([0.0, 2.0], [5.0, 3.0], 3.0),
     "one of three": ([0.0, 1.0, 3.0], [100.0, 2.0, 6.0], 5.0),
@@ -32,11 +31,7 @@ def test_in_a_group_everybody_gets_the_mean_of_those_who_count(school, case):
 @pytest.mark.parametrize("case", ["one of two", "all of two"])
 def test_with_a_partner_both_get_the_mean_of_those_who_count(school, network, case):
     weights, values, mean = CASES[case]
-    hosts = [network.host() for _ in weights]
-    members = {host.peer_id: network.member(host.peer_id) for host in hosts}
-    exchanges = [
-        PairExchange(PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), ExchangeTimeouts(20.0)) for host in hosts
-    ]
+    exchanges = paired(network, len(weights), ExchangeTimeouts(20.0))
     tensors = [[torch.full((4,), value)] for value in values]
     key = RoundKey(SWARM, 0)
     handles = [

@@ -1,7 +1,6 @@
 """A node that ends in good order publishes what it still has: nobody's last record is lost because its thread was quicker."""
 
 import asyncio
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,21 +10,18 @@ from shoal.swarm.gossip import gossip as module
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import Identity
 from shoal.swarm.topics.rollout import RolloutPool
+from tests.clocks import LoopThread
 
 ME = Identity.ephemeral()
 LONG = 30.0
 
 
-class Host:
+class Host(LoopThread):
     """A host whose daemon takes a message only when it is allowed to."""
 
     def __init__(self):
-        self.loop, self.pubsub, self.taken = asyncio.new_event_loop(), self, []
-        self.allowed, self.failing, self.met = asyncio.Event(), False, {}
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-
-    def submit(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        super().__init__()
+        self.pubsub, self.taken, self.allowed, self.failing, self.met = self, [], asyncio.Event(), False, {}
 
     def serve(self, *args, **kwargs):
         pass
@@ -51,9 +47,9 @@ async def tasks():
 def host():
     made = Host()
     yield made
-    while made.submit(tasks()).result(LONG) > 1:  # those of a closed topic end
+    while made.call(tasks(), LONG) > 1:  # those of a closed topic end
         pass
-    made.loop.call_soon_threadsafe(made.loop.stop)
+    made.close()
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """What a member says of itself, and a host without a network."""
 
+import asyncio
+from collections import defaultdict
 from concurrent.futures import Future
 
 from tests.sim.network import SimHost
@@ -48,4 +50,25 @@ class Quiet:
         return Future()
 
     async def store(self, key, subkey, value, ttl):
+        return True
+
+
+class Shelf(Quiet):
+    """The same with a table for the DHT."""
+
+    def __init__(self):
+        self.keys, self.reads = defaultdict(dict), 0
+
+    def remember(self, addresses):
+        list(addresses)
+
+    def call(self, coroutine, timeout):
+        return asyncio.run(coroutine)
+
+    async def get(self, key):
+        self.reads += 1
+        return dict(self.keys[key])
+
+    async def store(self, key, subkey, value, ttl):
+        self.keys[key][subkey] = value
         return True

@@ -2,36 +2,15 @@
 
 import asyncio
 import time
-from collections import defaultdict
 from types import SimpleNamespace
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership.dht import bits_in, bucket_prefix, key_of, make_record
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.wire.messages import Member
-from tests.swarm.membership.conftest import ABOUT, Quiet
+from tests.swarm.membership.conftest import ABOUT, Shelf
 
 SWARM, EPOCH_S = "a" * 52, 3600.0
-
-
-class Shelf(Quiet):
-    """A host without a network, with a table for the DHT."""
-
-    def __init__(self):
-        self.keys = defaultdict(dict)
-
-    def remember(self, addresses):
-        self.remembered = list(addresses)
-
-    def call(self, coroutine, timeout):
-        return asyncio.run(coroutine)
-
-    async def get(self, key):
-        return dict(self.keys[key])
-
-    async def store(self, key, subkey, value, ttl):
-        self.keys[key][subkey] = value
-        return True
 
 
 def test_members_are_those_of_the_bucket_and_others_can_still_be_reached():

@@ -1,7 +1,6 @@
 """Reading and publishing do not wait for each other, and of two records of a peer the newer one counts: a board in memory."""
 
 import asyncio
-import threading
 import time
 from types import SimpleNamespace
 
@@ -13,32 +12,24 @@ from shoal.swarm.membership import directory as directory_module
 from shoal.swarm.membership.dht import bits_of, key_of, make_record
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.wire.messages import Member
-from tests.clocks import until
+from tests.clocks import LoopThread, until
 from tests.swarm.membership.conftest import ABOUT
 
 SWARM = "a" * 52
 
 
-class Board:
+class Board(LoopThread):
     """The part of a host that a directory needs. ``reading`` is called for each reading of the root."""
 
     def __init__(self, reading):
-        self.loop, self.reading = asyncio.new_event_loop(), reading
-        self.keys, self.stored, self.reads = {}, 0, 0
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
+        super().__init__()
+        self.reading, self.keys, self.stored, self.reads = reading, {}, 0, 0
 
     def addresses(self):
         return ()
 
     def remember(self, addresses):
         list(addresses)
-
-    def submit(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def call(self, coroutine, timeout):
-        return self.submit(coroutine).result(timeout)
 
     async def store(self, key, subkey, value, ttl):
         self.stored += 1
@@ -48,18 +39,6 @@ class Board:
         self.reads += 1
         await self.reading(self)
         return dict(self.keys.get(key, {}))
-
-    def close(self):
-        async def end():
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self.call(end(), 60)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(60)
-        self.loop.close()
 
 
 @pytest.fixture

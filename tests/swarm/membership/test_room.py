@@ -3,7 +3,6 @@
 import asyncio
 import random
 import time
-from concurrent.futures import Future
 
 import pytest
 from hivemind.dht.routing import DHTID
@@ -15,9 +14,9 @@ from shoal.swarm.membership.directory import NEWCOMERS, Directory, Room
 from shoal.swarm.p2p.addresses import range_of
 from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS, BoundedStorage
 from shoal.swarm.wire.messages import Member
-from tests.swarm.membership.test_directory_loops import ABOUT, SWARM
+from tests.swarm.membership.conftest import ABOUT, Shelf
 
-MOST = 64
+SWARM, MOST = "a" * 52, 64
 
 
 def record(peer, address="/ip4/203.0.113.1/tcp/1", issued=0.0):
@@ -114,37 +113,13 @@ def test_members_that_were_met_are_read_below_keys_full_of_strangers():
     assert len(reads) < dht.MAX_KEYS + dht.AT_ONCE
 
 
-class Board:
-    """A DHT in memory, read by a directory whose own loops do not run."""
-
-    def __init__(self):
-        self.keys, self.reads = {}, 0
-
-    def addresses(self):
-        return ()
-
-    def remember(self, addresses):
-        list(addresses)
-
-    def submit(self, coroutine):
-        coroutine.close()
-        return Future()
-
-    def call(self, coroutine, timeout):
-        return asyncio.run(coroutine)
-
-    async def get(self, key):
-        self.reads += 1
-        return dict(self.keys.get(key, {}))
-
-
 def signed(identity, prefix, issued):
     member = Member(**ABOUT, swarm=SWARM, peer=identity.peer_id, addresses=(), issued=issued)
     return make_record(prefix, member, identity)
 
 
 def test_a_directory_opens_a_bounded_part_of_a_key_and_keeps_who_it_met(monkeypatch):
-    board, now = Board(), time.time()
+    board, now = Shelf(), time.time()
     people = sorted((Identity.ephemeral() for _ in range(200)), key=lambda who: bits_of(who.peer_id))
     *_, last = people  # the one that the strangers displace
     board.keys[key_of(SWARM, "")] = {who.peer_id: signed(who, "", now) for who in people[:-1]}

@@ -24,17 +24,10 @@ from shoal.swarm.p2p.limits import (
     ResourceManager,
     TokenBuckets,
 )
+from tests.clocks import Clock
 
 ECHO, BULK = "/test/echo/1", "/test/bulk/1"
 FEW = Rates(streams=20, streams_of_range=50, calls=5, call_bytes=1000)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Caller:

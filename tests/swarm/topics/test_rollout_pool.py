@@ -16,7 +16,7 @@ from shoal.swarm.p2p.host import MAX_MESSAGE, Host
 from shoal.swarm.p2p.limits import Counters, RateLimit
 from shoal.swarm.topics.rollout import REASONS, PoolLimits, Rollout, RolloutPool, pack_logps, pack_tokens
 from shoal.swarm.wire.envelope import pack, seal
-from tests.clocks import until
+from tests.clocks import Clock, until
 
 SWARM = swarm_id(b"")
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
@@ -62,15 +62,9 @@ class FakeGossip:
         return None
 
 
-class Clock:
-    now = NOW
-
-    def __call__(self):
-        return self.now
-
-
 def pool_of(knows=lambda *env: env == KNOWN, **limits):
     gossip, clock = FakeGossip(), Clock()
+    clock.now = NOW
     pool = RolloutPool(gossip, knows, limits=PoolLimits(**limits), clock=clock)
     pool.advance(10)
     return pool, gossip, clock

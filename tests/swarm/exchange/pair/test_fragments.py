@@ -15,7 +15,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.context import FORGOTTEN, SHARE, TERMS, ExchangeTimeouts, PairRounds, PeerContext, TrainingTime
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PairingAttempt, PairSelector, Step, make_offer, receive_offer
-from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
+from shoal.swarm.exchange.pair.exchange import PairMatchmaker
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.state.resync import in_step
 from shoal.swarm.wire.envelope import unpack
@@ -31,9 +31,7 @@ class Overlapping(Peer):
     """A peer that sends ``fragments`` in turn, without waiting for the last."""
 
     def __init__(self, network, fragments=4, wait=20.0, overlap=False):
-        super().__init__(network, wait=wait)
-        context = PeerContext(self.host, self.host.identity, SWARM, MODEL, SEED, self.members, self.look)
-        self.exchange = PairExchange(context, ExchangeTimeouts(wait, 5.0, 5.0), fragments=fragments, overlap=overlap)
+        super().__init__(network, wait=wait, limit=5.0, fragments=fragments, overlap=overlap)
         self.fragments = fragments
 
     def send(self, round, value=0.0, fragment=None, shape=(4,)):

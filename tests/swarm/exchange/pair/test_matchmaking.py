@@ -30,22 +30,19 @@ LONG = 60.0  # a wait that no test sits out: what ends in half of it did not wai
 class Peer:
     """An exchange on a fake host, with a membership of its own."""
 
-    def __init__(self, network, sees=None, model=MODEL, swarm=SWARM, wait=LONG, chunk=5.0):
+    def __init__(self, network, model=MODEL, swarm=SWARM, wait=LONG, chunk=5.0, limit=20.0, **options):
         self.network, self.host = network, network.host()
         self.id = self.host.peer_id
-        self.sees = sees
-        self.looked = 0
-        self.gone = {}
-        self.rounds = {}
-        self.model = model
-        context = PeerContext(self.host, self.host.identity, swarm, model, SEED, self.members, self.look)
-        self.exchange = PairExchange(context, ExchangeTimeouts(wait, chunk, 20.0), departed=lambda: self.gone)
+        self.model, self.sees, self.looked, self.gone, self.rounds, self.banned = model, None, 0, {}, {}, set()
+        barred = lambda peer: peer in self.banned  # noqa: E731
+        context = PeerContext(self.host, self.host.identity, swarm, model, SEED, self.members, self.look, barred)
+        self.exchange = PairExchange(context, ExchangeTimeouts(wait, chunk, limit), departed=lambda: self.gone, **options)
 
     def look(self):
         self.looked += 1
 
     def members(self):
-        ids = self.network.hosts if self.sees is None else self.sees
+        ids = [peer for peer in (self.network.hosts if self.sees is None else self.sees) if peer not in self.banned]
         return {peer: self.network.member(peer, self.rounds.get(peer, 0), self.model) for peer in ids}
 
     def start(self, round=0, value=0.0, codec=FLOAT32, shape=(4,), run=SWARM):

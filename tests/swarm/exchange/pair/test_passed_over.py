@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from shoal.optim import FLOAT32, RoundKey
 from shoal.optim.exchange.base import Contribution, groups, partner_of
-from shoal.swarm.exchange.context import BROKEN, FORGOTTEN, REMEMBERED, TERMS, ExchangeTimeouts, PassedOver, PeerContext
+from shoal.swarm.exchange.context import BROKEN, FORGOTTEN, REMEMBERED, TERMS, ExchangeTimeouts, PassedOver
 from shoal.swarm.exchange.pair import calls
 from shoal.swarm.exchange.pair import exchange as pair_exchange
 from shoal.swarm.exchange.pair.calls import PairSelector, make_offer
-from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import PairTransfer
-from tests.swarm.exchange.pair.test_pairing import MODEL, SEED, Directory, directory, selector
+from tests.swarm.conftest import paired
+from tests.swarm.exchange.pair.test_pairing import SEED, Directory, directory, selector
 
 SWARM = "a" * 52
 ROUNDS = 29
@@ -67,12 +67,7 @@ def not_a_number(patch, exchange):
 
 
 def swarm(network, count):
-    hosts = [network.host() for _ in range(count)]
-    members = {host.peer_id: network.member(host.peer_id) for host in hosts}
-    return [
-        PairExchange(PeerContext(host, host.identity, SWARM, MODEL, SEED, lambda: members), ExchangeTimeouts(2.5, 5.0, 20.0))
-        for host in hosts
-    ]
+    return paired(network, count, ExchangeTimeouts(2.5, 5.0, 20.0), SEED)
 
 
 def trained(exchanges, rounds, values, first=0):

@@ -13,18 +13,18 @@ from shoal.optim import BFLOAT16, FLOAT32, RoundKey, codec_named
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
-from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
+from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import CommitState, ExchangeAttempt
 from shoal.swarm.exchange.pair import calls as pair_calls
 from shoal.swarm.exchange.pair import transfer
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
-from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import OUTCOME_PROTOCOL
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import Answer, Commit, OutcomeReply, OutcomeRequest, Ready
+from tests.clocks import until
+from tests.swarm.conftest import SWARM, paired
 
-SWARM, MODEL = "a" * 52, "0" * 64
 CHUNK_TIMEOUT = 0.5
 LONG = 60.0  # a deadline that no test sits out: what ends in half of it did not wait for it, however busy the machine
 
@@ -33,19 +33,12 @@ class Pair:
     """A caller and a callee: the callee begins when it holds the caller's call."""
 
     def __init__(self, network, timeouts):
-        self.network = network
-        self.hosts = [network.host(), network.host()]
-        members = {host.peer_id: network.member(host.peer_id) for host in self.hosts}
-        self.exchanges = [
-            PairExchange(PeerContext(host, host.identity, SWARM, MODEL, 0, lambda: members), timeouts) for host in self.hosts
-        ]
+        self.exchanges = paired(network, 2, timeouts)
+        self.hosts = [exchange._context.host for exchange in self.exchanges]
 
     def begin(self, caller=1.0, callee=3.0, codec=FLOAT32, round=0, look=lambda: None):
         first = self.exchanges[0].start(Contribution(RoundKey(SWARM, round), tensors(caller), 1.0, codec))
-        end = time.monotonic() + 120
-        while not self.exchanges[1]._matchmaker.held.calls:
-            assert time.monotonic() < end
-            threading.Event().wait(0.005)
+        until(lambda: self.exchanges[1]._matchmaker.held.calls)
         self.seen = look()
         return first, self.exchanges[1].start(Contribution(RoundKey(SWARM, round), tensors(callee), 1.0, codec))
 
@@ -298,8 +291,7 @@ def near(pair, number, rounds=1, far=None):
             codec.expect(f"run:{round}:0", [moved])
             sent.append(base + moved + (far if far is not None and place else 0.0))
             handles.append(exchange.start(Contribution(RoundKey(SWARM, round), [sent[-1]], 1.0, codec)))
-            while not place and not pair.exchanges[1]._matchmaker.held.calls:
-                threading.Event().wait(0.005)
+            until(lambda place=place: place or pair.exchanges[1]._matchmaker.held.calls)
         got = [handle.result() for handle in handles]
         for codec, mean in zip(codecs, got, strict=True):
             codec.rejected() if mean is None else codec.accepted()
@@ -419,10 +411,7 @@ def test_a_partner_that_comes_later_has_the_payload_by_then(pair):
     assert pair.run() == [(2.0, -2.0)] * 2
     came = pair.hosts[1].traffic.received
     first = pair.exchanges[0].start(Contribution(RoundKey(SWARM, 1), tensors(5.0), 1.0, FLOAT32))
-    end = time.monotonic() + LONG
-    while pair.hosts[1].traffic.received < came + nbytes:
-        assert time.monotonic() < end
-        threading.Event().wait(0.005)
+    until(lambda: pair.hosts[1].traffic.received >= came + nbytes)
     second = pair.exchanges[1].start(Contribution(RoundKey(SWARM, 1), tensors(7.0), 1.0, FLOAT32))
     assert [means(handle.result()) for handle in (first, second)] == [(6.0, -6.0)] * 2
     assert pair.hosts[1].traffic.received < came + nbytes + 4096  # once
@@ -433,17 +422,10 @@ def test_where_the_round_trip_is_known_either_sends_ahead_as_soon_as_an_answer_w
     monkeypatch.setattr(pair_calls, "HELD_S", 10 * LONG)
     monkeypatch.setattr(Stream, "round_trip", 0.001)
     late, held, nbytes = pair.hosts[1 - early].traffic, pair.exchanges[1 - early]._matchmaker.held, 4 * 300_003
-
-    def wait(ready):
-        end = time.monotonic() + LONG
-        while not ready():
-            assert time.monotonic() < end
-            threading.Event().wait(0.005)
-
     for round in range(2):  # the first opens a stream, on which the second goes
         came = late.received
         first = pair.exchanges[early].start(Contribution(RoundKey(SWARM, round), tensors(5.0), 1.0, FLOAT32))
-        wait(lambda: late.received >= came + nbytes if round else held.calls)  # noqa: B023
+        until(lambda: late.received >= came + nbytes if round else held.calls)  # noqa: B023
         second = pair.exchanges[1 - early].start(Contribution(RoundKey(SWARM, round), tensors(7.0), 1.0, FLOAT32))
         assert [means(handle.result()) for handle in (first, second)] == [(6.0, -6.0)] * 2
 
