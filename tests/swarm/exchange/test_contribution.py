@@ -1,4 +1,4 @@
-"""Payloads: made from the tensors while they are read, and the same bytes as an encoded one."""
+"""Payloads: made from the tensors while they are read, and the same bytes as an encoded one; and contributions of weight 0."""
 
 import pytest
 import torch
@@ -6,8 +6,10 @@ import torch
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
 from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution, OnDemand, RoundKey, differences
+from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import BorrowedPayload, EncodedPayload, encode_contribution, float32_digest
 from shoal.swarm.wire.envelope import CHUNK, chunks, digest
+from tests.swarm.conftest import SWARM, paired
 
 SHAPES = [(3,), (CHUNK // 4 - 3,), (5, 7), (0,), (CHUNK // 2 + 11,), ()]
 
@@ -57,3 +59,35 @@ def test_only_plain_floats_are_borrowed(name, kind):
 def test_the_digest_of_weights_is_that_of_their_float32_values():
     tensors = [tensor.double() for tensor in made(0)]
     assert float32_digest(tensors) == digest(chunks(FLOAT32.encode(made(0)).numpy().data))
+
+
+CASES = {
+    "one of two": ([0.0, 2.0], [5.0, 3.0], 3.0),
+    "one of three": ([0.0, 1.0, 3.0], [100.0, 2.0, 6.0], 5.0),
+    "one of four, all-reduced": ([1.0, 0.0, 1.0, 2.0], [4.0, 100.0, 8.0, 2.0], 4.0),
+    "all of two": ([0.0, 0.0], [5.0, 3.0], 4.0),
+    "all of four, all-reduced": ([0.0] * 4, [1.0, 2.0, 3.0, 6.0], 3.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_a_group_everybody_gets_the_mean_of_those_who_count(school, case):
+    weights, values, mean = CASES[case]
+    peers = school.peers(len(weights))
+    handles = [peer.start(value=value, weight=weight) for peer, value, weight in zip(peers, values, weights, strict=True)]
+    assert school.values(handles) == [pytest.approx(mean, abs=1e-6)] * len(peers)
+    got = [handle.result() for handle in handles]
+    counted = sum(weight > 0 for weight in weights) or len(weights)
+    assert {(len(one.members), one.counted, one.weight) for one in got} == {(len(peers), counted, sum(weights) or len(weights))}
+
+
+@pytest.mark.parametrize("case", ["one of two", "all of two"])
+def test_with_a_partner_both_get_the_mean_of_those_who_count(school, network, case):
+    weights, values, mean = CASES[case]
+    exchanges = paired(network, len(weights), ExchangeTimeouts(20.0))
+    tensors = [[torch.full((4,), value)] for value in values]
+    key = RoundKey(SWARM, 0)
+    handles = [
+        exchange.start(Contribution(key, one, weight)) for exchange, one, weight in zip(exchanges, tensors, weights, strict=True)
+    ]
+    assert school.values(handles) == [mean, mean]

@@ -1,13 +1,18 @@
-"""An update refused by a node's screen never counts, in pairs and groups; the screen's mean is what the node gets."""
+"""An update refused by a node's screen never counts, in pairs and groups; what a partner counts by what it has shown; and the check
+of its weights by the loss on data."""
+
+import itertools
+import math
 
 import pytest
 import torch
 
 from shoal.optim import FLOAT32, RoundKey, weighted_mean
 from shoal.optim.codecs.registry import codec_named
-from shoal.optim.exchange.averaging import UpdateScreen
+from shoal.optim.exchange.averaging import GRID, UpdateScreen
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import ExchangeTimeouts
+from shoal.swarm.exchange.robust import FIRST, KNOWN, PATIENCE, SHOWN, TAKEN, DistanceScreen, LossCheck, Newcomers
 from tests.clocks import until
 from tests.swarm.conftest import SWARM, paired
 
@@ -92,3 +97,244 @@ def test_who_must_see_each_contribution_takes_no_part_in_an_all_reduce(school):
     values = school.values(handles)
     assert values[-1] is None
     assert values[:-1] == [2.0, 2.0, 2.0]  # an all-reduce that fails is done once more, by gathering, with those who are left
+
+
+HALF = GRID // 2
+
+
+def grown(where=lambda peer: "range"):
+    """What a node knows after enough exchanges with a peer that was there from the beginning."""
+    known = Newcomers(where)
+    known.see(["old"])
+    for _ in range(PATIENCE):
+        assert known.take("old", HALF) == HALF
+    return known
+
+
+def test_a_newcomer_counts_half_as_much_until_three_of_its_contributions_counted():
+    turn = itertools.count()
+    known = grown(lambda peer: str(next(turn)))  # so that no other newcomer of its range is recent
+    shares = [known.take("new", HALF) for _ in range(SHOWN + 2)]
+    assert known.take("old", HALF) == HALF
+    assert shares == [HALF // 2] * SHOWN + [HALF] * 2
+
+
+def test_nobody_is_new_to_a_node_that_is_young_itself():
+    known = Newcomers()
+    assert [known.take(f"peer{number}", HALF) for number in range(PATIENCE)] == [HALF] * PATIENCE
+    assert known.take("another", HALF) == HALF // 2
+
+
+def test_a_peer_that_has_been_in_view_for_long_is_no_newcomer_though_it_was_never_met():
+    known = grown()
+    known.see(["waiting"])
+    for _ in range(PATIENCE):
+        known.take("old", HALF)
+    assert known.take("waiting", HALF) == HALF
+    assert known.take("come now", HALF) == HALF // 2
+
+
+def test_contributions_that_were_refused_or_clipped_to_nothing_show_nothing():
+    known = grown()
+    for _ in range(SHOWN):
+        assert known.take("new", 0) == 0
+    assert known.take("new", HALF) == HALF // 2
+
+
+def test_a_smaller_share_stays_as_it_is():
+    assert grown().take("new", 7) == 7
+
+
+@pytest.mark.parametrize(("ranges", "first", "long"), [(1, 1.7, 0.5), (4, 4.2, 1.7)])
+def test_however_many_keys_come_their_ranges_bound_what_they_count(ranges, first, long):
+    known = grown(lambda peer: str(int(peer.removeprefix("key")) % ranges))
+    shares = [known.take(f"key{number}", HALF) / HALF for number in range(10 * TAKEN)]
+    assert first - 0.1 < sum(shares[:TAKEN]) <= first  # in contributions of known partners
+    assert max(sum(shares[at : at + TAKEN]) for at in range(TAKEN, len(shares) - TAKEN)) <= long
+
+
+def test_newcomers_of_another_range_are_not_crowded_out():
+    known = grown(lambda peer: peer[:3])
+    for number in range(TAKEN - 1):
+        known.take(f"bad{number}", HALF)
+    assert known.take("good", HALF) == HALF // 2
+    assert known.take("bad again", HALF) == HALF // 2 // TAKEN
+
+
+def test_memory_is_bounded_and_who_is_in_view_is_not_forgotten():
+    known = grown()
+    for number in range(KNOWN + 10):
+        known.see([f"flood{number}"])
+        if number % 100 == 0:
+            known.see(["old"])
+    assert len(known._known) == KNOWN
+    assert known.take("old", HALF) == HALF
+
+
+def test_the_mean_of_a_pair_leans_to_this_node_where_the_partner_is_new():
+    screen = DistanceScreen(robust="clipped-gossip", suspect=0)
+    screen.newcomers = grown()
+
+    def mean(peer):
+        own, theirs = [torch.zeros(4)], [torch.full((4,), 8.0)]
+        assert screen.problem(RoundKey("run", 0), lambda: own, peer, theirs) is None
+        return screen.mean("me", 0, [("me", 1.0, own), (peer, 1.0, theirs)]).tensors[0][0].item()
+
+    assert mean("old") == 4.0
+    assert mean("new") == 2.0
+
+
+KEY = RoundKey("run", 0)
+
+
+class Given:
+    """Losses that a test gives."""
+
+    def __init__(self):
+        self.losses = (1.0, 1.0, 1.0)
+
+    def __call__(self, fragment, own, theirs):
+        return self.losses
+
+
+@pytest.fixture
+def given():
+    return Given()
+
+
+def verdict(check, given, mine, mean, alone, fragment=0):
+    given.losses = (mine, mean, alone)
+    return check.problem(RoundKey("run", 0, fragment), [], [])
+
+
+def taught(given, mean=0.01, alone=0.02):
+    """A check that knows what is usual."""
+    check = LossCheck(given)
+    for number in range(FIRST):
+        sign = (-1) ** number
+        assert verdict(check, given, 1.0, 1.0 + sign * mean, 1.0 + sign * alone) is None
+    return check
+
+
+def test_the_first_partners_may_raise_the_loss_by_5_and_10_per_cent(given):
+    assert verdict(LossCheck(given), given, 2.0, 2.09, 2.19) is None
+    assert "2.11" in verdict(LossCheck(given), given, 2.0, 2.11, 2.0)
+    assert "2.21" in verdict(LossCheck(given), given, 2.0, 2.0, 2.21)
+
+
+def test_then_6_times_what_is_usual_with_the_mean_and_8_times_with_the_partner_alone(given):
+    assert verdict(taught(given), given, 1.0, 1.059, 1.159) is None
+    assert verdict(taught(given), given, 1.0, 1.061, 1.0) is not None
+    assert verdict(taught(given), given, 1.0, 1.0, 1.161) is not None
+
+
+def test_partners_that_change_nothing_leave_room_of_1_and_2_per_cent(given):
+    check = taught(given, 0.0, 0.0)
+    assert verdict(check, given, 1.0, 1.009, 1.019) is None
+    assert verdict(check, given, 1.0, 1.011, 1.0) is not None
+
+
+def test_who_is_better_is_never_refused(given):
+    assert verdict(taught(given), given, 5.0, 3.0, 1.0) is None
+
+
+def test_a_minority_cannot_widen_the_bounds_but_a_change_for_all_does(given):
+    check = taught(given)
+    for _ in range(40):  # two honest ones, then a hostile one
+        assert verdict(check, given, 1.0, 1.01, 1.02) is None
+        assert verdict(check, given, 1.0, 0.99, 0.98) is None
+        assert verdict(check, given, 1.0, 1.5, 2.0) is not None
+    refused = 0
+    while verdict(check, given, 1.0, 1.5, 1.9) is not None:
+        refused += 1
+        assert refused < 100
+
+
+def test_weights_that_are_no_longer_finite_are_refused_and_a_node_whose_own_are_broken_takes_any(given):
+    assert "finite" in verdict(LossCheck(given), given, 1.0, math.nan, 1.0)
+    assert "finite" in verdict(LossCheck(given), given, 1.0, 1.0, math.inf)
+    assert verdict(LossCheck(given), given, math.nan, 9.0, 9.0) is None
+
+
+def test_a_loss_that_cannot_be_computed_refuses_nobody(given):
+    given.losses = None
+    assert LossCheck(given).problem(KEY, [], []) is None
+
+
+def test_fragments_are_known_one_by_one_and_all_are_forgotten_with_other_weights(given):
+    check = taught(given, 0.001, 0.001)
+    assert verdict(check, given, 1.0, 1.04, 1.0) is not None
+    assert verdict(check, given, 1.0, 1.04, 1.0, fragment=1) is None
+    check.forget()
+    assert verdict(check, given, 1.0, 1.04, 1.0) is None
+
+
+def test_the_screen_tries_what_is_near_enough_and_tells_which_setting_refused_it(given):
+    screen = DistanceScreen(suspect=3.0)
+    screen.loss_check = LossCheck(given)
+    own = [torch.ones(4)]
+    given.losses = (1.0, 2.0, 3.0)
+    assert "loss" in screen.problem(KEY, lambda: own, "peer", [torch.ones(4) * 1.01])
+    (found,) = screen.rejections()
+    assert (found.peer, found.unless) == ("peer", "outer.check_loss=false")
+    given.losses = (1.0, 1.0, 1.0)
+    assert "far" in screen.problem(KEY, lambda: own, "peer", [-torch.ones(4)])
+    assert screen.rejections()[0].unless == "outer.robust=none"
+    screen = DistanceScreen(suspect=0)
+    screen.loss_check = LossCheck(given)
+    assert screen.problem(KEY, lambda: own, "peer", [-torch.ones(4)]) is None
+
+
+def odd(given, mean=1.5, alone=2.0):
+    """A check whose node refused six of the last eight."""
+    check = taught(given)
+    for _ in range(6):
+        assert verdict(check, given, 1.0, mean, alone) is not None
+    return check
+
+
+def test_who_refused_six_of_the_last_eight_is_the_odd_one_and_takes_what_is_like_the_others_until_it_is_fewer(given):
+    check = odd(given)
+    assert [verdict(check, given, 1.0, 1.5, 2.0) for _ in range(3)] == [None] * 3
+    for _ in range(3):  # better ones: five bad of the last eight
+        assert verdict(check, given, 1.0, 0.9, 0.9) is None
+    assert verdict(check, given, 1.0, 1.5, 2.0) is not None
+
+
+def test_the_odd_one_refuses_who_raises_its_loss_by_more_than_twice_what_the_last_eight_did(given):
+    """As a hostile partner, whom a node that takes everybody would take too."""
+    assert verdict(odd(given, mean=1.3), given, 1.0, 1.59, 90.0) is None
+    assert verdict(odd(given, mean=1.3), given, 1.0, 1.61, 1.61) is not None
+
+
+def test_the_odd_one_s_loss_is_at_most_doubled_in_sixteen_exchanges(given):
+    check = odd(given, mean=3.0, alone=3.0)
+    assert verdict(check, given, 1.0, 2.01, 2.01) is not None
+    assert verdict(check, given, 1.0, 1.99, 1.99) is None
+    for _ in range(6):
+        assert verdict(check, given, 1.99, 2.01, 9.0) is None  # as good as its own by now
+        assert verdict(check, given, 1.99, 2.9, 9.0) is not None
+
+
+def test_the_odd_one_takes_who_does_not_raise_its_loss_in_the_mean(given):
+    assert verdict(odd(given, mean=1.0, alone=3.0), given, 1.0, 1.009, 3.0) is None
+    check = odd(given)
+    check.forget()
+    assert verdict(check, given, 1.0, 1.5, 2.0) is not None
+
+
+def test_with_clipped_gossip_what_makes_the_loss_too_high_counts_nothing_and_the_exchange_does(given):
+    screen = DistanceScreen(robust="clipped-gossip", suspect=0)
+    screen.loss_check = LossCheck(given)
+    own, theirs = [torch.ones(4)], [torch.ones(4) * 1.01]
+
+    def mean(*losses):
+        given.losses = losses
+        assert screen.problem(KEY, lambda: own, "peer", theirs) is None
+        return screen.mean("me", 0, [("me", 1.0, own), ("peer", 1.0, theirs)])
+
+    bad = mean(1.0, 2.0, 3.0)
+    assert torch.equal(bad.tensors[0], own[0])
+    assert [found.peer for found in screen.rejections()] == ["peer"]
+    assert mean(1.0, 1.0, 1.0).tensors[0][0].item() == pytest.approx(1.005)
+    assert not screen.rejections()

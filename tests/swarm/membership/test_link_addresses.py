@@ -1,14 +1,22 @@
-"""Whose addresses are in a link, and in which order."""
+"""Whose addresses are in a link, and in which order; how a newcomer gets the manifest; and who is dialled again when out of
+sight."""
 
+import asyncio
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 
 from shoal.swarm.access import Link
-from shoal.swarm.errors import LinkError
-from shoal.swarm.identity import ID_HEADER, b58encode
-from shoal.swarm.manifest import swarm_id
+from shoal.swarm.errors import LinkError, MessageError, NetworkError
+from shoal.swarm.identity import ID_HEADER, Identity, b58encode
+from shoal.swarm.manifest import Manifest, swarm_id
+from shoal.swarm.membership.admission import MANIFEST_PROTOCOL, fetch_manifest, serve_manifest
 from shoal.swarm.membership.link_addresses import lasting_link
+from shoal.swarm.membership.swarm_list import FIRST, LONGEST, REDIAL_S, TRIED, Reconnector
+from shoal.swarm.wire.envelope import pack, seal
+from shoal.swarm.wire.messages import ManifestReply
 
 SWARM = swarm_id(b"a swarm")
 
@@ -122,3 +130,116 @@ def test_of_many_members_those_behind_relays_are_left_out_but_not_the_node_itsel
     assert found[-1] == relayed(7)
     assert len(found) == 16
     assert all(address in {at(number) for number in range(10, 40)} for address in found[:-1])
+
+
+MODEL = "0" * 64
+
+
+def sealed(host, name="mine"):
+    return seal(Manifest(name=name, created=0.0, creator=host.peer_id, task="text", model=MODEL), host.identity)
+
+
+def link(manifest, *hosts):
+    return Link(swarm_id(manifest), tuple(f"/ip4/127.0.0.1/tcp/1/p2p/{host.peer_id}" for host in hosts))
+
+
+def test_any_peer_of_the_link_that_has_the_manifest_will_do(network):
+    me, dead, stranger, liar, friend = (network.host() for _ in range(5))
+    manifest, other = sealed(friend), sealed(stranger, "other")
+    dead.dead = True
+    serve_manifest(stranger, swarm_id(other), other)
+    serve_manifest(friend, swarm_id(manifest), manifest)
+
+    async def lie(stream):
+        await stream.receive(1000, 2)
+        await stream.send(pack(ManifestReply(manifest=other, swarm=swarm_id(manifest))), 2)
+
+    liar.serve(MANIFEST_PROTOCOL, lie)
+    data, opened = fetch_manifest(me, link(manifest, dead, stranger, liar, friend))
+    assert (data, opened.name) == (manifest, "mine")
+    with pytest.raises(MessageError, match=r"Wrong swarm id: the peer .* belongs to swarm"):
+        fetch_manifest(me, link(manifest, dead, stranger))
+    with pytest.raises(MessageError, match="The wrong swarm id: the manifest that came belongs to swarm"):
+        fetch_manifest(me, link(manifest, liar))
+    with pytest.raises(NetworkError, match=r"No peer of the link served .* ask for a fresh link\."):
+        fetch_manifest(me, link(manifest, dead))
+
+
+def test_a_peer_that_says_nothing_delays_nobody(network):
+    me, silent, friend = (network.host() for _ in range(3))
+    manifest = sealed(friend)
+
+    async def hang(stream):
+        await asyncio.Event().wait()
+
+    silent.serve(MANIFEST_PROTOCOL, hang)
+    serve_manifest(friend, swarm_id(manifest), manifest)
+    data, _ = fetch_manifest(me, link(manifest, silent, friend), timeout=5)  # half of what one that is silent may take
+    assert data == manifest
+
+
+PEERS = [Identity.ephemeral().peer_id for _ in range(10)]
+
+
+class Scene:
+    def __init__(self, count):
+        self.known = [f"/ip4/10.0.0.{number}/tcp/4001/p2p/{peer}" for number, peer in enumerate(PEERS[:count])]
+        self.here, self.left = set(PEERS[:count]), set()
+        host = SimpleNamespace(known=lambda: self.known)
+        self.reconnector = Reconnector(host, SimpleNamespace(everyone=self.members, departed=lambda: dict.fromkeys(self.left)))
+
+    def members(self):
+        return dict.fromkeys(self.here)
+
+    def dialled(self, seconds):
+        """(when, peer) of every dial."""
+        return [
+            (now, address.rpartition("/")[2])
+            for now in range(0, seconds, int(REDIAL_S))
+            for address in self.reconnector.due(float(now))
+        ]
+
+
+def test_nobody_is_dialled_who_is_in_view():
+    assert Scene(5).dialled(1000) == []
+
+
+def test_a_lost_peer_is_dialled_ever_less_often_and_never_given_up():
+    scene = Scene(2)
+    scene.here.remove(PEERS[1])
+    when = [now for now, peer in scene.dialled(4000) if peer == PEERS[1]]
+    assert when[:5] == [10, 30, 70, 150, 310]
+    assert {after - before for before, after in pairwise(when[5:])} == {LONGEST}
+
+
+def test_who_came_back_and_is_lost_again_is_dialled_soon():
+    scene = Scene(2)
+    scene.here.remove(PEERS[1])
+    scene.dialled(2000)
+    scene.here.add(PEERS[1])
+    assert scene.reconnector.due(2000.0) == []
+    scene.here.remove(PEERS[1])
+    assert scene.reconnector.due(2010.0) == []
+    assert scene.reconnector.due(2010.0 + FIRST) == [scene.known[1]]
+
+
+def test_a_few_at_a_time_and_each_gets_its_turn():
+    scene = Scene(10)
+    scene.here.clear()
+    dials = scene.dialled(100)
+    assert max(sum(when == now for when, _ in dials) for now, _ in dials) == TRIED
+    assert {peer for now, peer in dials if now <= 30} == set(PEERS)
+
+
+def test_who_said_goodbye_is_left_in_peace_until_it_is_seen_again():
+    scene = Scene(2)
+    scene.here.remove(PEERS[1])
+    scene.left = {PEERS[1]}
+    assert scene.dialled(100) == []
+    scene.left = set()  # the goodbye expires
+    assert scene.dialled(1000) == []
+    scene.here.add(PEERS[1])
+    scene.reconnector.due(1000.0)
+    scene.here.remove(PEERS[1])
+    assert scene.reconnector.due(1010.0) == []
+    assert scene.reconnector.due(1020.0) == [scene.known[1]]

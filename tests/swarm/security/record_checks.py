@@ -1,12 +1,11 @@
-"""Courts for tests/swarm/test_forgery.py: what a node does with the bytes of a signed record that a sender brings it, in one word.
-
-Each runs the code that judges such bytes when they come from the network. It says nothing if it takes them.
-"""
+"""Courts for test_forgery.py: what a node does with the bytes of a signed record that a sender brings it, in one word. Each runs
+the code that judges such bytes when they come from the network. It says nothing if it takes them."""
 
 import asyncio
 import logging
 import time
 from concurrent.futures import Future
+from typing import ClassVar
 
 import msgpack
 from hivemind.dht.protocol import DHTProtocol
@@ -29,17 +28,19 @@ from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.manifest import open_manifest, swarm_id
 from shoal.swarm.membership.dht import MemberValidator, key_of
 from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
-from shoal.swarm.seed import SeedRegistry
+from shoal.swarm.seed import AnnouncementBoard, SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.topics.status import Status
 from shoal.swarm.topics.tally import Receipts, Tally
 from shoal.swarm.wire.envelope import ENVELOPE, nonces_from, pack, seal, unpack
-from shoal.swarm.wire.messages import Answer, GroupFormed, GroupReceipt, Offer, SeedRequest
+from shoal.swarm.wire.messages import Announcement, Answer, GroupFormed, GroupReceipt, Offer, SeedRequest, SwarmsRequest
 from tests.clocks import until
 from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer
+from tests.swarm.membership.conftest import Quiet
 from tests.swarm.security.forgeries import (
     ELSEWHERE,
     GUEST,
@@ -391,3 +392,73 @@ COURTS = {
     "`group-ready`, in a group": Rosters, "`group-decision`": Judgements, "`rollout`": Pools, "`notice`": Notices,
     "`attestation`": Records, "`status`": Gates, "`receipts`, at a node": Tallies, "`receipts`, at a watcher": Counters,
 }  # fmt: skip
+
+
+class Unheard(Quiet):
+    """A host that meets nobody."""
+
+    met: ClassVar = {}
+
+    def serve(self, protocol, handler):
+        pass
+
+
+class Shuffles(Court):
+    """A member to which the sender shows a record of its own in a shuffle."""
+
+    make, old = staticmethod(member), {"issued": time.time() - 200}
+
+    def __init__(self, network):
+        self.exchange = PeerExchange(Unheard(), Directory(Unheard(), VICTIM, SWARM), VICTIM, SWARM)
+
+    def judge(self, sealed, sender):
+        return reason_of(self.exchange._hear, sender.peer_id, sealed, sender.peer_id)
+
+
+class Offers(Shuffles):
+    """The same member, to which the sender offers the record of another."""
+
+    old, author = {"issued": time.time() - 4000}, False
+
+    @staticmethod
+    def make(**changes):
+        return member(addresses=(f"/ip4/192.0.2.1/tcp/1/p2p/{HONEST.peer_id}",), **changes)
+
+    def judge(self, sealed, sender):
+        before = self.exchange.counters.rejected()
+        self.exchange._take(sender.peer_id, [sealed])
+        now = self.exchange.counters.rejected()
+        assert bool(self.exchange.views.hints) == (now == before)
+        return "".join(reason for reason in now if now[reason] != before.get(reason))
+
+
+SHUFFLES = {"`member`, in a shuffle": Shuffles, "`member`, offered in a shuffle": Offers}
+
+
+SEALED = seal(manifest(public=True), HONEST)
+PUBLIC = swarm_id(SEALED)
+
+
+def announcement(**changes):
+    fields = {
+        "swarm": PUBLIC, "peer": HONEST.peer_id, "manifest": SEALED, "params": 1, "round_bytes": 1, "memory": 0, "device": "cpu",
+        "issued": 1.0,
+    }  # fmt: skip
+    return Announcement(**{**fields, **changes})
+
+
+class Boards(Court):
+    make = staticmethod(announcement)
+
+    def __init__(self, network):
+        registry = SeedRegistry()
+        for who in (HONEST, LIAR):  # membership proves nothing: anybody may be a member
+            record = seal(member(swarm=PUBLIC, peer=who.peer_id), who)
+            assert registry.answer(who.peer_id, SeedRequest(swarm=PUBLIC, record=record)).reason == ""
+        self.board = AnnouncementBoard(registry)
+
+    def judge(self, sealed, sender):
+        return self.board.answer(sender.peer_id, SwarmsRequest(announcement=sealed)).reason
+
+
+ANNOUNCEMENTS = {"`announcement`, at a bootstrap node": Boards}

@@ -3,11 +3,9 @@
 import pytest
 
 from shoal.swarm.wire.envelope import seal
-from tests.swarm.security.announcement_checks import ANNOUNCEMENTS
 from tests.swarm.security.forgeries import HONEST, LIAR, flipped, moved, rekeyed
+from tests.swarm.security.record_checks import ANNOUNCEMENTS, SHUFFLES, Rosters
 from tests.swarm.security.record_checks import COURTS as RECORDS
-from tests.swarm.security.record_checks import Rosters
-from tests.swarm.security.shuffle_checks import SHUFFLES
 from tests.test_wire import PAGE, SEALED
 
 COURTS = {**RECORDS, **SHUFFLES, **ANNOUNCEMENTS}

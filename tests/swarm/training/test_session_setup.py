@@ -1,13 +1,27 @@
-"""A node that joins ends with a sentence once nobody is left to begin with, and waits as long as somebody is."""
+"""The beginning of a session: how long a node waits for others, which part of the data it takes, its exchange, and whether weights
+are tried."""
 
+import itertools
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
+from shoal.optim import Alone, NoLoCo
+from shoal.optim.exchange.base import RoundKey
 from shoal.swarm.errors import NetworkError
+from shoal.swarm.exchange.group.exchange import GroupExchange
+from shoal.swarm.exchange.robust import DistanceScreen
+from shoal.swarm.manifest import OuterSettings
 from shoal.swarm.training import session_setup
+from shoal.swarm.training.factories import make_exchange, make_screen
+from shoal.swarm.training.session import Session
 from shoal.swarm.training.session_setup import ALONE_S, LOOK_S, OWN_LOOP, PATIENCE_S, SessionError
+from shoal.swarm.training.shard import Shard, least_used, settled
 
 ME, CREATOR = "me", "creator"
 
@@ -73,3 +87,101 @@ def test_who_creates_a_swarm_waits_alone(monkeypatch):
     sentence, at = Swarm(monkeypatch, 0.0).ends("start", first=True)
     assert sentence.startswith("Only 1 of 2 peers came within 600 s")
     assert at == pytest.approx(PATIENCE_S, abs=2 * LOOK_S)
+
+
+PEERS = [f"peer-{number:02}" for number in range(12)]
+
+
+def members(held, state="waiting"):
+    return {peer: SimpleNamespace(peer=peer, shard=index, shards=8, state=state) for peer, index in held.items()}
+
+
+def settle(held, before, trains=()):
+    """The shards once each of those that came has settled, by what all announced before."""
+    view = {**members(held), **members({peer: held[peer] for peer in trains}, "training")}
+    return {peer: settled(view, Shard(held[peer], 8, 5), peer, before).index for peer in held if peer not in (*before, *trains)}
+
+
+def test_of_two_that_took_the_same_the_lower_id_keeps_it_and_the_other_takes_a_free_one():
+    old = {peer: index for index, peer in enumerate(PEERS[:6])}
+    found = settle({**old, PEERS[8]: 6, PEERS[9]: 6}, before=old, trains=old)
+    assert found == {PEERS[8]: 6, PEERS[9]: 7}
+
+
+def test_who_trains_keeps_its_shard_whatever_its_id():
+    old = {peer: index for index, peer in enumerate(PEERS[:6])}
+    held = {**old, PEERS[8]: 6, PEERS[9]: 6}
+    assert settle(held, before=old, trains=[*old, PEERS[9]]) == {PEERS[8]: 7}
+
+
+def test_a_shard_that_was_taken_as_one_that_others_have_is_kept():
+    """More peers than shards: its holders were known when it was chosen."""
+    old = {peer: index % 8 for index, peer in enumerate(PEERS[:9])}
+    assert settle({**old, PEERS[9]: 3}, before=old, trains=old) == {PEERS[9]: 3}
+
+
+@given(st.integers(0, 4), st.permutations(PEERS).flatmap(lambda order: st.integers(5, 8).map(lambda count: order[:count])))
+def test_all_that_see_each_other_end_with_shards_of_their_own(known, peers):
+    old = {peer: index for index, peer in enumerate(peers[:known])}
+    chosen = {peer: least_used(members(old), 8, peer) for peer in peers[known:]}
+    held = {**old, **chosen}
+    for _ in range(len(chosen)):  # those that moved may have moved to the choice of another
+        held |= settle(held, before=old, trains=old)
+    assert len(set(held.values())) == len(peers)
+    assert {peer: held[peer] for peer in old} == old
+
+
+SECONDS = (1e-3, 86_400.0)
+
+
+@pytest.mark.parametrize("wait_s", SECONDS)
+def test_what_a_manifest_allows_an_exchange_takes(network, wait_s):
+    host = network.host()
+    directory = SimpleNamespace(members=dict, everyone=dict, look=lambda: None, is_barred=lambda peer: False, departed=dict)
+    membership = SimpleNamespace(host=host, identity=host.identity, swarm="a" * 52, directory=directory)
+    outer = OuterSettings(method="diloco", wait_s=wait_s)
+    made = make_exchange(membership, outer, make_screen(outer), seed=0, model="0" * 64)
+    assert isinstance(made, GroupExchange)
+
+
+def session(check_loss=True, model=True, optimizer=True):
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    opt = NoLoCo(torch.optim.SGD(module.parameters(), lr=0.1), Alone(), every=2, lag=0)
+    return SimpleNamespace(
+        settings=SimpleNamespace(check_loss=check_loss), _screen=DistanceScreen(suspect=0), _model=module if model else None,
+        _opt=opt if optimizer else None, _ranks=None,
+    )  # fmt: skip
+
+
+def square(model, batch):
+    return model(batch).square().mean()
+
+
+def test_what_a_partner_sends_is_tried_on_the_loops_own_batches():
+    mine = session()
+    Session.try_partners(mine, square, itertools.repeat(torch.ones(2, 1)))
+    assert "4" in mine._screen.problem(RoundKey("run", 0), lambda: [torch.ones(1, 1)], "peer", [torch.full((1, 1), 2.0)])
+    assert mine._screen.problem(RoundKey("run", 1), lambda: [torch.ones(1, 1)], "peer", [torch.full((1, 1), 0.5)]) is None
+
+
+def test_batches_that_end_end_the_trying_and_each_is_used_once():
+    mine, used = session(), []
+    batches = (used.append(number) or torch.ones(2, 1) for number in range(4))
+    Session.try_partners(mine, square, batches)
+    for number in range(3):
+        verdict = mine._screen.problem(RoundKey("run", number), lambda: [torch.ones(1, 1)], "peer", [torch.full((1, 1), 9.0)])
+        assert (verdict is None) == (number == 2)
+    assert used == [0, 1, 2, 3]
+
+
+def test_a_swarm_that_does_not_ask_for_it_tries_nothing():
+    mine = session(check_loss=False, model=False)
+    Session.try_partners(mine, square, [])
+    assert mine._screen.loss_check is None
+
+
+@pytest.mark.parametrize("lacks", ["model", "optimizer"])
+def test_it_needs_a_module_and_an_optimizer(lacks):
+    with pytest.raises(SessionError, match="make it first"):
+        Session.try_partners(session(**{lacks: False}), square, [])
