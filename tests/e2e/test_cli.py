@@ -83,18 +83,15 @@ def swarm(shared, eventually):
 # -- bad input -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["join", "http://example.org"], "does not start with shoal://"),
-        (["join", f"shoal://tooshort?peer={NOBODY}"], "is not 52 characters"),
-        (["join", f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/99999/p2p/{ID}"], "its port is not a number from 1 to 65535"),
-        (["status", f"shoal://{SWARM}"], "names no peer"),
-        (["up", "absent.toml"], "There is no settings file 'absent.toml'"),
-        (["up", "typo.toml"], "There is no setting 'outer.evry': did you mean 'outer.every'?"),
-        (["up", "--shard", "4/4"], "index from 0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["join", "http://example.org"], "does not start with shoal://"),
+    (["join", f"shoal://tooshort?peer={NOBODY}"], "is not 52 characters"),
+    (["join", f"shoal://{SWARM}?peer=/ip4/1.2.3.4/tcp/99999/p2p/{ID}"], "its port is not a number from 1 to 65535"),
+    (["status", f"shoal://{SWARM}"], "names no peer"),
+    (["up", "absent.toml"], "There is no settings file 'absent.toml'"),
+    (["up", "typo.toml"], "There is no setting 'outer.evry': did you mean 'outer.every'?"),
+    (["up", "--shard", "4/4"], "index from 0"),
+])  # fmt: skip
 def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_done(shared, arguments, sentence):
     (shared.home / "typo.toml").write_text("[outer]\nevry = 3\n")
     before = sorted(shared.home.iterdir())
@@ -105,16 +102,13 @@ def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_don
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--task", "nowhere/task.py:Mine"], "There is no file 'nowhere/task.py'"),
-        (["--folder", "file/below"], "file/below' (Not a directory): choose another one"),
-        (["--identity", "file"], "file"),
-        (["--resume"], "There is no checkpoint"),
-        (["--listen", "/ip4/127.0.0.1/tcp/1/garbage"], "/ip4/127.0.0.1/tcp/1/garbage"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["--task", "nowhere/task.py:Mine"], "There is no file 'nowhere/task.py'"),
+    (["--folder", "file/below"], "file/below' (Not a directory): choose another one"),
+    (["--identity", "file"], "file"),
+    (["--resume"], "There is no checkpoint"),
+    (["--listen", "/ip4/127.0.0.1/tcp/1/garbage"], "/ip4/127.0.0.1/tcp/1/garbage"),
+])  # fmt: skip
 def test_a_node_that_cannot_start_says_why_and_leaves_nothing(shoal, arguments, sentence):
     (shoal.home / "broken.py").write_text("1 / 0\n")
     (shoal.home / "file").write_text("no key\n")

@@ -91,17 +91,14 @@ def run(peers, round):
         peer.tell("mean", number=number, floats=FLOATS, round=round)
 
 
-@pytest.mark.parametrize(
-    ("count", "point", "number"),
-    [
-        pytest.param(3, "chunk", KILL, id="gather-SIGKILL"),
-        pytest.param(4, "part", STOP, id="allreduce-SIGSTOP"),
-        pytest.param(
-            3, "chunk", STOP, id="gather-SIGSTOP", marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline")
-        ),
-        pytest.param(4, "part", KILL, id="allreduce-SIGKILL", marks=pytest.mark.slow(reason="four processes in a group")),
-    ],
-)
+@pytest.mark.parametrize(("count", "point", "number"), [
+    pytest.param(3, "chunk", KILL, id="gather-SIGKILL"),
+    pytest.param(4, "part", STOP, id="allreduce-SIGSTOP"),
+    pytest.param(
+        3, "chunk", STOP, id="gather-SIGSTOP", marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline")
+    ),
+    pytest.param(4, "part", KILL, id="allreduce-SIGKILL", marks=pytest.mark.slow(reason="four processes in a group")),
+])  # fmt: skip
 def test_the_survivors_of_a_group_have_the_same_bits_and_go_on(nursery, eventually, count, point, number):
     *survivors, victim = peers = nursery.group(count, **GROUP)
     victim.ask("arm", "armed", point=point, number=int(number))

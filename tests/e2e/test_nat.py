@@ -26,13 +26,10 @@ def internet():
     made.close()
 
 
-@pytest.mark.parametrize(
-    "relay",
-    [
-        pytest.param("auto", marks=pytest.mark.slow(reason="relay=auto waits for libp2p to find out that nobody can dial it")),
-        "only",
-    ],
-)
+@pytest.mark.parametrize("relay", [
+    pytest.param("auto", marks=pytest.mark.slow(reason="relay=auto waits for libp2p to find out that nobody can dial it")),
+    "only",
+])  # fmt: skip
 def test_nodes_behind_two_nats_meet_through_a_seed_and_average(internet, shoal, eventually, relay):
     seed = shoal.start(
         "seed", "--relay", "--json", "--listen", f"/ip4/{SEED}/tcp/4001", "--identity", shoal.home / "seed.key",

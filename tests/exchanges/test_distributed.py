@@ -55,13 +55,10 @@ def test_training_with_everybody_equals_the_simulation(ranks):
             assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"codecs": ["float32", "float16", "float16"]}, r"bytes of float\d\d and .* bytes of float\d\d; all must be set up alike"),
-        ({"values": [[1.0, 2.0], [1.0], [1.0]]}, "peers sent 1 tensors of shapes"),
-    ],
-)
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"codecs": ["float32", "float16", "float16"]}, r"bytes of float\d\d and .* bytes of float\d\d; all must be set up alike"),
+    ({"values": [[1.0, 2.0], [1.0], [1.0]]}, "peers sent 1 tensors of shapes"),
+])  # fmt: skip
 def test_what_does_not_fit_is_no_mean_for_all_and_one_sentence(ranks, options, reason):
     found = ranks(3).call(JOBS, "one_round", **{"values": [[1.0]] * 3, **options})
     for rank in found:

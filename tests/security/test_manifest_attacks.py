@@ -79,14 +79,11 @@ def huge(tmp_path_factory):
     membership.close()
 
 
-@pytest.mark.parametrize(
-    ("verb", "more", "sentence"),
-    [
-        ("join", (), "and this node may have "),
-        ("join", ("--ram", "1"), "and this node may have 0."),
-        ("pull", ("--out", "out"), "and this node may have "),
-    ],
-)
+@pytest.mark.parametrize(("verb", "more", "sentence"), [
+    ("join", (), "and this node may have "),
+    ("join", ("--ram", "1"), "and this node may have 0."),
+    ("pull", ("--out", "out"), "and this node may have "),
+])  # fmt: skip
 def test_a_model_that_no_machine_holds_is_refused_before_it_is_made(huge, home, verb, more, sentence):
     """The fault: layers and width of a manifest became tensors before anything was compared; 6 GB in 12 s."""
     said, peak = home.refused(verb, huge, *more)
@@ -113,19 +110,16 @@ def checkpoint(folder, identity, **fields):
     store.save(folder, 1, {"swarm": swarm_id(sealed), "manifest": sealed.hex(), "trainer": trainer.state()})
 
 
-@pytest.mark.parametrize(
-    ("task", "options", "sentence"),
-    [
-        ("rl", {"env": "dl/weights/evil.py:Env"}, "and a checkpoint carries no code: get its files"),
-        ("rl", {"env": "evil:Env"}, "and a checkpoint carries no code: get its files"),
-        ("evil.py:Task", {}, "and a checkpoint carries no code: get its files"),
-        ("text", {"data": "secret"}, "The swarm names 'secret', a path on somebody's machine"),
-        ("text", {"data": "hf: secret"}, "The swarm names 'hf: secret', a path on somebody's machine"),
-        ("text", {"data": "hf:text"}, "The swarm names 'hf:text', a path on somebody's machine"),
-        ("text", {"tokenizer": "./secret"}, "The swarm names './secret', a path on somebody's machine"),
-        ("text", HUGE, "The swarm's model has 206,"),
-    ],
-)
+@pytest.mark.parametrize(("task", "options", "sentence"), [
+    ("rl", {"env": "dl/weights/evil.py:Env"}, "and a checkpoint carries no code: get its files"),
+    ("rl", {"env": "evil:Env"}, "and a checkpoint carries no code: get its files"),
+    ("evil.py:Task", {}, "and a checkpoint carries no code: get its files"),
+    ("text", {"data": "secret"}, "The swarm names 'secret', a path on somebody's machine"),
+    ("text", {"data": "hf: secret"}, "The swarm names 'hf: secret', a path on somebody's machine"),
+    ("text", {"data": "hf:text"}, "The swarm names 'hf:text', a path on somebody's machine"),
+    ("text", {"tokenizer": "./secret"}, "The swarm names './secret', a path on somebody's machine"),
+    ("text", HUGE, "The swarm's model has 206,"),
+])  # fmt: skip
 def test_a_strangers_checkpoint_names_neither_code_nor_paths(home, task, options, sentence):
     """The fault: `--resume-from` took environment, data and sizes from the manifest in the folder, and ran what they named."""
     weights, mark = home.folder / "dl" / "weights", home.folder / "ran"

@@ -194,20 +194,17 @@ def parts(count, size=4):
     return (size.to_bytes(4, "little") + bytes(size)) * count
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "good_ones", "bad_ones"),
-    [
-        ("offer", "shapes", [b"", shapes(MAX_TENSORS), shapes(MAX_DIMS // MAX_RANK, MAX_RANK)],
-         [shapes(MAX_TENSORS + 1), shapes(MAX_DIMS // MAX_RANK + 1, MAX_RANK), shapes(1, MAX_RANK + 1), b"\x01\x00"]),
-        ("state-header", "shapes", [b"", shapes(MAX_TENSORS)], [shapes(MAX_TENSORS + 1), shapes(1, MAX_RANK + 1), b"\x01\x00"]),
-        ("rollout", "completions", [parts(1), parts(1, 32 * 1024)], [b"", parts(65), parts(1, 32 * 1024 + 1), b"\x01\x00"]),
-        ("rollout", "tokens", [], [b"", parts(65), parts(1, 6), parts(1, 4 * 16_384 + 4), parts(2, 8), b"\x01"]),
-        ("rollout", "logps", [], [b"", parts(65), parts(1, 6), parts(1, 4 * 16_384 + 4), parts(2, 8), b"\x01"]),
-        ("rollout", "finish", [b"\x00", b"\x01"], [b"", b"\x02", bytes(2), bytes(65)]),
-        ("claim-material", "tokens", [parts(1), parts(1, 4 * 16_384)], [b"", parts(65), parts(1, 0), parts(1, 6), b"\x01"]),
-        ("claim-material", "finish", [b"\x00", b"\x01"], [b"", b"\x02", bytes(2), bytes(65)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "name", "good_ones", "bad_ones"), [
+    ("offer", "shapes", [b"", shapes(MAX_TENSORS), shapes(MAX_DIMS // MAX_RANK, MAX_RANK)],
+     [shapes(MAX_TENSORS + 1), shapes(MAX_DIMS // MAX_RANK + 1, MAX_RANK), shapes(1, MAX_RANK + 1), b"\x01\x00"]),
+    ("state-header", "shapes", [b"", shapes(MAX_TENSORS)], [shapes(MAX_TENSORS + 1), shapes(1, MAX_RANK + 1), b"\x01\x00"]),
+    ("rollout", "completions", [parts(1), parts(1, 32 * 1024)], [b"", parts(65), parts(1, 32 * 1024 + 1), b"\x01\x00"]),
+    ("rollout", "tokens", [], [b"", parts(65), parts(1, 6), parts(1, 4 * 16_384 + 4), parts(2, 8), b"\x01"]),
+    ("rollout", "logps", [], [b"", parts(65), parts(1, 6), parts(1, 4 * 16_384 + 4), parts(2, 8), b"\x01"]),
+    ("rollout", "finish", [b"\x00", b"\x01"], [b"", b"\x02", bytes(2), bytes(65)]),
+    ("claim-material", "tokens", [parts(1), parts(1, 4 * 16_384)], [b"", parts(65), parts(1, 0), parts(1, 6), b"\x01"]),
+    ("claim-material", "finish", [b"\x00", b"\x01"], [b"", b"\x02", bytes(2), bytes(65)]),
+])  # fmt: skip
 def test_what_is_read_by_hand_has_its_bounds(kind, name, good_ones, bad_ones):
     kind = next(one for one in KINDS if kind == one.KIND)
     fields = fields_of(kind)

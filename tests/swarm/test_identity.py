@@ -108,13 +108,10 @@ def test_file_readable_by_others_is_refused(tmp_path, mode):
         Identity.load(path)
 
 
-@pytest.mark.parametrize(
-    "blob",
-    [
-        b"", KEY_HEADER, (KEY_HEADER + SEED + PUBLIC)[:-1], KEY_HEADER + SEED + PUBLIC + b"\n",
-        b"\x08\x00" + (KEY_HEADER + SEED + PUBLIC)[2:], KEY_HEADER + SEED + SEED, bytes(1_000_000),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("blob", [
+    b"", KEY_HEADER, (KEY_HEADER + SEED + PUBLIC)[:-1], KEY_HEADER + SEED + PUBLIC + b"\n",
+    b"\x08\x00" + (KEY_HEADER + SEED + PUBLIC)[2:], KEY_HEADER + SEED + SEED, bytes(1_000_000),
+])  # fmt: skip
 def test_damaged_file_is_named_with_a_remedy(tmp_path, blob):
     path = write(tmp_path / "key", blob)
     with pytest.raises(IdentityError, match=f"{path} is damaged.*shoal id new"):
@@ -261,15 +258,12 @@ def test_a_lock_taken_between_the_release_of_another_and_its_removal_is_on_the_f
         take(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "shown"),
-    [
-        (b"", "another process"),
-        (b"\xff\x00 x", "another process"),
-        (b"12 elsewhere\n", "process 12 on elsewhere"),
-        (b"12 \x1b[2J", "process 12"),
-    ],
-)
+@pytest.mark.parametrize(("content", "shown"), [
+    (b"", "another process"),
+    (b"\xff\x00 x", "another process"),
+    (b"12 elsewhere\n", "process 12 on elsewhere"),
+    (b"12 \x1b[2J", "process 12"),
+])  # fmt: skip
 def test_what_the_file_says_is_not_believed_blindly(tmp_path, content, shown):
     path = tmp_path / "lock"
     with take(path):

@@ -50,13 +50,10 @@ def test_members_of_a_group(peers, most, count):
     assert members(replace(PAIR, group="nobody", peers=peers)) == 1
 
 
-@pytest.mark.parametrize(
-    ("task", "payloads"),
-    [
-        (replace(PAIR, peers=64), 1), (replace(ALL, peers=3), 2), (replace(ALL, peers=8), 2 * 7 / 8),
-        (replace(ALL, peers=8, sums=False), 7), (replace(ALL, peers=1), 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("task", "payloads"), [
+    (replace(PAIR, peers=64), 1), (replace(ALL, peers=3), 2), (replace(ALL, peers=8), 2 * 7 / 8),
+    (replace(ALL, peers=8, sums=False), 7), (replace(ALL, peers=1), 0),
+])  # fmt: skip
 def test_bytes_of_a_round(task, payloads):
     assert sent(task) == math.ceil(cost.WIRE * payloads * 4 * PARAMS)
     assert sent(task) / task.computing_s == pytest.approx(cost.WIRE * payloads * 4 * PARAMS / 10)

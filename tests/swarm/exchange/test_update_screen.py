@@ -267,19 +267,16 @@ def test_settings():
     assert load(None, {"outer.round": "seconds:5", "outer.robust": "clipped-gossip"}).outer.weighing == "equal"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"outer.robust": "krum"}, "outer.robust='krum'"),
-        ({"outer.robust": "centered-clip"}, "'noloco' cannot be robust by centered-clip"),
-        ({"outer.robust": "clipped-gossip", "outer.method": "diloco"}, "'diloco' cannot be robust by clipped-gossip"),
-        ({"outer.robust": "clipped-gossip", "outer.weights": "tokens"}, "counts every peer the same"),
-        (
-            {"outer.robust": "centered-clip", "outer.method": "sparseloco", "outer.codec": "topk2-senders+ef"},
-            "has a mean of its own, clipped to the median norm",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "words"), [
+    ({"outer.robust": "krum"}, "outer.robust='krum'"),
+    ({"outer.robust": "centered-clip"}, "'noloco' cannot be robust by centered-clip"),
+    ({"outer.robust": "clipped-gossip", "outer.method": "diloco"}, "'diloco' cannot be robust by clipped-gossip"),
+    ({"outer.robust": "clipped-gossip", "outer.weights": "tokens"}, "counts every peer the same"),
+    (
+        {"outer.robust": "centered-clip", "outer.method": "sparseloco", "outer.codec": "topk2-senders+ef"},
+        "has a mean of its own, clipped to the median norm",
+    ),
+])  # fmt: skip
 def test_settings_that_do_not_go_together(overrides, words):
     with pytest.raises(ConfigError, match=words):
         load(None, overrides)

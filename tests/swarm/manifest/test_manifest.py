@@ -66,23 +66,20 @@ def test_another_protocol_is_named():
         open_manifest(seal(manifest(protocol=2), ME))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"task": "../evil.py:Class"}, {"task": "/tmp/evil.py:Class"}, {"task": "a:b:c"}, {"task": "a:b()"}, {"task": ""},
-        {"task_options": {"a b": 1}}, {"task_options": {"a": [1]}}, {"task_options": {"a": None}},
-        {"task_options": {"a": float("nan")}}, {"task_options": {"a": 2**63}}, {"task_options": {"a": "x" * 1025}},
-        {"task_options": {f"a{n}": 1 for n in range(33)}}, {"outer": {"every": 0}}, {"outer": {"lr": float("inf")}},
-        {"outer": {"method": "diloko"}}, {"outer": {"method": "local", "lr": 0.5}}, {"outer": {"codec": "int9"}},
-        {"outer": {"codec": "sign"}}, {"outer": {"codec": "int8+ef:" + "9" * 60}}, {"outer": {"fragments": 1025}},
-        {"outer": {"fragments": 3, "every": 2}}, {"outer": {"method": "diloco", "lag": 1}}, {"outer": {"lag": 50}},
-        {"outer": {"lag": -1}}, {"outer": {"lag": "often"}}, {"outer": {"lag": 1.0}}, {"outer": {"lag": True}},
-        {"outer": {"unknown": 1}}, {"outer": {"wait_s": 0}}, {"train": {"steps": -1}}, {"train": {"steps": True}},
-        {"start_when": 0}, {"bucket": 3}, {"bucket": 65}, {"bucket": -1}, {"bucket": 64, "epoch_s": 29.9},
-        {"bucket": 64, "epoch_s": 1e6}, {"bucket": 64, "verify": {"audit_rate": 0.1}}, {"public": True, "invite_only": True},
-        {"shards": 0}, {"name": "a\nb"},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    {"task": "../evil.py:Class"}, {"task": "/tmp/evil.py:Class"}, {"task": "a:b:c"}, {"task": "a:b()"}, {"task": ""},
+    {"task_options": {"a b": 1}}, {"task_options": {"a": [1]}}, {"task_options": {"a": None}},
+    {"task_options": {"a": float("nan")}}, {"task_options": {"a": 2**63}}, {"task_options": {"a": "x" * 1025}},
+    {"task_options": {f"a{n}": 1 for n in range(33)}}, {"outer": {"every": 0}}, {"outer": {"lr": float("inf")}},
+    {"outer": {"method": "diloko"}}, {"outer": {"method": "local", "lr": 0.5}}, {"outer": {"codec": "int9"}},
+    {"outer": {"codec": "sign"}}, {"outer": {"codec": "int8+ef:" + "9" * 60}}, {"outer": {"fragments": 1025}},
+    {"outer": {"fragments": 3, "every": 2}}, {"outer": {"method": "diloco", "lag": 1}}, {"outer": {"lag": 50}},
+    {"outer": {"lag": -1}}, {"outer": {"lag": "often"}}, {"outer": {"lag": 1.0}}, {"outer": {"lag": True}},
+    {"outer": {"unknown": 1}}, {"outer": {"wait_s": 0}}, {"train": {"steps": -1}}, {"train": {"steps": True}},
+    {"start_when": 0}, {"bucket": 3}, {"bucket": 65}, {"bucket": -1}, {"bucket": 64, "epoch_s": 29.9},
+    {"bucket": 64, "epoch_s": 1e6}, {"bucket": 64, "verify": {"audit_rate": 0.1}}, {"public": True, "invite_only": True},
+    {"shards": 0}, {"name": "a\nb"},
+])  # fmt: skip
 def test_values_out_of_bounds_are_refused_here_and_from_the_wire(change):
     with pytest.raises(ValidationError):
         manifest(**change)
@@ -104,15 +101,12 @@ PAIRS = pytest.mark.parametrize("method", ["noloco", "local", "gasloc"])
 
 
 @PAIRS
-@pytest.mark.parametrize(
-    ("given", "fragments", "lag"),
-    [
-        ({}, 4, "auto"),
-        ({"every": 3}, 3, "auto"),  # each fragment has a step of its own
-        ({"lag": 0}, 1, 0), ({"fragments": 1}, 1, "auto"), ({"lag": 7}, 4, 7), ({"fragments": 2}, 2, "auto"),
-        ({"fragments": 2, "lag": 0}, 2, 0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "fragments", "lag"), [
+    ({}, 4, "auto"),
+    ({"every": 3}, 3, "auto"),  # each fragment has a step of its own
+    ({"lag": 0}, 1, 0), ({"fragments": 1}, 1, "auto"), ({"lag": 7}, 4, 7), ({"fragments": 2}, 2, "auto"),
+    ({"fragments": 2, "lag": 0}, 2, 0),
+])  # fmt: skip
 def test_a_new_manifest_has_fragments_and_lag_written_out(method, given, fragments, lag, monkeypatch):
     settings = OuterSettings(method=method, **given)
     written = settings.resolved()
@@ -123,15 +117,12 @@ def test_a_new_manifest_has_fragments_and_lag_written_out(method, given, fragmen
     assert open_manifest(sealed).outer == written
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"lr": 0.1}, "the task's own optimizer has its own lr"),
-        ({"weight_decay": 0.0}, "the task's own optimizer has its own weight_decay"),
-        ({"warmup": 3}, "the task's own schedule has its own warmup"),
-        ({"schedule": "wsd"}, "the schedule wsd leads to an end: set steps"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"lr": 0.1}, "the task's own optimizer has its own lr"),
+    ({"weight_decay": 0.0}, "the task's own optimizer has its own weight_decay"),
+    ({"warmup": 3}, "the task's own schedule has its own warmup"),
+    ({"schedule": "wsd"}, "the schedule wsd leads to an end: set steps"),
+])  # fmt: skip
 def test_settings_of_training_that_do_not_go_together(settings, words):
     with pytest.raises(ValueError, match=words):
         TrainSettings(**settings)

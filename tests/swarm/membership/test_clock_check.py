@@ -26,18 +26,15 @@ def views(*skews, error=0.1):
     return [DialBackView("peer", "", skew, error) for skew in skews]
 
 
-@pytest.mark.parametrize(
-    ("seen", "says"),
-    [
-        ((), ""), ((3.0,), ""), ((-3.0, 3.0, 2.9), ""),
-        ((0.1, 0.2, 1e300), ""),  # one of three lies
-        ((3.3,), "3.3 s behind that of the only peer that answered, so yours or theirs is wrong: set both by NTP"),
-        ((0.1, 60.0), ""),  # a bootstrap node agrees with this machine, the only other member does not
-        ((60.0, 0.1), ""), ((-60.0, 60.0), ""), ((9.0, 60.0), "9.0 s behind that of 2 peers: set it by NTP"),
-        ((-61.0, -62.0, 0.0), "61.0 s ahead of that of 3 peers: set it by NTP (`timedatectl set-ntp true`)"),
-        ((1e300, 1e300), "1000000000.0 s behind that of 2 peers"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("seen", "says"), [
+    ((), ""), ((3.0,), ""), ((-3.0, 3.0, 2.9), ""),
+    ((0.1, 0.2, 1e300), ""),  # one of three lies
+    ((3.3,), "3.3 s behind that of the only peer that answered, so yours or theirs is wrong: set both by NTP"),
+    ((0.1, 60.0), ""),  # a bootstrap node agrees with this machine, the only other member does not
+    ((60.0, 0.1), ""), ((-60.0, 60.0), ""), ((9.0, 60.0), "9.0 s behind that of 2 peers: set it by NTP"),
+    ((-61.0, -62.0, 0.0), "61.0 s ahead of that of 3 peers: set it by NTP (`timedatectl set-ntp true`)"),
+    ((1e300, 1e300), "1000000000.0 s behind that of 2 peers"),
+])  # fmt: skip
 def test_the_median_decides(seen, says):
     found = clock_problem(views(*seen))
     assert (says in found) if says else not found
@@ -52,17 +49,14 @@ class Bystander:
         return Future()
 
 
-@pytest.mark.parametrize(
-    ("skews", "followed", "says"),
-    [
-        ((125.0, 125.5, 126.0), 125.5, "Until then it dates its records, and counts epochs, by their clock."),
-        ((-240.0, -240.5, 0.0), -240.0, "Until then it dates its records, and counts epochs, by their clock."),
-        ((0.5, 0.6, 700.0), 0.0, ""),  # one lies
-        ((125.0, 125.0), 7.0, "set it by NTP"),  # two are no majority, and nor do they take back what one said
-        ((1e5, 1e5, 1e5), 7.0, "set it by NTP"),  # the DHT takes no record that is dated so far off
-        ((), 7.0, ""),
-    ],
-)
+@pytest.mark.parametrize(("skews", "followed", "says"), [
+    ((125.0, 125.5, 126.0), 125.5, "Until then it dates its records, and counts epochs, by their clock."),
+    ((-240.0, -240.5, 0.0), -240.0, "Until then it dates its records, and counts epochs, by their clock."),
+    ((0.5, 0.6, 700.0), 0.0, ""),  # one lies
+    ((125.0, 125.0), 7.0, "set it by NTP"),  # two are no majority, and nor do they take back what one said
+    ((1e5, 1e5, 1e5), 7.0, "set it by NTP"),  # the DHT takes no record that is dated so far off
+    ((), 7.0, ""),
+])  # fmt: skip
 def test_the_directory_goes_by_the_clock_of_the_majority(skews, followed, says):
     directory = SimpleNamespace(skew=7.0)
     check = ClockCheck(Bystander(), directory)

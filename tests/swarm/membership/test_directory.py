@@ -372,15 +372,12 @@ def test_a_clock_far_ahead_is_ignored_and_named(four, caplog, me):
     assert 1 <= len(warned) <= len(four)
 
 
-@pytest.mark.parametrize(
-    ("dialled", "addresses", "punched", "reach"),
-    [
-        ("direct", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], True, "direct"),
-        ("unreachable", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], True, "punched"),
-        ("unknown", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], False, "relayed"),
-        ("local", ["/ip4/192.168.1.2/tcp/1/p2p/me"], True, "local"),
-    ],
-)
+@pytest.mark.parametrize(("dialled", "addresses", "punched", "reach"), [
+    ("direct", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], True, "direct"),
+    ("unreachable", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], True, "punched"),
+    ("unknown", ["/ip4/8.8.8.8/tcp/1/p2p/x/p2p-circuit/p2p/me"], False, "relayed"),
+    ("local", ["/ip4/192.168.1.2/tcp/1/p2p/me"], True, "local"),
+])  # fmt: skip
 def test_a_record_says_by_which_way_exchanges_go_and_what_that_moves(dialled, addresses, punched, reach):
     node = SimpleNamespace(dialled=dialled, _host=SimpleNamespace(addresses=lambda: addresses), ways=lambda: (punched, 1.5e6))
     assert Directory.reach(node) == {"reach": reach, "throughput": 1.5e6}

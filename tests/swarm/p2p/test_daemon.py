@@ -170,15 +170,12 @@ def test_port_of_another_daemon_is_not_shared():
         start(listen=[host.addresses()[0].partition("/p2p/")[0]])
 
 
-@pytest.mark.parametrize(
-    ("address", "why"),
-    [
-        ("/ip4/192.0.2.1/tcp/4001", "no such address"),
-        ("/ip4/127.0.0.1/tcp/70000", "at most 65535"),
-        ("127.0.0.1:4001", "write it like"),
-        ("/ip4/300.1.1.1/tcp/1", "another address"),
-    ],
-)
+@pytest.mark.parametrize(("address", "why"), [
+    ("/ip4/192.0.2.1/tcp/4001", "no such address"),
+    ("/ip4/127.0.0.1/tcp/70000", "at most 65535"),
+    ("127.0.0.1:4001", "write it like"),
+    ("/ip4/300.1.1.1/tcp/1", "another address"),
+])  # fmt: skip
 def test_bad_listen_addresses(address, why):
     with pytest.raises(StartupError, match=why):
         start(listen=[address])
@@ -338,14 +335,11 @@ def test_addresses_are_written_and_read_as_libp2p_does():
             assert Multiaddr(address).to_bytes() == to_bytes(address)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *("junk", "", "/", "ip4/1.2.3.4/tcp/1", "/ip4", "/ip4/1.2.3/tcp/1", "/ip6/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp"),
-        *("/ip4/1.2.3.4/tcp/65536", "/ip4/1.2.3.4/tcp/-1", "/dns/", "/unknown/1", "/ip4/1.2.3.4/tcp/1/p2p"),
-        *(f"/ip4/1.2.3.4/tcp/1/p2p/{peer}" for peer in ("0OIl/p2p-circuit", "1" * 65, "")),
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    *("junk", "", "/", "ip4/1.2.3.4/tcp/1", "/ip4", "/ip4/1.2.3/tcp/1", "/ip6/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp"),
+    *("/ip4/1.2.3.4/tcp/65536", "/ip4/1.2.3.4/tcp/-1", "/dns/", "/unknown/1", "/ip4/1.2.3.4/tcp/1/p2p"),
+    *(f"/ip4/1.2.3.4/tcp/1/p2p/{peer}" for peer in ("0OIl/p2p-circuit", "1" * 65, "")),
+])  # fmt: skip
 def test_what_is_no_address_is_refused(wrong):
     with pytest.raises(ValueError, match=r"."):
         to_bytes(wrong)

@@ -335,14 +335,11 @@ def test_what_is_remembered_is_bounded(two):
     assert max(known.values()) <= 4
 
 
-@pytest.mark.parametrize(
-    ("announced", "says"),
-    [
-        (f"/dns4/{'.'.join(['a' * 50] * 5)}/tcp/4001", "it has 269 characters, at most 199 are allowed"),
-        ("/ip4/203.0.113.7/tcp/99999", "its port is not a number"),
-        ("/ip4/203.0.113.7/tcp/4001/ws", "it does not end with /p2p/"),
-    ],
-)
+@pytest.mark.parametrize(("announced", "says"), [
+    (f"/dns4/{'.'.join(['a' * 50] * 5)}/tcp/4001", "it has 269 characters, at most 199 are allowed"),
+    ("/ip4/203.0.113.7/tcp/99999", "its port is not a number"),
+    ("/ip4/203.0.113.7/tcp/4001/ws", "it does not end with /p2p/"),
+])  # fmt: skip
 def test_an_address_that_no_record_could_hold_is_not_announced(announced, says):
     with pytest.raises(StartupError, match=f"^cannot announce /.*{says}"):
         start(announce=[announced])

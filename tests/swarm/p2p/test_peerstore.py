@@ -140,13 +140,10 @@ def test_a_time_that_cannot_be_does_no_harm(tmp_path, when):
     assert THIRD in Peerstore(OWN, path, SWARM)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{", "[]", "null", '{"swarm": "S"}', '{"swarm": "S", "peers": 3}', '{"swarm": "S", "peers": {"x": 1}}', "[" * 10_000,
-        "\xff", '{"swarm": "S", "peers": {}, "listened": 3}', '{"swarm": "S", "peers": {}, "answered": 3}',
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "{", "[]", "null", '{"swarm": "S"}', '{"swarm": "S", "peers": 3}', '{"swarm": "S", "peers": {"x": 1}}', "[" * 10_000,
+    "\xff", '{"swarm": "S", "peers": {}, "listened": 3}', '{"swarm": "S", "peers": {}, "answered": 3}',
+])  # fmt: skip
 def test_a_damaged_file_is_ignored_and_written_anew(tmp_path, text, caplog):
     path = tmp_path / "peers.json"
     path.write_bytes(text.replace('"S"', f'"{SWARM}"').encode("latin-1"))

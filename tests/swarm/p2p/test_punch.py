@@ -130,17 +130,14 @@ def world(monkeypatch):
     return World(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("ways", "told"),
-    [
-        (["/ip4/9.9.9.9/tcp/4001", OWN], OWN),
-        ([THERE, OWN], OWN),  # it was there before
-        ([OWN, THERE], OWN),
-        ([OWN.replace("4001", "4002"), OWN], OWN),  # its router took another port since
-        ([THERE], ""),
-        ([], ""),
-    ],
-)
+@pytest.mark.parametrize(("ways", "told"), [
+    (["/ip4/9.9.9.9/tcp/4001", OWN], OWN),
+    ([THERE, OWN], OWN),  # it was there before
+    ([OWN, THERE], OWN),
+    ([OWN.replace("4001", "4002"), OWN], OWN),  # its router took another port since
+    ([THERE], ""),
+    ([], ""),
+])  # fmt: skip
 def test_who_asks_is_told_the_address_from_which_it_asks(ways, told):
     async def ask():
         daemon = SimpleNamespace(ways=lambda: asyncio.sleep(0, {FIRST: ways}))
@@ -151,19 +148,16 @@ def test_who_asks_is_told_the_address_from_which_it_asks(ways, told):
     assert asyncio.run(ask()) == told
 
 
-@pytest.mark.parametrize(
-    ("address", "may"),
-    [
-        (THERE, True), ("/ip6/2606:4700::1111/udp/1024/quic-v1", True), ("/ip4/192.168.1.7/udp/4001/quic-v1", False),
-        ("/ip4/100.64.0.1/udp/4001/quic-v1", False), ("/ip4/224.0.0.251/udp/5353/quic-v1", False),
-        ("/ip6/ff0e::1/udp/4001/quic-v1", False), ("/ip4/127.0.0.1/udp/4001/quic-v1", False),
-        ("/ip6/::ffff:127.0.0.1/udp/4001/quic-v1", False), ("/ip6/::ffff:10.0.0.1/udp/4001/quic-v1", False),
-        ("/ip6/64:ff9b::a00:1/udp/4001/quic-v1", False), ("/ip6/2002:a00:1::1/udp/4001/quic-v1", False),
-        ("/ip4/8.8.8.8/udp/1023/quic-v1", False), ("/ip4/8.8.8.8/udp/65536/quic-v1", False), ("/ip4/8.8.8.8/udp/²/quic-v1", False),
-        ("/ip4/8.8.8.8/tcp/4001/quic-v1", False), ("/dns4/a.example/udp/4001/quic-v1", False),
-        (f"{THERE}/p2p/{SEED}/p2p-circuit", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("address", "may"), [
+    (THERE, True), ("/ip6/2606:4700::1111/udp/1024/quic-v1", True), ("/ip4/192.168.1.7/udp/4001/quic-v1", False),
+    ("/ip4/100.64.0.1/udp/4001/quic-v1", False), ("/ip4/224.0.0.251/udp/5353/quic-v1", False),
+    ("/ip6/ff0e::1/udp/4001/quic-v1", False), ("/ip4/127.0.0.1/udp/4001/quic-v1", False),
+    ("/ip6/::ffff:127.0.0.1/udp/4001/quic-v1", False), ("/ip6/::ffff:10.0.0.1/udp/4001/quic-v1", False),
+    ("/ip6/64:ff9b::a00:1/udp/4001/quic-v1", False), ("/ip6/2002:a00:1::1/udp/4001/quic-v1", False),
+    ("/ip4/8.8.8.8/udp/1023/quic-v1", False), ("/ip4/8.8.8.8/udp/65536/quic-v1", False), ("/ip4/8.8.8.8/udp/²/quic-v1", False),
+    ("/ip4/8.8.8.8/tcp/4001/quic-v1", False), ("/dns4/a.example/udp/4001/quic-v1", False),
+    (f"{THERE}/p2p/{SEED}/p2p-circuit", False),
+])  # fmt: skip
 def test_only_public_addresses_by_quic_and_no_port_of_the_system(address, may):
     assert usable(address) is may
 
@@ -183,17 +177,14 @@ def test_a_member_is_answered_and_dialled_at_once(world):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("why", "request_of"),
-    [
-        ("is no member", lambda: {"data": asked(SECOND, FIRST), "peer": SEED}),
-        ("is connected directly", lambda: {"data": asked(SECOND, FIRST), "origin": "8.8.8.8"}),
-        ("another's key", lambda: {"data": asked(SECOND, FIRST, key=Identity.ephemeral())}),
-        ("another's key", lambda: {"data": asked(SEED, FIRST)}),  # of another member
-        ("another's key", lambda: {"data": asked(SECOND, SEED)}),  # for another
-        ("not public", lambda: {"data": asked(SECOND, FIRST, address="/ip4/192.168.1.7/udp/4001/quic-v1")}),
-    ],
-)
+@pytest.mark.parametrize(("why", "request_of"), [
+    ("is no member", lambda: {"data": asked(SECOND, FIRST), "peer": SEED}),
+    ("is connected directly", lambda: {"data": asked(SECOND, FIRST), "origin": "8.8.8.8"}),
+    ("another's key", lambda: {"data": asked(SECOND, FIRST, key=Identity.ephemeral())}),
+    ("another's key", lambda: {"data": asked(SEED, FIRST)}),  # of another member
+    ("another's key", lambda: {"data": asked(SECOND, SEED)}),  # for another
+    ("not public", lambda: {"data": asked(SECOND, FIRST, address="/ip4/192.168.1.7/udp/4001/quic-v1")}),
+])  # fmt: skip
 def test_what_is_refused_starts_no_daemon_is_counted_and_logged_once(world, caplog, why, request_of):
     async def main():
         for _ in range(3):

@@ -33,16 +33,13 @@ def test_those_that_answer_are_taken_in_order(monkeypatch):
         assert asyncio.run(connections.answering(bootstrap)) == bootstrap[1:3]
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, {"-autoRelay": "0", "-relay": "1"}),
-        ({"relays": ["R"]}, {"-autoRelay": "1", "-trustedRelays": "R", "-relay": "1"}),
-        ({"relays": ["R"], "relay": "only"}, {"-autoRelay": "1", "-trustedRelays": "R", "-forceReachabilityPrivate": "1"}),
-        ({"relays": ["R"], "relay": "off"}, {"-autoRelay": "0", "-relay": "0"}),
-        ({"relays": ["R"], "public": True}, {"-autoRelay": "0", "-relay": "1", "-forceReachabilityPublic": "1"}),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), [
+    ({}, {"-autoRelay": "0", "-relay": "1"}),
+    ({"relays": ["R"]}, {"-autoRelay": "1", "-trustedRelays": "R", "-relay": "1"}),
+    ({"relays": ["R"], "relay": "only"}, {"-autoRelay": "1", "-trustedRelays": "R", "-forceReachabilityPrivate": "1"}),
+    ({"relays": ["R"], "relay": "off"}, {"-autoRelay": "0", "-relay": "0"}),
+    ({"relays": ["R"], "public": True}, {"-autoRelay": "0", "-relay": "1", "-forceReachabilityPublic": "1"}),
+])  # fmt: skip
 def test_options_about_relays(given, expected):
     def of(listen):
         said = options(control="/unix/x", key=Path("k"), listen=[listen], **given)
@@ -55,17 +52,14 @@ def test_options_about_relays(given, expected):
     assert not {key for key in of("/ip4/127.0.0.1/tcp/1") if key in about}
 
 
-@pytest.mark.parametrize(
-    ("listen", "announce", "expected"),
-    [
-        (["/ip4/0.0.0.0/tcp/0"], [], "1"),
-        (["/ip4/127.0.0.1/tcp/1", "/ip4/0.0.0.0/tcp/1"], [], "1"),
-        (["/ip4/192.168.0.7/tcp/1"], [], "0"),  # its own network is meant
-        (["/ip4/127.0.0.1/tcp/1"], [], "0"),
-        (["/ip4/0.0.0.0/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], "0"),
-        (["/ip4/0.0.0.0/udp/0/quic-v1"], [], "0"),  # the second daemon
-    ],
-)
+@pytest.mark.parametrize(("listen", "announce", "expected"), [
+    (["/ip4/0.0.0.0/tcp/0"], [], "1"),
+    (["/ip4/127.0.0.1/tcp/1", "/ip4/0.0.0.0/tcp/1"], [], "1"),
+    (["/ip4/192.168.0.7/tcp/1"], [], "0"),  # its own network is meant
+    (["/ip4/127.0.0.1/tcp/1"], [], "0"),
+    (["/ip4/0.0.0.0/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], "0"),
+    (["/ip4/0.0.0.0/udp/0/quic-v1"], [], "0"),  # the second daemon
+])  # fmt: skip
 def test_a_router_is_asked_to_open_a_port_for_who_wants_to_be_dialled_from_anywhere_and_says_no_more(listen, announce, expected):
     said = options(control="/unix/x", key=Path("k"), listen=listen, announce=announce)
     assert [option for option in said if "natPortMap" in option] == [f"-natPortMap={expected}"]

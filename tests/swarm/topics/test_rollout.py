@@ -90,14 +90,11 @@ def test_tokens_and_log_probabilities_must_fit(ids, logps):
         with_tokens(ids, logps)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("completions", b"\x05\x00\x00\x00abc"), ("completions", b"\x05\x00"), ("completions", b"\x01\x00\x00\x00\xff"),
-        ("completions", b"\x00\x00\x00\x00" * 65), ("completions", b"\xff\xff\xff\xff"), ("finish", b"\x00\x02"),
-        ("finish", bytes(65)), ("tokens", b"\x03\x00\x00\x00abc"), ("tokens", 7),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("field", "value"), [
+    ("completions", b"\x05\x00\x00\x00abc"), ("completions", b"\x05\x00"), ("completions", b"\x01\x00\x00\x00\xff"),
+    ("completions", b"\x00\x00\x00\x00" * 65), ("completions", b"\xff\xff\xff\xff"), ("finish", b"\x00\x02"),
+    ("finish", bytes(65)), ("tokens", b"\x03\x00\x00\x00abc"), ("tokens", 7),
+])  # fmt: skip
 def test_packed_fields_that_are_wrong_are_refused(field, value):
     data = msgpack.packb(["rollout", 1, record().model_dump() | {field: value}])
     with pytest.raises(MessageError):

@@ -11,28 +11,22 @@ from shoal.swarm.manifest import OuterSettings, parse_round
 from shoal.swarm.training.factories import WINDOW, StepRate, announced_speeds, round_length, steps_of_rounds
 
 
-@pytest.mark.parametrize(
-    ("text", "parsed"),
-    [
-        ("steps", ("steps", None)), ("tokens:1", ("tokens", 1)), ("tokens:9007199254740992", ("tokens", 2**53)),
-        ("seconds:30", ("seconds", 30.0)), ("seconds:0.25", ("seconds", 0.25)), ("seconds:auto", ("seconds", None)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "parsed"), [
+    ("steps", ("steps", None)), ("tokens:1", ("tokens", 1)), ("tokens:9007199254740992", ("tokens", 2**53)),
+    ("seconds:30", ("seconds", 30.0)), ("seconds:0.25", ("seconds", 0.25)), ("seconds:auto", ("seconds", None)),
+])  # fmt: skip
 def test_what_a_round_may_be(text, parsed):
     assert parse_round(text) == parsed
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "it should be steps, tokens:N, seconds:S or seconds:auto"), ("steps:50", "it should be"),
-        ("tokens:-1", "it should be"), ("tokens:1.5", "it should be"), ("tokens:٣", "it should be"),
-        ("tokens:0", "between 1 and 9007199254740992 tokens"), ("tokens:9007199254740993", "between 1 and 9007199254740992 tokens"),
-        ("seconds:", "it should be"), ("seconds:nan", "it should be"), ("seconds:1e9", "it should be"),
-        ("seconds:10\n", "it should be"), ("seconds:0", "between 0.1 and 86400 seconds"),
-        ("seconds:86401", "between 0.1 and 86400 seconds"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "words"), [
+    ("", "it should be steps, tokens:N, seconds:S or seconds:auto"), ("steps:50", "it should be"),
+    ("tokens:-1", "it should be"), ("tokens:1.5", "it should be"), ("tokens:٣", "it should be"),
+    ("tokens:0", "between 1 and 9007199254740992 tokens"), ("tokens:9007199254740993", "between 1 and 9007199254740992 tokens"),
+    ("seconds:", "it should be"), ("seconds:nan", "it should be"), ("seconds:1e9", "it should be"),
+    ("seconds:10\n", "it should be"), ("seconds:0", "between 0.1 and 86400 seconds"),
+    ("seconds:86401", "between 0.1 and 86400 seconds"),
+])  # fmt: skip
 def test_what_it_may_not_be(text, words):
     with pytest.raises(ValueError, match=words):
         parse_round(text)

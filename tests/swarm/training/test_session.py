@@ -338,34 +338,28 @@ def alone():
         yield session, module
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (
-            lambda inner, e: NoLoCo(inner, e, every=6, lr=0.5, lag=0),
-            "every is 6 and not 5; the swarm has noloco with every=5, lr=0.5",
-        ),
-        (lambda inner, e: NoLoCo(inner, e, every=5, lag=0), "lr is 1.0 and not 0.5"),
-        (lambda inner, e: DiLoCo(inner, e, every=5, lr=0.5), "it is DiLoCo and not NoLoCo"),
-        (lambda inner, e: GASLoC(inner, e, every=5, lr=0.5, lag=0), "it is GASLoC and not NoLoCo"),
-        (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, codec=INT8, lag=0), "the codec is int8 and not mod4"),
-        (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, weight=2.0, lag=0), "weighted is True and not False"),
-    ],
-)
+@pytest.mark.parametrize(("make", "sentence"), [
+    (
+        lambda inner, e: NoLoCo(inner, e, every=6, lr=0.5, lag=0),
+        "every is 6 and not 5; the swarm has noloco with every=5, lr=0.5",
+    ),
+    (lambda inner, e: NoLoCo(inner, e, every=5, lag=0), "lr is 1.0 and not 0.5"),
+    (lambda inner, e: DiLoCo(inner, e, every=5, lr=0.5), "it is DiLoCo and not NoLoCo"),
+    (lambda inner, e: GASLoC(inner, e, every=5, lr=0.5, lag=0), "it is GASLoC and not NoLoCo"),
+    (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, codec=INT8, lag=0), "the codec is int8 and not mod4"),
+    (lambda inner, e: NoLoCo(inner, e, every=5, lr=0.5, weight=2.0, lag=0), "weighted is True and not False"),
+])  # fmt: skip
 def test_an_optimizer_that_averages_otherwise_is_refused_in_one_sentence(alone, make, sentence):
     session, module = alone
     with pytest.raises(SessionError, match=re.escape(sentence)):
         make(sgd(module), session.exchange())
 
 
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        (lambda net: model(1).parameters(), "None of the optimizer's parameters is in the session's state: make it of the model"),
-        (lambda net: net[2].parameters(), "trains 2 of the 4 parameters of the session's state, and not '0.weight': hand in"),
-        (lambda net: [*net.parameters(), torch.nn.Parameter(torch.zeros(3))], r"trains 1 parameters .* one of shape \(3,\): hand"),
-    ],
-)
+@pytest.mark.parametrize(("given", "sentence"), [
+    (lambda net: model(1).parameters(), "None of the optimizer's parameters is in the session's state: make it of the model"),
+    (lambda net: net[2].parameters(), "trains 2 of the 4 parameters of the session's state, and not '0.weight': hand in"),
+    (lambda net: [*net.parameters(), torch.nn.Parameter(torch.zeros(3))], r"trains 1 parameters .* one of shape \(3,\): hand"),
+])  # fmt: skip
 def test_other_parameters_than_the_sessions_are_refused(alone, given, sentence):
     session, module = alone
     for make in (partial(NoLoCo, every=5, lr=0.5, lag=0), partial(NoLoCo, every=5), DiLoCo):
@@ -543,24 +537,21 @@ def test_what_is_averaged_is_what_requires_a_gradient_of_a_module_or_a_list():
             parameters_of(state)
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"fragments": []}, r"made with fragments as given: parameter 0 of shape \(8, 4\) is in 0 fragments"),
-        ({"fragments": "two"}, "made with fragments as given: fragments must be a number, or a list of modules, got 'two'"),
-        ({"fragments": [torch.nn.Linear(2, 2)]}, r"made with fragments as given: parameter 0 of shape \(8, 4\) is in 0 fragments"),
-        ({"method": "none"}, "averages with no peer"),
-        ({"method": "dilco"}, "made with method as given: did you mean 'diloco'\\? The methods are noloco, "),
-        ({"evry": 5}, "There is no setting 'evry' of a swarm: did you mean 'every'\\?"),
-        ({"zzz": 5}, "There is no setting 'zzz' of a swarm: leave it out."),
-        ({"every": 0}, "made with every as given"),
-        ({"method": "diloco", "fragments": 4}, "the method 'diloco' has no fragments"),
-        ({"start_when": 0}, "made with start_when as given"),
-        ({"bucket": 3}, "made with bucket as given: a bucket holds 4 to 64 members"),
-        ({"bucket": 64, "epoch_s": 5.0}, "made with epoch_s as given: an epoch takes 30 to 86400 seconds"),
-        ({"epoch_s": 90.0}, "The setting epoch_s is one of buckets: leave it out, or set bucket too"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "sentence"), [
+    ({"fragments": []}, r"made with fragments as given: parameter 0 of shape \(8, 4\) is in 0 fragments"),
+    ({"fragments": "two"}, "made with fragments as given: fragments must be a number, or a list of modules, got 'two'"),
+    ({"fragments": [torch.nn.Linear(2, 2)]}, r"made with fragments as given: parameter 0 of shape \(8, 4\) is in 0 fragments"),
+    ({"method": "none"}, "averages with no peer"),
+    ({"method": "dilco"}, "made with method as given: did you mean 'diloco'\\? The methods are noloco, "),
+    ({"evry": 5}, "There is no setting 'evry' of a swarm: did you mean 'every'\\?"),
+    ({"zzz": 5}, "There is no setting 'zzz' of a swarm: leave it out."),
+    ({"every": 0}, "made with every as given"),
+    ({"method": "diloco", "fragments": 4}, "the method 'diloco' has no fragments"),
+    ({"start_when": 0}, "made with start_when as given"),
+    ({"bucket": 3}, "made with bucket as given: a bucket holds 4 to 64 members"),
+    ({"bucket": 64, "epoch_s": 5.0}, "made with epoch_s as given: an epoch takes 30 to 86400 seconds"),
+    ({"epoch_s": 90.0}, "The setting epoch_s is one of buckets: leave it out, or set bucket too"),
+])  # fmt: skip
 def test_settings_that_cannot_be_used_are_named_before_anything_starts(settings, sentence):
     with pytest.raises(SessionError, match=sentence):
         shoal.create(state=model(0), network=HERE, **settings)

@@ -74,13 +74,10 @@ def simulated(make, seed):
     return Simulation(["1", "2"]).run(peer)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "method", "make"),
-    [
-        (("ddp", "fsdp"), {"lag": 0, "codec": "float32"}, lambda *a, **k: NoLoCo(*a, lag=0, **k)),
-        (("fsdp", "ddp"), {"method": "diloco"}, DiLoCo),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "method", "make"), [
+    (("ddp", "fsdp"), {"lag": 0, "codec": "float32"}, lambda *a, **k: NoLoCo(*a, lag=0, **k)),
+    (("fsdp", "ddp"), {"method": "diloco"}, DiLoCo),
+])  # fmt: skip
 def test_two_peers_of_two_ranks_hold_what_two_peers_of_one_process_hold(peers, kinds, method, make):
     """The second has other weights, and takes over those of the first on both of its ranks."""
     link, told = peers[0].call(JOBS, "begin", kind=kinds[0], seed=0, every=EVERY, start_when=2, wait_s=60.0, **method)
@@ -141,26 +138,23 @@ def test_a_killed_rank_ends_its_peer_with_a_sentence_and_the_other_peer_goes_on(
     assert peers[0].call(JOBS, "end")[0]["met"][0] == 2
 
 
-@pytest.mark.parametrize(
-    ("what", "kind", "sentences"),
-    [
-        ("type", "ddp", ["ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not int"] * 2),
-        ("no ranks", "fsdp", ["cut into shards (FSDP2), so this process is a rank of a peer: hand in ranks=shoal.Ranks()"] * 2),
-        (
-            "setting",
-            "ddp",
-            ["cannot be made with every as given", "rank 0 of this peer failed: The swarm cannot be made with every"],
-        ),
-        ("state", "ddp", ["rank 1 of this peer failed: The state must be a module", "The state must be a module"]),
-        ("model", "ddp", ["rank 1 of this peer failed: Rank 1 has another model", "Rank 1 has another model than rank 0"]),
-        ("link", "ddp", ["shoal up", "rank 0 of this peer failed: "]),
-        ("size", "fsdp", ["The model is cut over 2 processes, and ranks= has 1"] * 2),
-        ("alone", "ddp", [None, "a rank of this peer is gone, or did not answer for 1 s"]),
-        ("optimizer", "ddp", ["The session and its optimizer must have the same ranks"] * 2),
-        ("every", "ddp", ["rank 1 of this peer failed: The optimizer does not average", "every is 7 and not 5"]),
-        ("report", "ddp", ["division by zero", "rank 0 of this peer failed: division by zero"]),
-    ],
-)
+@pytest.mark.parametrize(("what", "kind", "sentences"), [
+    ("type", "ddp", ["ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not int"] * 2),
+    ("no ranks", "fsdp", ["cut into shards (FSDP2), so this process is a rank of a peer: hand in ranks=shoal.Ranks()"] * 2),
+    (
+        "setting",
+        "ddp",
+        ["cannot be made with every as given", "rank 0 of this peer failed: The swarm cannot be made with every"],
+    ),
+    ("state", "ddp", ["rank 1 of this peer failed: The state must be a module", "The state must be a module"]),
+    ("model", "ddp", ["rank 1 of this peer failed: Rank 1 has another model", "Rank 1 has another model than rank 0"]),
+    ("link", "ddp", ["shoal up", "rank 0 of this peer failed: "]),
+    ("size", "fsdp", ["The model is cut over 2 processes, and ranks= has 1"] * 2),
+    ("alone", "ddp", [None, "a rank of this peer is gone, or did not answer for 1 s"]),
+    ("optimizer", "ddp", ["The session and its optimizer must have the same ranks"] * 2),
+    ("every", "ddp", ["rank 1 of this peer failed: The optimizer does not average", "every is 7 and not 5"]),
+    ("report", "ddp", ["division by zero", "rank 0 of this peer failed: division by zero"]),
+])  # fmt: skip
 def test_what_a_rank_cannot_do_all_are_told_in_one_sentence(nursery, what, kind, sentences):
     ranks = worlds.Ranks(nursery, 2)
     try:

@@ -85,14 +85,11 @@ def test_every_record_that_may_be_said_can_be_published(chosen):
     assert unseal(sealed, Member) == (ME.peer_id, member)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"addresses": LARGEST["addresses"] + ("/a",)}, {"name": WIDE * 65}, {"admission": bytes(MAX_SHOWN + 1)},
-        {"failures": LARGEST["failures"] + (("timeout", 1),)}, {"blamed": LARGEST["blamed"] * 2}, {"missing_names": (WIDE * 17,)},
-        {"sketch": (0, 0, (0.0,) * (SKETCH + 1))},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("more", [
+    {"addresses": LARGEST["addresses"] + ("/a",)}, {"name": WIDE * 65}, {"admission": bytes(MAX_SHOWN + 1)},
+    {"failures": LARGEST["failures"] + (("timeout", 1),)}, {"blamed": LARGEST["blamed"] * 2}, {"missing_names": (WIDE * 17,)},
+    {"sketch": (0, 0, (0.0,) * (SKETCH + 1))},
+])  # fmt: skip
 def test_more_than_the_largest_is_no_record(more):
     with pytest.raises(ValueError, match=next(iter(more))):
         record(more)

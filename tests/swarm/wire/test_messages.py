@@ -195,23 +195,20 @@ def test_kind_and_version_are_named_before_anything_else():
     refused(msgpack.packb({}), OutcomeRequest, says="does not start with a kind and version")
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"round": ...}, "'round': Field required"), ({"extra": 1}, "'extra': Extra inputs"),
-        ({"\x1b[31m" + "x" * 500: 1}, "x1b.*Extra inputs"), ({"round": "1"}, "'round'.*integer"),
-        ({"round": True}, "'round'.*integer"), ({"round": 1.0}, "'round'.*integer"), ({"round": -1}, "'round'.*greater"),
-        ({"round": 2**60}, "'round'.*less"), ({"loss": float("nan")}, "'loss'.*finite"),
-        ({"issued": float("inf")}, "'issued'.*finite"), ({"loss": "1"}, "'loss'"), ({"name": ""}, "'name'"),
-        ({"name": "x" * 65}, "'name'"), ({"name": "a\x1b[2J"}, "'name'.*printable"), ({"name": "a\u202eb"}, "'name'.*printable"),
-        ({"name": b"a"}, "'name'.*string"), ({"peer": "x" * 52}, "'peer'.*peer id"), ({"swarm": "../../etc"}, "'swarm'"),
-        ({"model": "0" * 63 + "G"}, "'model'"), ({"model": "0" * 64 + "\n"}, "'model'"), ({"state": "dead"}, "'state'"),
-        ({"addresses": ["/a"] * 9}, "'addresses'"), ({"addresses": ["/a\n"]}, "'addresses.0'"),
-        ({"addresses": ["/" + "a" * 256]}, "'addresses.0'"), ({"addresses": ["/a"] * 17}, "limits"),
-        ({"shard": 1}, "shard must be below shards"), ({"shards": 0}, "'shards'"),
-        ({"version": msgpack.ExtType(5, b"xx")}, "limits"), ({"issued": msgpack.Timestamp(1, 2)}, "limits"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"round": ...}, "'round': Field required"), ({"extra": 1}, "'extra': Extra inputs"),
+    ({"\x1b[31m" + "x" * 500: 1}, "x1b.*Extra inputs"), ({"round": "1"}, "'round'.*integer"),
+    ({"round": True}, "'round'.*integer"), ({"round": 1.0}, "'round'.*integer"), ({"round": -1}, "'round'.*greater"),
+    ({"round": 2**60}, "'round'.*less"), ({"loss": float("nan")}, "'loss'.*finite"),
+    ({"issued": float("inf")}, "'issued'.*finite"), ({"loss": "1"}, "'loss'"), ({"name": ""}, "'name'"),
+    ({"name": "x" * 65}, "'name'"), ({"name": "a\x1b[2J"}, "'name'.*printable"), ({"name": "a\u202eb"}, "'name'.*printable"),
+    ({"name": b"a"}, "'name'.*string"), ({"peer": "x" * 52}, "'peer'.*peer id"), ({"swarm": "../../etc"}, "'swarm'"),
+    ({"model": "0" * 63 + "G"}, "'model'"), ({"model": "0" * 64 + "\n"}, "'model'"), ({"state": "dead"}, "'state'"),
+    ({"addresses": ["/a"] * 9}, "'addresses'"), ({"addresses": ["/a\n"]}, "'addresses.0'"),
+    ({"addresses": ["/" + "a" * 256]}, "'addresses.0'"), ({"addresses": ["/a"] * 17}, "limits"),
+    ({"shard": 1}, "shard must be below shards"), ({"shards": 0}, "'shards'"),
+    ({"version": msgpack.ExtType(5, b"xx")}, "limits"), ({"issued": msgpack.Timestamp(1, 2)}, "limits"),
+])  # fmt: skip
 def test_the_wrong_field_is_named(changes, says):
     refused(raw(member(), **changes), says=says)
 

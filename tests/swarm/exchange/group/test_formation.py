@@ -371,14 +371,11 @@ def test_a_peer_that_does_not_see_the_leader_is_sent_to_it_when_it_comes_last(sc
     assert school.values([others[-1].start(0, 5.0), *handles]) == [2.0] * 4
 
 
-@pytest.mark.parametrize(
-    ("offer", "reason"),
-    [
-        ({"codec": BFLOAT16}, "the codec is (float32|bfloat16) here and (float32|bfloat16) there"),
-        ({"shape": (5,)}, "the tensors have other shapes or types"),
-        ({"shape": (2, 2)}, "the tensors have other shapes or types"),
-    ],
-)
+@pytest.mark.parametrize(("offer", "reason"), [
+    ({"codec": BFLOAT16}, "the codec is (float32|bfloat16) here and (float32|bfloat16) there"),
+    ({"shape": (5,)}, "the tensors have other shapes or types"),
+    ({"shape": (2, 2)}, "the tensors have other shapes or types"),
+])  # fmt: skip
 def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(school, caplog, offer, reason):
     leader, second, odd = school.ranked(school.peers(3, wait=1.0))
     handles = [leader.start(0, 1.0), second.start(0, 3.0)]

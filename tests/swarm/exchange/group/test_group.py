@@ -58,22 +58,19 @@ def test_all_takers_hold_the_whole_mean_and_are_in_it(reports):
         assert mean >> place & 1
 
 
-@pytest.mark.parametrize(
-    ("held", "expected"),
-    [
-        ({0: 0b111, 1: 0b111, 2: 0b111}, (0b111, 0b111)),
-        ({0: 0b111, 1: 0b111}, (0b111, 0b11)),  # the third died, but both have what it sent
-        ({0: 0b111, 1: 0b011}, (0b011, 0b11)),  # only one has it
-        ({0: 0b011, 1: 0b011, 2: 0b111}, (0b011, 0b011)),  # what the third sent was of no use
-        ({0: 0b1101, 1: 0b1110, 2: 0b1111, 3: 0b1111}, (0b1110, 0b1110)),  # the first two cannot reach each other
-        ({0: 0b1111, 1: 0b1111, 2: 0b0100, 3: 0b1111}, (0b1111, 0b1011)),  # one that says it holds nobody's goes alone
-        ({0: 0b0111, 1: 0b0111, 2: 0b0111, 3: 0b1111}, (0b0111, 0b0111)),  # whom all the others refuse is out, alone
-        ({0: 0b1101, 1: 0b1111, 2: 0b1111, 3: 0b1111}, (0b1101, 0b1101)),  # one refuses one: the refused is out
-        ({0: 0b1}, (0, 0)),
-        ({0: 0b01, 1: 0b10}, (0, 0)),
-        ({}, (0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("held", "expected"), [
+    ({0: 0b111, 1: 0b111, 2: 0b111}, (0b111, 0b111)),
+    ({0: 0b111, 1: 0b111}, (0b111, 0b11)),  # the third died, but both have what it sent
+    ({0: 0b111, 1: 0b011}, (0b011, 0b11)),  # only one has it
+    ({0: 0b011, 1: 0b011, 2: 0b111}, (0b011, 0b011)),  # what the third sent was of no use
+    ({0: 0b1101, 1: 0b1110, 2: 0b1111, 3: 0b1111}, (0b1110, 0b1110)),  # the first two cannot reach each other
+    ({0: 0b1111, 1: 0b1111, 2: 0b0100, 3: 0b1111}, (0b1111, 0b1011)),  # one that says it holds nobody's goes alone
+    ({0: 0b0111, 1: 0b0111, 2: 0b0111, 3: 0b1111}, (0b0111, 0b0111)),  # whom all the others refuse is out, alone
+    ({0: 0b1101, 1: 0b1111, 2: 0b1111, 3: 0b1111}, (0b1101, 0b1101)),  # one refuses one: the refused is out
+    ({0: 0b1}, (0, 0)),
+    ({0: 0b01, 1: 0b10}, (0, 0)),
+    ({}, (0, 0)),
+])  # fmt: skip
 def test_what_is_decided(held, expected):
     assert common(held) == expected
 

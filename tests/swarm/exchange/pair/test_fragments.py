@@ -379,18 +379,15 @@ def test_patience_is_of_the_time_between_two_rounds_of_one_fragment():
     assert [time.patience(fragment) for fragment in range(5)] == [SHARE * 100.0] * 4 + [1.0]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "position", "round", "applied", "expected"),
-    [
-        (Every(10), 0, 9, [8], 9),
-        (Streaming(40, 4, 5), 0, 9, [8, 5, 6, 7], 12),  # a newcomer begins with fragment 0
-        (Streaming(40, 4, 5), 15, 9, [8, 5, 6, 7], 9),  # the next is fragment 1
-        (Streaming(40, 4, 5), 0, 2, [0, -1, -1, -1], 4),
-        (Streaming(40, 4, 5), 10, 2, [0, -1, -1, -1], 5),
-        (Streaming(40, 4, 5), 0, 9, [6, 7, 8, 5], 10),  # after a last average the steps are others
-        (Delayed(40, 2), 0, 5, [4, 3], 6),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "position", "round", "applied", "expected"), [
+    (Every(10), 0, 9, [8], 9),
+    (Streaming(40, 4, 5), 0, 9, [8, 5, 6, 7], 12),  # a newcomer begins with fragment 0
+    (Streaming(40, 4, 5), 15, 9, [8, 5, 6, 7], 9),  # the next is fragment 1
+    (Streaming(40, 4, 5), 0, 2, [0, -1, -1, -1], 4),
+    (Streaming(40, 4, 5), 10, 2, [0, -1, -1, -1], 5),
+    (Streaming(40, 4, 5), 0, 9, [6, 7, 8, 5], 10),  # after a last average the steps are others
+    (Delayed(40, 2), 0, 5, [4, 3], 6),
+])  # fmt: skip
 def test_a_newcomer_begins_in_a_round_in_which_its_fragment_is_sent(schedule, position, round, applied, expected):
     opt = SimpleNamespace(schedule=schedule, position=position)
     assert in_step(opt, SimpleNamespace(round=round, applied=applied)) == expected

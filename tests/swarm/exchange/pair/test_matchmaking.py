@@ -302,14 +302,11 @@ def test_one_peer_alone_cannot_send_another_to_a_round_where_nobody_is(network):
     assert b.exchange.next_round <= round + 3
 
 
-@pytest.mark.parametrize(
-    ("offer", "reason"),
-    [
-        ({"codec": BFLOAT16}, "the codec is (float32|bfloat16) here and (float32|bfloat16) there"),
-        ({"shape": (5,)}, r"tensor 0 has shape \[[45]\] here and \[[45]\] there"),
-        ({"shape": (2, 2)}, r"tensor 0 has shape \[(4|2, 2)\] here and \[(4|2, 2)\] there"),
-    ],
-)
+@pytest.mark.parametrize(("offer", "reason"), [
+    ({"codec": BFLOAT16}, "the codec is (float32|bfloat16) here and (float32|bfloat16) there"),
+    ({"shape": (5,)}, r"tensor 0 has shape \[[45]\] here and \[[45]\] there"),
+    ({"shape": (2, 2)}, r"tensor 0 has shape \[(4|2, 2)\] here and \[(4|2, 2)\] there"),
+])  # fmt: skip
 def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(network, caplog, offer, reason):
     first, second = Peer(network, wait=LONG), Peer(network, wait=LONG)
     handles = [first.start(**offer), second.start()]
