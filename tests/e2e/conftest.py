@@ -172,6 +172,9 @@ class Shoal:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
+    def rounds(self, name):
+        return [event for event in self.metrics(name) if event["event"] == "round"]
+
     def result(self, name):
         return json.loads((self.home / name / "result.json").read_text())
 

@@ -24,11 +24,8 @@ def test_nodes_of_a_swarm_of_buckets_train_and_meet_others_in_every_epoch(shoal,
     nodes = [first]
     nodes += [shoal.node("join", link, name, "--task", TASK, "--shard", f"{i}/{PEERS}") for i, name in enumerate(names) if i]
 
-    def rounds(name):
-        return [event for event in shoal.metrics(name) if event["event"] == "round"]
-
     def epochs(name):
-        return {int(event["time"] // EPOCH_S) for event in rounds(name)}
+        return {int(event["time"] // EPOCH_S) for event in shoal.rounds(name)}
 
     eventually(lambda: min(len(epochs(name)) for name in names) > EPOCHS, 300, f"{EPOCHS} whole epochs of training")
     seen = shoal.start("status", link, "--json").json()
@@ -40,7 +37,7 @@ def test_nodes_of_a_swarm_of_buckets_train_and_meet_others_in_every_epoch(shoal,
     totals = seen["totals"]
     assert 1 <= totals["listed"] <= PEERS
     assert totals["peers"] % totals["listed"] == 0
-    met = {name: rounds(name) for name in names}
+    met = {name: shoal.rounds(name) for name in names}
     # A partner that was dealt elsewhere during a round is still called by its name.
     assert {event["partner"] for events in met.values() for event in events} <= {*names, None}
     partners = {name: {event["partner"] for event in events} - {None} for name, events in met.items()}

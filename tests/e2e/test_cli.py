@@ -67,16 +67,12 @@ def joiner(shoal, link, name, *arguments, task=None):
     )  # fmt: skip
 
 
-def rounds(shoal, name):
-    return [event for event in shoal.metrics(name) if event["event"] == "round"]
-
-
 @pytest.fixture(scope="module")
 def swarm(shared, eventually):
     """A swarm that is under way: its first node and its link."""
     node = create(shared, "first")
     link = node.line()
-    eventually(lambda: len(rounds(shared, "first")) >= 2, 60, "training")
+    eventually(lambda: len(shared.rounds("first")) >= 2, 60, "training")
     return node, link
 
 
@@ -140,8 +136,8 @@ def test_a_joiner_with_other_shapes_is_told_the_difference_and_the_swarm_goes_on
     node, link = swarm
     other = joiner(shared, link, "other", task=hooks(shared, "theirs", width=6))
     assert "tensor 0 has shape [1, 6] here and [1, 4] there" in other.error()
-    done = len(rounds(shared, "first"))
-    eventually(lambda: len(rounds(shared, "first")) > done, 60, "another round")
+    done = len(shared.rounds("first"))
+    eventually(lambda: len(shared.rounds("first")) > done, 60, "another round")
     assert node.popen.poll() is None
 
 
@@ -156,9 +152,9 @@ def test_a_joiner_must_have_the_task_of_the_swarm(shared, swarm):
 
 def test_status_and_a_late_joiner_that_takes_over_the_weights_and_exchanges(shared, swarm, eventually):
     _, link = swarm
-    at = len(rounds(shared, "first"))
+    at = len(shared.rounds("first"))
     late = joiner(shared, link, "late", "--steps", "60", "--json")
-    met = eventually(lambda: [r for r in rounds(shared, "late") if r["partner"]], 60, "an exchange of the late joiner")
+    met = eventually(lambda: [r for r in shared.rounds("late") if r["partner"]], 60, "an exchange of the late joiner")
     assert met[0]["round"] >= at
     status = shared.start("status", link, "--json").json()
     assert {"first", "late"} >= {member["name"] for member in status["members"]} >= {"first"}
@@ -171,11 +167,11 @@ def test_status_and_a_late_joiner_that_takes_over_the_weights_and_exchanges(shar
     result = late.json(60)
     assert "took over the swarm's weights at round" in late.said()
     assert (result["steps"], result["interrupted"], result["name"]) == (60, False, "late")
-    assert result["exchanges"] == len([r for r in rounds(shared, "late") if r["partner"]]) > 0
+    assert result["exchanges"] == len([r for r in shared.rounds("late") if r["partner"]]) > 0
     assert result == shared.result("late")
     # The fit was under way already: its start is not that of a fresh model, and did not wait for an evaluation.
     assert result["loss_first"] is None
-    assert rounds(shared, "late")[0]["loss"] < rounds(shared, "first")[0]["loss"]
+    assert shared.rounds("late")[0]["loss"] < shared.rounds("first")[0]["loss"]
 
 
 def test_ids_are_made_once_and_shown_and_their_file_is_private(shoal):
@@ -197,7 +193,7 @@ def test_ids_are_made_once_and_shown_and_their_file_is_private(shoal):
 
 def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     node = create(shoal, "n", "--json", program=("-m", "shoal"))  # no fork: Python, too, begins and ends as it does for a user
-    eventually(lambda: any(event["step"] >= 10 for event in rounds(shoal, "n")), 60, "two rounds")
+    eventually(lambda: any(event["step"] >= 10 for event in shoal.rounds("n")), 60, "two rounds")
     node.signal(signal.SIGINT)
     assert node.wait() == 130
     (line,) = node.lines

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.e2e.test_ranks import rank_of, rounds
+from tests.e2e.test_ranks import rank_of
 
 OPTIONS = {"width": 16, "heads": 2, "layers": 2, "context": 16, "batch": 4}
 SEED = 3
@@ -33,8 +33,8 @@ def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_
     one = shoal.node("up", table, "gpu", *how["gpu"], "--shard", "0/2")
     two = shoal.node("join", one.line(), "cpu", *how["cpu"], "--shard", "1/2")
     assert [node.wait() for node in (one, two)] == [0, 0], (one.said(), two.said())
-    assert [[event["members"] for event in rounds(shoal, name)] for name in how] == [[2, 2, 2]] * 2
-    ends = [[event["weights"] for event in rounds(shoal, name)] for name in how]
+    assert [[event["members"] for event in shoal.rounds(name)] for name in how] == [[2, 2, 2]] * 2
+    ends = [[event["weights"] for event in shoal.rounds(name)] for name in how]
     assert ends[0] == ends[1], "members of a group hold the same bits, whatever they compute on"
 
     link = one.line()
@@ -45,7 +45,7 @@ def test_a_peer_on_a_gpu_holds_what_one_on_the_cpu_does_and_each_goes_on_on_the_
     assert [node.wait() for node in moved] == [0, 0], [node.said() for node in moved]
     for name in how:
         assert shoal.result(name)["steps"] == 12
-        assert math.isfinite(rounds(shoal, name)[-1]["loss"])
+        assert math.isfinite(shoal.rounds(name)[-1]["loss"])
 
 
 @pytest.mark.gpu(devices=2)
@@ -55,12 +55,12 @@ def test_two_gpus_are_one_peer_that_survives_the_death_of_a_rank_and_resumes_in_
     both = ("--gpus", "2", "--device", "cuda")
     node = shoal.node("up", table, "one", *both, "--parallel", "ddp", "--set", "node.checkpoint_every_rounds=1")
     node.line()
-    eventually(lambda: len(rounds(shoal, "one")) >= 2, 120, "two rounds")
+    eventually(lambda: len(shoal.rounds("one")) >= 2, 120, "two rounds")
     lost = rank_of(node, 1)
     os.kill(lost, signal.SIGKILL)
     eventually(lambda: rank_of(node, 1) not in (None, lost), 120, "another start of the ranks")
-    died = max(event["round"] for event in rounds(shoal, "one"))
-    eventually(lambda: max(event["round"] for event in rounds(shoal, "one")) > died + 1, 120, "rounds after it")
+    died = max(event["round"] for event in shoal.rounds("one"))
+    eventually(lambda: max(event["round"] for event in shoal.rounds("one")) > died + 1, 120, "rounds after it")
     node.signal(signal.SIGTERM)
     assert node.wait() == 130, node.said()
     assert "rank 1 was ended by SIGKILL" in node.said()
@@ -74,4 +74,4 @@ def test_two_gpus_are_one_peer_that_survives_the_death_of_a_rank_and_resumes_in_
     single = shoal.node("up", table, "one", "--device", "cuda:1", "--resume", "--steps", str(steps + 6))
     assert single.wait() == 0, single.said()
     assert shoal.result("one")["steps"] == steps + 6
-    assert all(math.isfinite(event["loss"]) for event in rounds(shoal, "one"))
+    assert all(math.isfinite(event["loss"]) for event in shoal.rounds("one"))

@@ -5,13 +5,9 @@ import signal
 import pytest
 
 
-def rounds(shoal, name):
-    return [event for event in shoal.metrics(name) if event["event"] == "round"]
-
-
 def held(shoal, name):
     """The digest of the slow weights after each round in which somebody took part."""
-    return {event["round"]: event["weights"] for event in rounds(shoal, name) if event["members"] > 1}
+    return {event["round"]: event["weights"] for event in shoal.rounds(name) if event["members"] > 1}
 
 
 def together(shoal, names, after):
@@ -44,8 +40,8 @@ def test_who_comes_late_ends_with_the_weights_of_the_others(shoal, eventually, o
     second = shoal.node("join", link, "b")
     eventually(lambda: len(together(shoal, ["a", "b"], -1)) >= 3, 60, "three rounds of two")
     third = shoal.node("join", link, "c")
-    eventually(lambda: rounds(shoal, "c"), 60, "a round of the third")
-    began = rounds(shoal, "c")[0]["round"]
+    eventually(lambda: shoal.rounds("c"), 60, "a round of the third")
+    began = shoal.rounds("c")[0]["round"]
     assert began >= 3
     eventually(lambda: len(together(shoal, ["a", "b", "c"], began)) >= 6, 90, "six rounds of three with equal weights")
     stop(third, second, first)

@@ -11,10 +11,6 @@ from shoal.node.tasks.text import GPT
 SIZE = {"layers": 1, "width": 32, "heads": 2, "context": 32}
 
 
-def rounds(shoal, name):
-    return [event for event in shoal.metrics(name) if event["event"] == "round"]
-
-
 @pytest.mark.slow(reason="two real nodes train while a third process pulls")
 def test_the_weights_of_a_running_swarm_load_into_plain_torch(shoal, eventually):
     table = shoal.toml(
@@ -23,7 +19,7 @@ def test_the_weights_of_a_running_swarm_load_into_plain_torch(shoal, eventually)
     first = shoal.node("up", table, "a", "--keep-rounds")
     link = first.line()
     second = shoal.node("join", link, "b")
-    eventually(lambda: all(len(rounds(shoal, name)) >= 3 for name in "ab"), 60, "three rounds")
+    eventually(lambda: all(len(shoal.rounds(name)) >= 3 for name in "ab"), 60, "three rounds")
     out = shoal.home / "out"
     report = shoal.start("pull", link, "--out", out, "--json", "--verbose").json()
     refused = shoal.start("pull", link, "--out", out).error()

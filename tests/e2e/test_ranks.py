@@ -80,16 +80,12 @@ def rank_of(process, rank):
     return None
 
 
-def rounds(shoal, name):
-    return [event for event in shoal.metrics(name) if event["event"] == "round"]
-
-
 @pytest.mark.slow(reason="several real peers of two processes, one after another")
 def test_the_ranks_end_in_good_order_and_what_the_user_can_mend_is_one_sentence(shoal, eventually):
     table = shoal.toml(options=OPTIONS, outer={"every": 3, "lag": 0}, train={"steps": 0, "seed": SEED})
     node = shoal.node("up", table, "one", *FSDP)
     node.line()
-    eventually(lambda: len(rounds(shoal, "one")) >= 1, 60, "a round")
+    eventually(lambda: len(shoal.rounds("one")) >= 1, 60, "a round")
     node.signal(signal.SIGTERM)
     assert node.wait() == 130, node.said()
     assert shoal.result("one")["interrupted"]
@@ -103,7 +99,7 @@ def test_the_ranks_end_in_good_order_and_what_the_user_can_mend_is_one_sentence(
 
 def together(shoal, names, after):
     """The rounds later than ``after`` in which all of ``names`` were, and ended with the same bits."""
-    held = [{e["round"]: e["weights"] for e in rounds(shoal, name) if e["members"] == len(names)} for name in names]
+    held = [{e["round"]: e["weights"] for e in shoal.rounds(name) if e["members"] == len(names)} for name in names]
     common = set.intersection(*map(set, held))
     return [number for number in common if number > after and len({weights[number] for weights in held}) == 1]
 
@@ -129,17 +125,17 @@ def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, 
     single = shoal.node("up", table, "single", *how["single"])
     link = single.line()
     sharded, copied = (shoal.node("join", link, name, *how[name], *often) for name in names[1:])
-    eventually(lambda: all(len(rounds(shoal, name)) >= 2 for name in names), 120, "two rounds of three")
+    eventually(lambda: all(len(shoal.rounds(name)) >= 2 for name in names), 120, "two rounds of three")
 
     single.signal(signal.SIGSTOP)  # so that the exchange in which the other two are next cannot end
     both = [rank_of(copied, rank) for rank in (0, 1)]
     lost = both[1]
-    last = (len(rounds(shoal, "copied")) + 1) * every
+    last = (len(shoal.rounds("copied")) + 1) * every
     eventually(lambda: min(steps_begun(shoal, pid) for pid in both) >= last, 60, "the last step before an exchange")
     os.kill(lost, signal.SIGKILL)
     single.signal(signal.SIGCONT)
     eventually(lambda: rank_of(copied, 1) not in (None, lost), 60, "another start of the ranks")
-    died = max(event["round"] for event in rounds(shoal, "copied"))
+    died = max(event["round"] for event in shoal.rounds("copied"))
     eventually(lambda: len(together(shoal, names, died)) >= 3, 150, "three rounds of all with the same weights")
     for node in (copied, sharded, single):
         node.signal(signal.SIGINT)
@@ -147,7 +143,7 @@ def test_peers_of_every_layout_hold_the_same_through_the_death_of_a_rank(shoal, 
     assert "rank 1 was ended by SIGKILL" in copied.said()
 
     # Up to the return of the lost peer, what the other two hold is known: that of as many single processes, without it at last.
-    members = [event["members"] for event in rounds(shoal, "single")]
+    members = [event["members"] for event in shoal.rounds("single")]
     alone = members.index(2) if 2 in members else len(members)
     until = next((n for n in range(alone, len(members)) if members[n] != 2), len(members))
     assert until > alone >= 2, members

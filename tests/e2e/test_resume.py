@@ -55,10 +55,6 @@ def join(shoal, link, name, *arguments):
     return shoal.start("join", link, *own(shoal, name), "--set", "node.checkpoint_every_rounds=2", *arguments)
 
 
-def rounds(shoal, name):
-    return [event for event in shoal.metrics(name) if event["event"] == "round"]
-
-
 def starts(shoal, name):
     return [event for event in shoal.metrics(name) if event["event"] == "start"]
 
@@ -84,13 +80,13 @@ def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, e
     eventually(lambda: saved(shoal, "second"), 60, "a checkpoint")
     killed(second)
     # Who was late counts its rounds from behind, so what the swarm has by now is the first's to say.
-    left, steps = rounds(shoal, "first")[-1]["round"], saved(shoal, "second")[-1]
-    eventually(lambda: rounds(shoal, "first")[-1]["round"] > left + 3, 60, "rounds without it")
-    done = len(rounds(shoal, "second"))
+    left, steps = shoal.rounds("first")[-1]["round"], saved(shoal, "second")[-1]
+    eventually(lambda: shoal.rounds("first")[-1]["round"] > left + 3, 60, "rounds without it")
+    done = len(shoal.rounds("second"))
     again = join(shoal, link, "second", "--resume")
-    eventually(lambda: any(event["partner"] for event in rounds(shoal, "second")[done:]), 60, "a round together")
+    eventually(lambda: any(event["partner"] for event in shoal.rounds("second")[done:]), 60, "a round together")
     assert "took over the swarm's weights at round" in again.said()
-    new = rounds(shoal, "second")[done:]
+    new = shoal.rounds("second")[done:]
     assert new[0]["round"] > left
     # Its own steps, learning rates and data go on from the checkpoint; with a lag a round is over up to a round after it was sent.
     assert new[0]["step"] - steps <= (2 * EVERY if "outer.lag=auto" in outer else EVERY)
@@ -106,19 +102,19 @@ def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventuall
     """The swarm's creator is killed and returns from an older checkpoint than the other one has."""
     first = up(shoal, "first", "--set", f"outer.lag={lag}")
     second = join(shoal, first.line(), "second")
-    eventually(lambda: saved(shoal, "first") and rounds(shoal, "second"), 60, "a checkpoint and a round of the other")
+    eventually(lambda: saved(shoal, "first") and shoal.rounds("second"), 60, "a checkpoint and a round of the other")
     killed(first)
-    before = len(rounds(shoal, "second"))
-    eventually(lambda: len(rounds(shoal, "second")) > before + 30, 120, "rounds without the first")
+    before = len(shoal.rounds("second"))
+    eventually(lambda: len(shoal.rounds("second")) > before + 30, 120, "rounds without the first")
     second.signal(signal.SIGINT)
     assert second.wait() == 130
-    ahead = rounds(shoal, "second")[-1]["round"]
+    ahead = shoal.rounds("second")[-1]["round"]
 
     first = up(shoal, "first", "--resume", seconds=1.0)  # so slow now that it does not make up for it
-    done = len(rounds(shoal, "second"))
+    done = len(shoal.rounds("second"))
     again = join(shoal, first.line(), "second", "--resume")
-    eventually(lambda: len(rounds(shoal, "second")) > done, 60, "a round")
-    assert rounds(shoal, "second")[done]["round"] > ahead
+    eventually(lambda: len(shoal.rounds("second")) > done, 60, "a round")
+    assert shoal.rounds("second")[done]["round"] > ahead
     assert "took over" not in again.said()
     for node in (first, again):
         node.signal(signal.SIGINT)
@@ -134,7 +130,7 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
 
     creator = up(shoal, "second", "--method", "noloco", "--codec", "int8", "--resume-from", shoal.home / "first", "--steps", 0)
     link = creator.line()
-    eventually(lambda: rounds(shoal, "second"), 60, "a round")
+    eventually(lambda: shoal.rounds("second"), 60, "a round")
     assert "begins with the weights of the checkpoint" in creator.said()
     assert starts(shoal, "second")[0]["loss_first"] == pytest.approx(first["loss_last"])
     assert starts(shoal, "second")[0]["swarm"] != first["swarm"]
@@ -142,7 +138,7 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
     # A newcomer takes over these weights, and one with a checkpoint of another swarm must say so.
     assert "is of swarm" in join(shoal, link, "first", "--resume").error()
     third = join(shoal, link, "third", "--resume-from", shoal.home / "first")
-    eventually(lambda: rounds(shoal, "third"), 60, "a round")
+    eventually(lambda: shoal.rounds("third"), 60, "a round")
     assert "took over the swarm's weights" in third.said()
     for node in (creator, third):
         node.signal(signal.SIGINT)
@@ -164,7 +160,7 @@ def test_a_late_node_begins_its_schedule_where_the_swarm_is(shoal, eventually):
     settings = ("--steps", 2000, "--set", "train.optimizer=adamw", "--set", "train.schedule=cosine", "--set", "outer.lag=0")
     first = up(shoal, "first", *settings)
     link = first.line()
-    eventually(lambda: len(rounds(shoal, "first")) >= 8, 60, "rounds")
+    eventually(lambda: len(shoal.rounds("first")) >= 8, 60, "rounds")
     late = join(shoal, link, "late")
     eventually(lambda: saved(shoal, "late"), 60, "a checkpoint")
     for node in (late, first):
@@ -209,11 +205,11 @@ def test_a_task_whose_optimizer_keeps_what_no_file_holds_ends_at_its_first_step(
 def test_where_nothing_can_be_saved_training_goes_on_and_the_end_says_so(shoal, eventually):
     """A file in the place of the node's folder stands for a full disk: nothing can be made there, for root neither."""
     node = up(shoal, "first", "--steps", 0, "--json")
-    eventually(lambda: rounds(shoal, "first"), 60, "a round")
+    eventually(lambda: shoal.rounds("first"), 60, "a round")
     (shoal.home / "first").rename(shoal.home / "moved")
     (shoal.home / "first").write_text("")
-    done = len(rounds(shoal, "moved"))
-    eventually(lambda: len(rounds(shoal, "moved")) > done + 6, 60, "more rounds")
+    done = len(shoal.rounds("moved"))
+    eventually(lambda: len(shoal.rounds("moved")) > done + 6, 60, "more rounds")
     said = node.said()
     assert said.count("Cannot save the checkpoint") == 1
     assert "; training goes on, and the next save is tried as usual." in said

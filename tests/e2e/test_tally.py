@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from shoal.node.watch.swarm_view import SwarmView, event_of
-from tests.e2e.test_cli import create, joiner, rounds
+from tests.e2e.test_cli import create, joiner
 from tests.e2e.test_watch import heard
 
 
@@ -27,7 +27,7 @@ def test_each_of_two_nodes_keeps_what_the_other_signed(shoal, eventually):
     for name, other in (("first", "second"), ("second", "first")):
         asked = shoal.start("status", "--mine", "--folder", shoal.home / name, "--json")
         assert asked.wait() == 0
-        tally, met = json.loads(asked.lines[-1]), sum(event["members"] == 2 for event in rounds(shoal, name))
+        tally, met = json.loads(asked.lines[-1]), sum(event["members"] == 2 for event in shoal.rounds(name))
         assert [one["peer"] for one in tally["of"]] == [peers[other]]
         assert 1 <= tally["exchanges"] <= met
         assert tally["rounds"] == tally["exchanges"]

@@ -10,10 +10,6 @@ TASK = f"{Path(__file__).parent / 'uneven_task.py'}:Uneven"
 ROUNDS = 5
 
 
-def rounds(shoal, name):
-    return [event for event in shoal.metrics(name) if event["event"] == "round"]
-
-
 @pytest.mark.slow(reason="rounds are seconds of real time")
 @pytest.mark.parametrize("length", ["seconds:1", "seconds:auto"])
 def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, length):
@@ -21,12 +17,12 @@ def test_a_quick_and_a_slow_node_exchange_in_every_round(shoal, eventually, leng
     quick = shoal.node("up", table, "quick", "--task", TASK, "--shard", "0/2")
     link = quick.line()
     slow = shoal.node("join", link, "slow", "--task", TASK, "--shard", "1/2")
-    eventually(lambda: min(len(rounds(shoal, name)) for name in ("quick", "slow")) >= ROUNDS, 60, "five rounds")
+    eventually(lambda: min(len(shoal.rounds(name)) for name in ("quick", "slow")) >= ROUNDS, 60, "five rounds")
     slow.signal(signal.SIGINT)
     quick.signal(signal.SIGINT)
     assert (slow.wait(), quick.wait()) == (130, 130)
 
-    met = {name: {event["round"]: event for event in rounds(shoal, name)} for name in ("quick", "slow")}
+    met = {name: {event["round"]: event for event in shoal.rounds(name)} for name in ("quick", "slow")}
     # The very last one may be the round in which the other was told to stop.
     common = sorted(set(met["quick"]) & set(met["slow"]))[: ROUNDS - 1]
     assert common == list(range(common[0], common[0] + ROUNDS - 1))
@@ -44,16 +40,16 @@ def test_a_node_that_slept_goes_on_in_the_round_that_the_swarm_is_in(shoal, even
     table = shoal.toml(swarm={"name": "uneven", "start_when": 2}, outer={"round": "seconds:1", "wait_s": 1.0})
     awake = shoal.node("up", table, "awake", "--task", TASK, "--shard", "0/2")
     sleeper = shoal.node("join", awake.line(), "sleeper", "--task", TASK, "--shard", "1/2")
-    eventually(lambda: any(event["partner"] for event in rounds(shoal, "sleeper")), 60, "an exchange")
+    eventually(lambda: any(event["partner"] for event in shoal.rounds("sleeper")), 60, "an exchange")
     sleeper.signal(signal.SIGSTOP)
-    before = len(rounds(shoal, "awake"))
-    eventually(lambda: len(rounds(shoal, "awake")) >= before + 4, 60, "four rounds alone")
-    last = rounds(shoal, "sleeper")[-1]["round"]
+    before = len(shoal.rounds("awake"))
+    eventually(lambda: len(shoal.rounds("awake")) >= before + 4, 60, "four rounds alone")
+    last = shoal.rounds("sleeper")[-1]["round"]
     sleeper.signal(signal.SIGCONT)
 
     def met():
         """The rounds since then in which both say that they exchanged."""
-        mine, theirs = ({e["round"] for e in rounds(shoal, name) if e["partner"]} for name in ("awake", "sleeper"))
+        mine, theirs = ({e["round"] for e in shoal.rounds(name) if e["partner"]} for name in ("awake", "sleeper"))
         return sorted(number for number in mine & theirs if number > last + 1)
 
     eventually(lambda: len(met()) >= 3, 60, "three exchanges")

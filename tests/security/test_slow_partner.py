@@ -43,16 +43,13 @@ def swarm(shoal, seconds, lag, slow):
         third = shoal.node("join", link, "third", "--task", TASK, "--yes", program=(PROGRAM,))
         third.line()
 
-    def rounds(name):
-        return [event for event in shoal.metrics(name) if event["event"] == "round"]
-
-    until(lambda: all(any(event["partner"] for event in rounds(name)) for name in HONEST), 120, "meetings")
+    until(lambda: all(any(event["partner"] for event in shoal.rounds(name)) for name in HONEST), 120, "meetings")
     began = time.time()
     until(lambda: time.time() > began + seconds, seconds + 60)
     rows = {}
     for name in HONEST:
         assert nodes[name].popen.poll() is None, nodes[name].said()
-        there = [event for event in rounds(name) if event["time"] > began]
+        there = [event for event in shoal.rounds(name) if event["time"] > began]
         took = there[-1]["time"] - there[0]["time"]
         rows[name] = {
             "steps_per_s": round((there[-1]["step"] - there[0]["step"]) / took, 3),
