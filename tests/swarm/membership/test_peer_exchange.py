@@ -369,7 +369,3 @@ def test_a_peer_that_the_user_does_not_want_to_meet_is_not_met(world):
     world.run(3 * LOOK)
     assert one.exchange.views.active == {}
     assert other.sees() == set()
-
-
-def test_messages_are_bounded_by_seven_largest_records():
-    assert Shuffle.LIMIT == ShuffleReply.LIMIT >= (MAX_OFFERED + 1) * (Member.LIMIT + 160)

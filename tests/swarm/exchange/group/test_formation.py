@@ -7,36 +7,12 @@ import time
 import pytest
 
 from shoal.optim import BFLOAT16, RoundKey
-from shoal.optim.codecs.registry import codec_named
 from shoal.optim.exchange.base import Contribution
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, TrainingTime
 from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, PendingGroup
 from shoal.swarm.wire.messages import GroupReady
-
-
-def test_four_peers_take_the_mean_of_all(school):
-    four = school.peers(4)
-    for round in range(3):
-        handles = [peer.start(round, float(number)) for number, peer in enumerate(four)]
-        assert school.values(handles) == [1.5] * 4
-    assert all(peer.exchange.next_round == 3 for peer in four)
-    mean = handles[0].result()
-    assert mean.members == tuple(sorted(peer.id for peer in four))
-    assert mean.weight == 4.0
-    assert handles[0].result() is mean
-
-
-@pytest.mark.parametrize("name", ["float32", "int8"])
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_contributions_count_by_their_weights(school, name, count):
-    handles = [
-        peer.start(0, float(number), codec_named(name), weight=1.0 + number) for number, peer in enumerate(school.peers(count))
-    ]
-    total = sum(range(1, count + 1))
-    assert school.values(handles) == [pytest.approx(sum(n * (n + 1) for n in range(count)) / total, rel=1e-6)] * count
-    assert {handle.result().weight for handle in handles} == {float(total)}
 
 
 def test_several_fragments_are_in_flight_at_once_in_any_order(school):

@@ -14,7 +14,7 @@ from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
 from shoal.swarm.exchange.context import ExchangeTimeouts
-from shoal.swarm.exchange.contribution import CommitState, ExchangeAttempt
+from shoal.swarm.exchange.contribution import ExchangeAttempt
 from shoal.swarm.exchange.pair import calls as pair_calls
 from shoal.swarm.exchange.pair import transfer
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
@@ -243,15 +243,6 @@ def test_a_caller_that_has_gone_on_when_ready_comes_decides_nothing(pair, monkey
     assert (first.result(), second.result()) == (None, None)
     ((outcome, _),) = pair.exchanges[0]._matchmaker.state.transfers._outcomes.values()
     assert outcome == "aborted"
-
-
-def test_whoever_comes_first_decides_a_round():
-    one, two = CommitState(), CommitState()
-    assert one.commit("mean")
-    assert one.close() == "mean"
-    assert two.close() is None
-    assert not two.commit("mean")
-    assert two.received is None
 
 
 def test_a_loop_that_hangs_holds_no_training_thread(pair, network):
