@@ -100,10 +100,8 @@ def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_don
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--task", "nowhere/task.py:Mine"], "There is no file 'nowhere/task.py'"),
-    (["--folder", "file/below"], "file/below' (Not a directory): choose another one"),
-    (["--identity", "file"], "file"),
-    (["--resume"], "There is no checkpoint"),
-    (["--listen", "/ip4/127.0.0.1/tcp/1/garbage"], "/ip4/127.0.0.1/tcp/1/garbage"),
+    (["--folder", "file/below"], "file/below' (Not a directory): choose another one"), (["--identity", "file"], "file"),
+    (["--resume"], "There is no checkpoint"), (["--listen", "/ip4/127.0.0.1/tcp/1/garbage"], "/ip4/127.0.0.1/tcp/1/garbage"),
 ])  # fmt: skip
 def test_a_node_that_cannot_start_says_why_and_leaves_nothing(shoal, arguments, sentence):
     (shoal.home / "broken.py").write_text("1 / 0\n")

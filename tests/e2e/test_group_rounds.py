@@ -24,11 +24,9 @@ def stop(*nodes):
 
 
 OUTER = {
-    "diloco": {"method": "diloco", "every": 20},
-    "streaming": {"method": "streaming", "every": 40, "fragments": 2, "lag": 3},
-    "co2": {"method": "co2", "every": 20},
-    "sparse": {"method": "sparseloco", "every": 20},
-}
+    "diloco": {"method": "diloco", "every": 20}, "streaming": {"method": "streaming", "every": 40, "fragments": 2, "lag": 3},
+    "co2": {"method": "co2", "every": 20}, "sparse": {"method": "sparseloco", "every": 20},
+}  # fmt: skip
 
 
 @pytest.mark.slow(reason="real nodes, one of which joins late")

@@ -18,12 +18,10 @@ NEEDS = {
 }  # fmt: skip
 IMPORTS = pytest.mark.slow(reason="three processes import the library")
 PLAIN = [  # and how much higher the peers' loss may be, of the plain script's
-    pytest.param("nanogpt", 0.15),
-    pytest.param("lightning_fit", 0.3, marks=IMPORTS),
-    pytest.param("accelerate_loop", 0.3),
+    pytest.param("nanogpt", 0.15), pytest.param("lightning_fit", 0.3, marks=IMPORTS), pytest.param("accelerate_loop", 0.3),
     pytest.param("trainer", 0.15, marks=IMPORTS),
     pytest.param("grpo", 0.6, marks=IMPORTS),  # a reward, of few completions
-]
+]  # fmt: skip
 
 
 class Script:

@@ -279,11 +279,9 @@ def test_the_page_of_watch_answers_whatever_is_asked(caplog, monkeypatch):
     said = queue.Queue()
     timeline = SimpleNamespace(span=(0.0, 2.0), view_at=lambda time_s: (web.SwarmView(), False))
     thread = threading.Thread(
-        target=web.serve,
-        args=(queue.Queue(), source, web.Address(web.HERE, 0)),
-        daemon=True,
+        target=web.serve, args=(queue.Queue(), source, web.Address(web.HERE, 0)), daemon=True,
         kwargs={"live": True, "seconds": 120, "say": said.put, "timeline": timeline},
-    )
+    )  # fmt: skip
     thread.start()
     judge(int(said.get(timeout=60).rstrip("/").rpartition(":")[2]), caplog)
     source.ended.set()

@@ -30,11 +30,9 @@ def swarm(shoal, seconds, lag, slow):
     seed = shoal.start("seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "seed.key")
     (address,) = json.loads(seed.line())["addresses"]
     settings = shoal.toml(
-        swarm={"name": "common", "start_when": 2 + slow},
-        outer={"every": 20, "lag": lag},
-        train={"steps": 0},
+        swarm={"name": "common", "start_when": 2 + slow}, outer={"every": 20, "lag": lag}, train={"steps": 0},
         options={"quick_s": STEP_S, "slow_s": STEP_S},
-    )
+    )  # fmt: skip
     nodes = {"anna": shoal.node("up", settings, "anna", "--task", TASK, "--public", "--bootstrap", address)}
     link = nodes["anna"].line()
     nodes["bert"] = shoal.node("join", link, "bert", "--task", TASK, "--yes")

@@ -41,11 +41,9 @@ def test_of_a_peer_only_the_first_failure_of_a_round_counts():
     stats.failed(key(1), "a", NetworkError("again", "timeout"))
     stats.done(key(2), 4.0)
     assert stats.report() == {
-        "exchange_s": 4.0,
-        "exchanges": 4,
-        "failures": (("timeout", 2), ("refused", 1)),
+        "exchange_s": 4.0, "exchanges": 4, "failures": (("timeout", 2), ("refused", 1)),
         "blamed": (("a", "timeout", 2), ("b", "refused", 1)),
-    }
+    }  # fmt: skip
 
 
 def test_what_is_long_over_is_forgotten_and_the_report_is_bounded():

@@ -160,11 +160,9 @@ def member(identity, **changes):
 
 def dht_record(value, subkey, prefix="", swarm=SWARM, expires_in=30.0):
     return DHTRecord(
-        key=DHTID.generate(source=key_of(swarm, prefix)).to_bytes(),
-        subkey=DHTProtocol.serializer.dumps(subkey),
-        value=DHTProtocol.serializer.dumps(value),
-        expiration_time=time.time() + expires_in,
-    )
+        key=DHTID.generate(source=key_of(swarm, prefix)).to_bytes(), subkey=DHTProtocol.serializer.dumps(subkey),
+        value=DHTProtocol.serializer.dumps(value), expiration_time=time.time() + expires_in,
+    )  # fmt: skip
 
 
 def accepted(record):

@@ -171,10 +171,8 @@ def test_port_of_another_daemon_is_not_shared():
 
 
 @pytest.mark.parametrize(("address", "why"), [
-    ("/ip4/192.0.2.1/tcp/4001", "no such address"),
-    ("/ip4/127.0.0.1/tcp/70000", "at most 65535"),
-    ("127.0.0.1:4001", "write it like"),
-    ("/ip4/300.1.1.1/tcp/1", "another address"),
+    ("/ip4/192.0.2.1/tcp/4001", "no such address"), ("/ip4/127.0.0.1/tcp/70000", "at most 65535"),
+    ("127.0.0.1:4001", "write it like"), ("/ip4/300.1.1.1/tcp/1", "another address"),
 ])  # fmt: skip
 def test_bad_listen_addresses(address, why):
     with pytest.raises(StartupError, match=why):

@@ -111,10 +111,8 @@ class World:
         self.supervisor = SimpleNamespace(
             running=lambda: SimpleNamespace(origins=origins, open=opened),
             bootstrapper=SimpleNamespace(seeds={SEED: (f"/ip4/203.0.113.9/tcp/4001/p2p/{SEED}",)}),
-            known=SimpleNamespace(addresses=list),
-            handlers={},
-            moves=0,
-        )
+            known=SimpleNamespace(addresses=list), handlers={}, moves=0,
+        )  # fmt: skip
         self.puncher = Puncher(self.supervisor, me, self.resources, TrafficMeter())
 
     async def asks(self, data, peer=None, origin=""):

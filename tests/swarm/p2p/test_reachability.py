@@ -188,19 +188,14 @@ HERE = "9.9.9.9"  # as peers see it
 
 
 @pytest.mark.parametrize(("announced", "seen", "reach"), [
-    ([LAN], [(HERE, "silent"), (HERE, "other")], "direct"),
-    ([LAN, CIRCUIT], [(HERE, "silent"), ("", "unseen")], "unreachable"),
+    ([LAN], [(HERE, "silent"), (HERE, "other")], "direct"), ([LAN, CIRCUIT], [(HERE, "silent"), ("", "unseen")], "unreachable"),
     ([f"/ip4/{HERE}/tcp/4001"], [(HERE, "refused")], "unreachable"),
     (["/ip4/1.1.1.1/tcp/4001"], [(HERE, "silent")], None),  # a tunnel's, which nobody dialled
-    (["/dns4/example.org/tcp/4001"], [(HERE, "silent")], None),
-    (["/dns4/example.org/tcp/4001"], [(HERE, "reached")], "direct"),
+    (["/dns4/example.org/tcp/4001"], [(HERE, "silent")], None), (["/dns4/example.org/tcp/4001"], [(HERE, "reached")], "direct"),
     ([LAN], [("192.168.1.9", "unreached")], "local"),
     ([LAN], [("192.168.1.9", "reached")], "local"),  # that peer is in the same house
-    ([LAN], [("192.168.1.9", "reached"), (HERE, "silent")], "unreachable"),
-    ([LAN], [(HERE, "busy")], None),
-    ([LAN], [("", "unseen")], None),
-    ([LAN], [("1:", "other")], "local"),
-    ([LAN], [], None),
+    ([LAN], [("192.168.1.9", "reached"), (HERE, "silent")], "unreachable"), ([LAN], [(HERE, "busy")], None),
+    ([LAN], [("", "unseen")], None), ([LAN], [("1:", "other")], "local"), ([LAN], [], None),
 ])  # fmt: skip
 def test_who_can_dial_a_node_is_what_peers_found_that_dialled_it(announced, seen, reach):
     views = [DialBackView(PEER, address, 0.0, 0.1, outcome) for address, outcome in seen]
@@ -210,10 +205,8 @@ def test_who_can_dial_a_node_is_what_peers_found_that_dialled_it(announced, seen
 @pytest.mark.parametrize(("announced", "port"), [
     ([LAN], 4001),
     ([LAN, f"/ip4/{HERE}/tcp/40001"], 40001),  # what the router forwards
-    ([CIRCUIT, "/ip4/127.0.0.1/tcp/4002"], None),
-    (["/ip4/192.168.1.7/udp/4001/quic-v1"], None),
-    (["/ip4/192.168.1.7/tcp/443"], None),
-    (["/dns4/example.org/tcp/4003"], 4003),
+    ([CIRCUIT, "/ip4/127.0.0.1/tcp/4002"], None), (["/ip4/192.168.1.7/udp/4001/quic-v1"], None),
+    (["/ip4/192.168.1.7/tcp/443"], None), (["/dns4/example.org/tcp/4003"], 4003),
 ])  # fmt: skip
 def test_the_port_that_peers_dial(announced, port):
     assert dialled_port(announced) == port

@@ -53,11 +53,9 @@ def test_options_about_relays(given, expected):
 
 
 @pytest.mark.parametrize(("listen", "announce", "expected"), [
-    (["/ip4/0.0.0.0/tcp/0"], [], "1"),
-    (["/ip4/127.0.0.1/tcp/1", "/ip4/0.0.0.0/tcp/1"], [], "1"),
+    (["/ip4/0.0.0.0/tcp/0"], [], "1"), (["/ip4/127.0.0.1/tcp/1", "/ip4/0.0.0.0/tcp/1"], [], "1"),
     (["/ip4/192.168.0.7/tcp/1"], [], "0"),  # its own network is meant
-    (["/ip4/127.0.0.1/tcp/1"], [], "0"),
-    (["/ip4/0.0.0.0/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], "0"),
+    (["/ip4/127.0.0.1/tcp/1"], [], "0"), (["/ip4/0.0.0.0/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], "0"),
     (["/ip4/0.0.0.0/udp/0/quic-v1"], [], "0"),  # the second daemon
 ])  # fmt: skip
 def test_a_router_is_asked_to_open_a_port_for_who_wants_to_be_dialled_from_anywhere_and_says_no_more(listen, announce, expected):

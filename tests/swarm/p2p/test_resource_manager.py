@@ -178,10 +178,8 @@ def test_who_is_denied_gets_nothing():
     assert at.calls("a", 1) == "denied"
     picky, _ = resource_manager(access_policy=AccessPolicy("me", lists=PeerLists(allow=frozenset({"a"}))))
     assert [picky.acquire(Caller("b"), "/shoal/manifest/1"), picky.acquire(Caller("b"), ECHO), picky.calls("b", 1)] == [
-        "",
-        "denied",
-        "",
-    ]
+        "", "denied", "",
+    ]  # fmt: skip
 
 
 def test_what_needs_no_invitation_is_called_so():

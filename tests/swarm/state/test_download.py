@@ -245,11 +245,9 @@ def test_the_id_follows_from_what_is_held_and_from_nothing_else():
     same = State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2])
     others = [
         State(4, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2]),
-        State(3, [torch.ones(5)], {"momentum": [torch.zeros(5)]}, [2]),
-        State(3, [torch.ones(5)], {"step": [torch.ones(5)]}, [2]),
-        State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [1]),
-        State(3, [torch.ones(10)], {}, [2]),
-    ]
+        State(3, [torch.ones(5)], {"momentum": [torch.zeros(5)]}, [2]), State(3, [torch.ones(5)], {"step": [torch.ones(5)]}, [2]),
+        State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [1]), State(3, [torch.ones(10)], {}, [2]),
+    ]  # fmt: skip
     ids = [make(one, encode(one)).id for one in (state, same, *others)]
     assert ids[0] == ids[1]
     assert len(set(ids)) == len(others) + 1

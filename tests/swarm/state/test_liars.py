@@ -92,12 +92,9 @@ def test_a_node_that_missed_a_round_does_not_take_the_liars_either(network, give
 
 
 @pytest.mark.parametrize(("round", "applied", "why"), [
-    (7, (), "states the rounds of 0 fragments, here are 1"),
-    (7, (7, 7), "states the rounds of 2 fragments, here are 1"),
-    (7, (8,), "a round that cannot be: 8"),
-    (7, (2**64 - 1,), f"a round that cannot be: {2**64 - 1}"),
-    (LAST_ROUND + 1, (7,), f"a round that cannot be: {LAST_ROUND + 1}"),
-    (MAX_COUNT, (7,), f"a round that cannot be: {MAX_COUNT}"),
+    (7, (), "states the rounds of 0 fragments, here are 1"), (7, (7, 7), "states the rounds of 2 fragments, here are 1"),
+    (7, (8,), "a round that cannot be: 8"), (7, (2**64 - 1,), f"a round that cannot be: {2**64 - 1}"),
+    (LAST_ROUND + 1, (7,), f"a round that cannot be: {LAST_ROUND + 1}"), (MAX_COUNT, (7,), f"a round that cannot be: {MAX_COUNT}"),
 ])  # fmt: skip
 def test_a_header_that_no_honest_source_makes_is_refused(network, round, applied, why):
     (offer,) = offered([State(7, slow(), applied=[6])])

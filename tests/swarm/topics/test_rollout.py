@@ -74,17 +74,13 @@ def test_fields_out_of_bounds(changes):
 @pytest.mark.parametrize(
     ("ids", "logps"),
     [
-        ((bytes(4),), (bytes(4),)),
-        ((bytes(4), b""), (b"", bytes(4))),
-        ((bytes(4), bytes(3)), (bytes(4), bytes(3))),
-        ((pack_tokens([-1]), b""), (bytes(4), b"")),
-        ((bytes(4), b""), (pack_logps([float("nan")]), b"")),
-        ((bytes(4), b""), (pack_logps([float("-inf")]), b"")),
-        ((bytes(4), b""), (pack_logps([0.1]), b"")),
+        ((bytes(4),), (bytes(4),)), ((bytes(4), b""), (b"", bytes(4))), ((bytes(4), bytes(3)), (bytes(4), bytes(3))),
+        ((pack_tokens([-1]), b""), (bytes(4), b"")), ((bytes(4), b""), (pack_logps([float("nan")]), b"")),
+        ((bytes(4), b""), (pack_logps([float("-inf")]), b"")), ((bytes(4), b""), (pack_logps([0.1]), b"")),
         ((bytes(4 * MAX_TOKENS + 4), b""), (bytes(4 * MAX_TOKENS + 4), b"")),
     ],
     ids=range(8),
-)
+)  # fmt: skip
 def test_tokens_and_log_probabilities_must_fit(ids, logps):
     with pytest.raises(ValidationError):
         with_tokens(ids, logps)

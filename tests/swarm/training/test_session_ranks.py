@@ -142,9 +142,7 @@ def test_a_killed_rank_ends_its_peer_with_a_sentence_and_the_other_peer_goes_on(
     ("type", "ddp", ["ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not int"] * 2),
     ("no ranks", "fsdp", ["cut into shards (FSDP2), so this process is a rank of a peer: hand in ranks=shoal.Ranks()"] * 2),
     (
-        "setting",
-        "ddp",
-        ["cannot be made with every as given", "rank 0 of this peer failed: The swarm cannot be made with every"],
+        "setting", "ddp", ["cannot be made with every as given", "rank 0 of this peer failed: The swarm cannot be made with every"],
     ),
     ("state", "ddp", ["rank 1 of this peer failed: The state must be a module", "The state must be a module"]),
     ("model", "ddp", ["rank 1 of this peer failed: Rank 1 has another model", "Rank 1 has another model than rank 0"]),

@@ -238,23 +238,16 @@ def test_duplicate_keys_are_refused():
 
 
 BOMBS = {
-    "array of 2**32": b"\xdd\xff\xff\xff\xff",
-    "map of 2**32": b"\xdf\xff\xff\xff\xff",
-    "string of 4 GiB": b"\xdb\xff\xff\xff\xff",
-    "bytes of 4 GiB": b"\xc6\xff\xff\xff\xff",
-    "extension of 4 GiB": b"\xc9\xff\xff\xff\xff\x01",
-    "nested arrays": b"\x91" * 900_000,
-    "nested wide arrays": b"\x9f" * 900_000,
-    "nested arrays of 65535": b"\xdc\xff\xff" * 300_000,
-    "nested maps": b"\x81\xa1a" * 300_000,
-    "nested wide maps": b"\x8f\xa1a" * 300_000,
-    "many maps": b"\x9f" + (b"\x9f" + b"\x80" * 15) * 15,
-    "flat maps": b"\xdc\xff\xff" + b"\x80" * 65_535,
-    "flat arrays": b"\xdd\x00\x0d\x00\x00" + b"\x90" * 0xD0000,
+    "array of 2**32": b"\xdd\xff\xff\xff\xff", "map of 2**32": b"\xdf\xff\xff\xff\xff", "string of 4 GiB": b"\xdb\xff\xff\xff\xff",
+    "bytes of 4 GiB": b"\xc6\xff\xff\xff\xff", "extension of 4 GiB": b"\xc9\xff\xff\xff\xff\x01",
+    "nested arrays": b"\x91" * 900_000, "nested wide arrays": b"\x9f" * 900_000,
+    "nested arrays of 65535": b"\xdc\xff\xff" * 300_000, "nested maps": b"\x81\xa1a" * 300_000,
+    "nested wide maps": b"\x8f\xa1a" * 300_000, "many maps": b"\x9f" + (b"\x9f" + b"\x80" * 15) * 15,
+    "flat maps": b"\xdc\xff\xff" + b"\x80" * 65_535, "flat arrays": b"\xdd\x00\x0d\x00\x00" + b"\x90" * 0xD0000,
     "shapes of rank 0": b"\xc6\x00\x0d\x00\x00" + b"\x00" * 0xD0000,
     "shapes of rank 255": b"\xc6\x00\x0d\x00\x00" + b"\xff" * 0xD0000,
     "shapes of rank 8": b"\xc6\x00\x0c\xcc\xd2" + (b"\x08" + b"\xff" * 32) * 25_420,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())

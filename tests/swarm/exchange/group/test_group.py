@@ -67,9 +67,7 @@ def test_all_takers_hold_the_whole_mean_and_are_in_it(reports):
     ({0: 0b1111, 1: 0b1111, 2: 0b0100, 3: 0b1111}, (0b1111, 0b1011)),  # one that says it holds nobody's goes alone
     ({0: 0b0111, 1: 0b0111, 2: 0b0111, 3: 0b1111}, (0b0111, 0b0111)),  # whom all the others refuse is out, alone
     ({0: 0b1101, 1: 0b1111, 2: 0b1111, 3: 0b1111}, (0b1101, 0b1101)),  # one refuses one: the refused is out
-    ({0: 0b1}, (0, 0)),
-    ({0: 0b01, 1: 0b10}, (0, 0)),
-    ({}, (0, 0)),
+    ({0: 0b1}, (0, 0)), ({0: 0b01, 1: 0b10}, (0, 0)), ({}, (0, 0)),
 ])  # fmt: skip
 def test_what_is_decided(held, expected):
     assert common(held) == expected
