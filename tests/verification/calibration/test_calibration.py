@@ -189,16 +189,11 @@ def test_claims_that_do_not_calibrate(claims, says):
 @pytest.mark.parametrize(
     "bad",
     [
-        lambda: Evidence(ONE),
-        lambda: Evidence(ONE, ((1.0,),), (1.0,), "and a fault"),
-        lambda: claim(math.nan),
-        lambda: claim((1.0, 2.0)),
-        lambda: claim(1.0, sizes=(0.0,)),
-        lambda: claim(1.0, sizes=(1.0, 1.0)),
-        lambda: Pair("", "m", "a", "b"),
-        lambda: Pair("f", "m\n", "a", "b"),
+        lambda: Evidence(ONE), lambda: Evidence(ONE, ((1.0,),), (1.0,), "and a fault"), lambda: claim(math.nan),
+        lambda: claim((1.0, 2.0)), lambda: claim(1.0, sizes=(0.0,)), lambda: claim(1.0, sizes=(1.0, 1.0)),
+        lambda: Pair("", "m", "a", "b"), lambda: Pair("f", "m\n", "a", "b"),
     ],
-)
+)  # fmt: skip
 def test_records_are_checked(bad):
     with pytest.raises(ValueError, match=r"evidence|window|printable"):
         bad()
@@ -224,30 +219,19 @@ class TestFile:
         [
             {"windows": torch.tensor([25, -5], dtype=torch.int64)},
             {"windows": torch.tensor([2**62, 2**62, 2**62, 2**62 + 20], dtype=torch.int64)},
-            {"windows": torch.tensor([19], dtype=torch.int64)},
-            {"windows": torch.ones(20, dtype=torch.float64)},
-            {"values": torch.full((20, 1), math.nan, dtype=torch.float64)},
-            {"values": torch.ones(20, 2, dtype=torch.float64)},
-            {"sizes": torch.zeros(20, dtype=torch.float64)},
-            {"pair": ["f", "m", "a"]},
-            {"pair": ["f", "m", "a", 5]},
-            {"features": []},
-            {"features": [["error", -1.0]]},
-            {"features": [["error", "nan"]]},
-            {"pairs": "[" * 100_000},
-            {"pairs": "5"},
-            {"pairs": json.dumps([0] * 257)},
+            {"windows": torch.tensor([19], dtype=torch.int64)}, {"windows": torch.ones(20, dtype=torch.float64)},
+            {"values": torch.full((20, 1), math.nan, dtype=torch.float64)}, {"values": torch.ones(20, 2, dtype=torch.float64)},
+            {"sizes": torch.zeros(20, dtype=torch.float64)}, {"pair": ["f", "m", "a"]}, {"pair": ["f", "m", "a", 5]},
+            {"features": []}, {"features": [["error", -1.0]]}, {"features": [["error", "nan"]]}, {"pairs": "[" * 100_000},
+            {"pairs": "5"}, {"pairs": json.dumps([0] * 257)},
         ],
         ids=str,
-    )
+    )  # fmt: skip
     def test_lies_are_refused(self, tmp_path, change):
         parts = {
-            "values": torch.ones(20, 1, dtype=torch.float64),
-            "sizes": torch.ones(20, dtype=torch.float64),
-            "windows": torch.ones(20, dtype=torch.int64),
-            "pair": ["f", "m", "a", "b"],
-            "features": [["error", 0.0]],
-        }
+            "values": torch.ones(20, 1, dtype=torch.float64), "sizes": torch.ones(20, dtype=torch.float64),
+            "windows": torch.ones(20, dtype=torch.int64), "pair": ["f", "m", "a", "b"], "features": [["error", 0.0]],
+        }  # fmt: skip
         parts |= change
         described = parts.pop("pairs", None) or json.dumps([{"pair": parts.pop("pair"), "features": parts.pop("features")}])
         tensors = {f"0.{name}": parts[name] for name in ("values", "sizes", "windows")}

@@ -1,10 +1,25 @@
-"""Who may be drawn: those who entered, are not banned, have shown that they work, and cast their votes."""
+"""Drawn verifiers and planted claims: who may be drawn, nobody chooses, everybody computes the same."""
+
+import random
+from collections import Counter
 
 import pytest
-from stories import Story
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stories import Story, digest
 
 from shoal.verification.consensus.participant import electorate
-from shoal.verification.consensus.records import Ledger
+from shoal.verification.consensus.records import (
+    LEAST,
+    Chain,
+    Electorate,
+    Ledger,
+    beacon,
+    belongs,
+    draw_verifiers,
+    is_audited,
+    must_plant,
+)
 from shoal.verification.consensus.rulings import ABSENT, Rules, Standing, Table
 
 PEERS = tuple(f"p{number}" for number in range(6))
@@ -42,3 +57,90 @@ def test_of_those_who_are_there_only_the_proven_are_drawn_once_they_are_enough()
     assert drawn(proven) == set(PEERS[:4])
     # One of them is absent: three are no more than a draw needs, so all who are there are drawn.
     assert drawn({**proven, "p0": standing(valid=2, absence=ABSENT)}) == set(PEERS[1:])
+
+
+LOTS_PEERS = st.dictionaries(
+    st.text("abcdef", min_size=1, max_size=4), st.sampled_from("uvwxyz") | st.text("01", min_size=3), max_size=24
+)
+
+
+@settings(deadline=None)
+@given(LOTS_PEERS, st.sampled_from([3, 5, 7]), st.sets(st.sampled_from("uvwxyz"), max_size=2), st.integers(0, 99))
+def test_seats_are_disjoint_of_different_operators_and_never_the_barred(operators, size, barred, number):
+    drawn = draw_verifiers(Electorate(1, digest(number), operators), digest("case"), size, barred)
+    shuffled = list(operators.items())
+    random.Random(number).shuffle(shuffled)
+    assert drawn == draw_verifiers(Electorate(1, digest(number), dict(shuffled)), digest("case"), size, barred)
+    sitting = [peer for attempt in drawn for peer in attempt]
+    used = [operators[peer] for peer in sitting]
+    assert len(set(used)) == len(used)
+    assert not set(used) & barred
+    free = len({operator for operator in operators.values() if operator not in barred})
+    assert bool(drawn) == (free >= LEAST)
+    assert {len(attempt) for attempt in drawn} <= {min(size, free - (free % 2 == 0))}
+
+
+def test_every_peer_is_drawn_as_often():
+    electorate = Electorate(1, digest("beacon"), {f"p{i}": f"p{i}" for i in range(10)})
+    count = Counter(peer for number in range(3000) for peer in draw_verifiers(electorate, digest(number), 3)[0])
+    # 900 expected of each; five standard deviations of a binomial count are 126.
+    assert all(abs(count[f"p{i}"] - 900) < 126 for i in range(10))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 4, 33])
+def test_sizes_that_cannot_vote_are_refused(size):
+    with pytest.raises(ValueError, match="odd number"):
+        draw_verifiers(Electorate(1, digest(0), {}), digest("case"), size)
+
+
+def test_a_beacon_has_32_bytes():
+    with pytest.raises(ValueError, match="32 bytes"):
+        Electorate(1, b"short", {})
+
+
+@given(st.lists(st.binary(min_size=32, max_size=32), max_size=6), st.randoms())
+def test_the_beacon_depends_on_run_round_and_every_salt_and_not_on_order_or_copies(salts, shuffler):
+    found = beacon("run", 7, salts)
+    mixed = salts + salts
+    shuffler.shuffle(mixed)
+    assert beacon("run", 7, mixed) == found
+    assert len({beacon("run", 8, salts), beacon("other", 7, salts), found}) == 3
+    if salts:
+        fewer = [salt for salt in salts if salt != salts[0]]
+        assert beacon("run", 7, fewer) != found
+
+
+def test_audits_are_a_share():
+    drawn = sum(is_audited(digest("beacon"), digest(number), 0.1) for number in range(10_000))
+    assert abs(drawn - 1000) < 150  # five standard deviations
+    assert is_audited(digest("beacon"), digest(1), 1.0)
+    assert not is_audited(digest("beacon"), digest(1), 0.0)
+
+
+@given(st.integers(0, 1000), st.integers(1, 40), st.data())
+def test_links_belong_to_their_round_alone(start, length, data):
+    chain = Chain(digest("secret"), start, length)
+    round = data.draw(st.integers(start + 1, start + length))
+    for steps in range(-1, length + 2):
+        assert belongs(chain.link(round), chain.anchor, steps) == (steps == round - start)
+    for outside in (start, start + length + 1):
+        with pytest.raises(ValueError, match="covers"):
+            chain.link(outside)
+
+
+def test_a_link_cannot_be_made_from_earlier_ones_and_giants_are_not_hashed():
+    chain = Chain(digest("secret"), 0, 10)
+    assert not belongs(chain.link(4), chain.anchor, 5)
+    assert not belongs(chain.link(4), chain.anchor, 2**60)
+    with pytest.raises(ValueError, match="secret"):
+        Chain(b"short", 0)
+
+
+def test_the_lottery_plants_its_share_and_depends_on_secret_and_beacon():
+    chain = Chain(digest("secret"), 0, 100)
+    drawn = [
+        [must_plant(chain.link(round), digest(beacon, round), slot, 0.05) for round in range(1, 101) for slot in range(100)]
+        for beacon in range(2)
+    ]
+    assert all(abs(sum(each) - 500) < 5 * 22 for each in drawn)
+    assert drawn[0] != drawn[1]

@@ -21,17 +21,12 @@ def ruled(story, claim, ignored=()):
 @pytest.mark.parametrize(
     ("marks", "decision"),
     [
-        (("valid", "valid", "invalid"), "valid"),
-        (("valid", "invalid", "invalid"), "invalid"),
-        (("valid", "valid", "absent"), "valid"),
-        (("valid", "invalid", "absent"), None),
-        (("valid", "absent", "withheld"), None),
-        ((None, None, None), None),
-        ((), None),
-        (("valid", "valid", "invalid", None, "absent"), "valid"),
+        (("valid", "valid", "invalid"), "valid"), (("valid", "invalid", "invalid"), "invalid"),
+        (("valid", "valid", "absent"), "valid"), (("valid", "invalid", "absent"), None), (("valid", "absent", "withheld"), None),
+        ((None, None, None), None), ((), None), (("valid", "valid", "invalid", None, "absent"), "valid"),
         (("invalid",) * 3 + ("absent",) * 4, None),
     ],
-)
+)  # fmt: skip
 def test_strict_majority_of_a_quorum(marks, decision):
     assert decide(marks) == decision
 

@@ -1,4 +1,4 @@
-"""Series of claims: p-values that no honest peer can make too small, the tolerance, and the odds of honest peers and of others."""
+"""Series of claims and the capital of bets on them: p-values that no honest peer can make too small, and their odds."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.verification.calibration import Honest, Pair
 from shoal.verification.fingerprints.fingerprint import Evidence, Feature
-from shoal.verification.sequential import ACROSS, ALARM, LENGTH, LIFE_RATE, TOLERANCE, Martingale, Reference, Series
+from shoal.verification.sequential import ACROSS, ALARM, JUMP, KAPPAS, LENGTH, LIFE_RATE, TOLERANCE, Martingale, Reference, Series
 
 ONE = (Feature("error", 0.0),)
 TWO = (Feature("error", 0.0), Feature("misses", 0.0))
@@ -156,3 +156,52 @@ def test_what_does_not_fit_is_refused():
         series.add((0.0,), NONE)
     with pytest.raises(ValueError, match="512 claims"):
         series.add((0.0,), NONE)
+
+
+P = st.floats(1e-6, 1.0)
+
+
+def after(values):
+    martingale = Martingale()
+    for value in values:
+        martingale.bet(value)
+    return martingale.log_capital
+
+
+def by_hand(values):
+    """The Simple Jumper as its paper states it, in plain numbers."""
+    shares = [1 / len(KAPPAS)] * len(KAPPAS)
+    for p in values:
+        total = sum(shares)
+        shares = [(1 - JUMP) * share + JUMP * total / len(KAPPAS) for share in shares]
+        shares = [share * kappa * p ** (kappa - 1) for share, kappa in zip(shares, KAPPAS, strict=True)]
+    return sum(shares)
+
+
+@given(st.lists(P, min_size=1, max_size=12))
+@settings(deadline=None)
+def test_it_is_the_simple_jumper(values):
+    assert after(values) == pytest.approx(math.log(by_hand(values)), abs=1e-9)
+
+
+@given(st.lists(st.tuples(P, P), min_size=1, max_size=20))
+@settings(deadline=None)
+def test_a_p_value_rounded_up_never_raises_the_capital(pairs):
+    assert after(max(pair) for pair in pairs) <= after(min(pair) for pair in pairs) + 1e-9
+
+
+def test_all_small_grows_by_the_best_bet():
+    assert after([0.01] * 30) == pytest.approx(30 * math.log(0.2 * 0.01**-0.8), abs=math.log(len(KAPPAS)) + 1)
+
+
+def test_a_peer_that_begins_to_cheat_late_is_found_nearly_as_soon():
+    source = random.Random(2)
+    honest = [1 - source.random() for _ in range(1000)]
+    assert after([*honest, *[0.01] * 12]) > math.log(1e4)
+    assert after(honest) < math.log(100)
+
+
+@pytest.mark.parametrize("p", [0.0, -0.1, 1.1, math.nan])
+def test_a_number_that_is_no_p_value_is_refused(p):
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        Martingale().bet(p)
