@@ -27,12 +27,9 @@ def descendants(mark: str) -> list[psutil.Process]:
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=120,
         env={**os.environ, MARK: str(os.getpid())},
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow(reason="20 s: a process for each end of each measurement")

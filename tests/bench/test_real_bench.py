@@ -191,17 +191,12 @@ def exchange(time, step, partner="b"):
 def test_the_lives_of_a_node_are_added_up():
     """Of the first, which was killed, by its exchanges; what it had measured after its checkpoint is measured again."""
     events = [
-        {"event": "activity", "time": 90.0},
-        {"event": "start", "time": 100.0, "loss_first": 5.0},
-        exchange(110.0, 10),
-        {"event": "evaluation", "time": 120.0, "step": 20, "loss": 4.0},
-        exchange(121.0, 20, None),
-        {"event": "start", "time": 200.0, "loss_first": 4.4},
-        {"event": "evaluation", "time": 210.0, "step": 20, "loss": 3.0},
+        {"event": "activity", "time": 90.0}, {"event": "start", "time": 100.0, "loss_first": 5.0}, exchange(110.0, 10),
+        {"event": "evaluation", "time": 120.0, "step": 20, "loss": 4.0}, exchange(121.0, 20, None),
+        {"event": "start", "time": 200.0, "loss_first": 4.4}, {"event": "evaluation", "time": 210.0, "step": 20, "loss": 3.0},
         {"event": "evaluation", "time": 230.0, "step": 40, "loss": None},
-        {"event": "end", "time": 235.0, "steps": 40, "loss_last": 2.0, **COUNTS},
-        {"event": "activity", "time": 240.0},
-    ]
+        {"event": "end", "time": 235.0, "steps": 40, "loss_last": 2.0, **COUNTS}, {"event": "activity", "time": 240.0},
+    ]  # fmt: skip
     found = real.history(events)
     assert found["measured"] == [[0, 0.0, 5.0], [20, 31.0, 3.0], [40, 56.0, 2.0]]
     assert (found["lives"], found["loss_first"], found["bytes_sent"], found["wait_s"], found["wall_s"]) == (2, 5.0, 700, 7.0, 54.0)

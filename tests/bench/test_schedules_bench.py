@@ -1,19 +1,27 @@
-"""The bench of outer schedules: its formulas, that its rounds are those of the paper, and that a schedule changes nothing else."""
+"""Benches of schedules, hostile peers, the moving picture and a GPU's check: formulas, tables, and what they take up again."""
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
+import torch
 
+from bench import adversaries, gpu_check
 from bench import schedules as bench
+from bench._moving_picture import draw, read
 from bench._table import methods, text, train
+from shoal.node.watch.source import Recorder
 from shoal.optim.schedule import Apply, Send, Streaming
+from tests.node.watch.conftest import NOW, Author
 
 
 @pytest.mark.parametrize(
     ("schedule", "first", "middle", "last"),
     [
-        ("even", (1, 1), (1, 1), (1, 1)), ("qsr:25", (1, 1), (1, 1), (1, 1)),
-        ("lr-line:1:0.5", (1, 1), (0.75, 1), (0.5, 1)),
-        ("momentum-line:0:1.5", (1, 0), (1, 0.75), (1, 1.5)),
-        ("to-mean", (1, 1), (1.125, 0.5), (1.25, 0)),
+        ("even", (1, 1), (1, 1), (1, 1)), ("qsr:25", (1, 1), (1, 1), (1, 1)), ("lr-line:1:0.5", (1, 1), (0.75, 1), (0.5, 1)),
+        ("momentum-line:0:1.5", (1, 0), (1, 0.75), (1, 1.5)), ("to-mean", (1, 1), (1.125, 0.5), (1.25, 0)),
     ],
 )  # fmt: skip
 def test_factors_of_the_outer_rate_and_momentum(schedule, first, middle, last):
@@ -105,3 +113,125 @@ def test_every_run_has_an_even_one_to_compare_with():
     for (method, _, _), schedules in bench.TRIED.items():
         assert schedules[0] == "even"
         assert method in methods.BEST
+
+
+TINY = ["--peers", "4", "--hostile", "1", "--steps", "6", "--every", "2", "--batch", "1", "--seeds", "0", "--attacks", "x1000"]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adversaries")
+    page = folder / "page.md"
+    page.write_text(f"before\n{adversaries.BEGIN}old\n{adversaries.END}\nafter\n")
+    assert adversaries.main([*TINY, "--resume", str(folder / "runs"), "--into", str(page)]) == 0
+    return page
+
+
+def test_the_undefended_run_is_ruined_and_the_defended_one_is_not(page, capsys):
+    lines = (page.parent / "runs").read_text().splitlines()
+    assert adversaries.main([*TINY, "--resume", str(page.parent / "runs"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [json.loads(line) for line in lines] == found["runs"]  # nothing was run again
+    loss = {(row["method"], row["attack"], row["defence"]): row["loss"] for row in found["runs"]}
+    assert len(loss) == 8
+    for method in adversaries.METHODS:
+        clean = loss[method, "none", "undefended"]
+        ruined = loss[method, "x1000", "undefended"]
+        assert ruined is None or ruined > 1.2 * clean
+        assert loss[method, "x1000", "public"] < 1.1 * clean
+        assert loss[method, "none", "public"] == pytest.approx(clean, rel=0.05)
+    harm = {(row["method"], row["attack"], row["defence"]): row["harm"] for row in found["rows"]}
+    for cell, value in harm.items():
+        assert value is None if loss[cell] is None else value == pytest.approx(loss[cell] / loss[cell[0], "none", "undefended"] - 1)
+
+
+def test_the_table_stands_between_its_marks(page):
+    text = page.read_text()
+    assert text.startswith("before")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    rows = [line.removeprefix("| ").split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")]
+    assert rows == [["method", "attack"], *([method, attack] for method in adversaries.METHODS for attack in ("none", "x1000"))]
+
+
+def test_a_page_without_a_place_is_named(tmp_path):
+    (tmp_path / "page").write_text("nothing")
+    with pytest.raises(SystemExit, match="no place for the table"):
+        adversaries.main([*TINY, "--report", "--into", str(tmp_path / "page")])
+
+
+DRAWN = Path(__file__).resolve().parents[2] / "docs" / "training.svg"
+LIMIT = 150_000  # bytes
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Of two nodes; the second is gone from second 10 to 30."""
+    anna, bert = Author("anna"), Author("<bert>")
+    recorder = Recorder(tmp_path / "run.jsonl")
+    for number in range(40):
+        alone = 10 < number < 30
+        recorder.take(anna.heard(anna.round(number, [] if alone else [bert]), at=NOW + number))
+        if not alone:
+            recorder.take(bert.heard(bert.round(number, [anna]), at=NOW + number))
+    recorder.close()
+    return read(tmp_path / "run.jsonl")
+
+
+def test_the_run_has_the_meetings_the_curves_and_who_was_gone(run):
+    assert (run.names, run.seconds) == (["<bert>", "anna"], 39.0)
+    assert run.gone == [[(10.0, 30.0)], []]
+    assert run.meetings == {(0, 1): [*map(float, range(11)), *map(float, range(30, 40))]}
+    assert [len(curve) for curve in run.curves] == [21, 40]
+
+
+def test_it_is_well_formed_and_says_in_words_what_happens(run):
+    drawn = draw(run)
+    texts = [element.text for element in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert "<bert> is killed: anna train on" not in texts
+    assert "<bert> is killed: anna trains on" in texts
+    assert "<bert> is back, and catches up" in texts
+    label = ET.fromstring(drawn).get("aria-label")
+    assert label.startswith("Training loss of <bert>, anna over 39 s")
+
+
+@pytest.mark.parametrize("drawn", [DRAWN])
+def test_the_one_in_the_docs_is_small_and_asks_for_nothing(drawn):
+    text = drawn.read_text(encoding="utf-8")
+    assert len(text.encode()) < LIMIT
+    assert "prefers-color-scheme: dark" in text
+    assert "prefers-reduced-motion: no-preference" in text
+    assert "is killed" in text
+    assert "<script" not in text
+    assert "url(" not in text
+
+
+def test_the_report_has_a_row_for_each_step_and_the_end_of_what_it_said():
+    long = "print('\\n'.join(map(str, range(100)))); raise SystemExit(3)"
+    steps = [
+        gpu_check.run("fails", [[sys.executable, "-c", long], [sys.executable, "-c", "print('never')"]], limit_s=60),
+        gpu_check.measured("breaks", lambda: f"{1 // 0}"),
+        gpu_check.measured("works", lambda: "1.5 of it"),
+    ]
+    assert [one.passed for one in steps] == [False, False, True]
+    report = gpu_check.report("a machine", steps)
+    assert "| fails | **failed** |" in report
+    assert "| works | passed |" in report
+    assert "99\n```" in report
+    assert "\n74\n" not in report
+    assert "never" not in report
+    assert "ZeroDivisionError" in report
+
+
+def test_a_step_that_takes_too_long_is_ended():
+    step = gpu_check.run("long", [[sys.executable, "-c", "import time; time.sleep(600)"]], limit_s=0.5)
+    assert not step.passed
+    assert step.said == "ended after 0.5 s"
+    assert step.seconds < 60
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    monkeypatch.setattr(gpu_check, "resolve_device", lambda name: torch.device("cpu"))
+    with pytest.raises(SystemExit, match="PyTorch finds no GPU on this machine"):
+        gpu_check.main()

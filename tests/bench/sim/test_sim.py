@@ -187,8 +187,7 @@ def test_nets_churn_and_sizes_are_read():
         {"net": "moon"}, {"net": "1.2.3:4"}, {"net": "5:0"}, {"churn": "many"}, {"churn": "-1/min"}, {"churn": "9999/min"},
         {"peers": "1,2"}, {"peers": "some"}, {"peers": "16,"}, {"peers": "70000"}, {"peers": ",".join(["2"] * 17)},
         {"overrides": {"swarm.bucket": 3}}, {"overrides": {"swarm.bucket": 65}}, {"overrides": {"outer.method": "nope"}},
-        {"warm_up": 0.3},
-        {"overrides": {"outer.lag": 50}},
+        {"warm_up": 0.3}, {"overrides": {"outer.lag": 50}},
         {"overrides": {"outer.method": "streaming", "outer.every": 2, "outer.fragments": 3}},
     ],
 )  # fmt: skip
