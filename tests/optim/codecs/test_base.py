@@ -1,5 +1,9 @@
+"""What all codecs share: names, dense payloads, bits, and memory that is nobody else's."""
+
 import math
+import mmap
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shoal.optim import BFLOAT16, E3M0, FLOAT16, FLOAT32, INT8, SIGN, TOPK2, Alone, LocalSGD, NoLoCo, codec_named
-from shoal.optim.codecs.base import check_sends_weights
+from shoal.optim import BFLOAT16, E3M0, FLOAT16, FLOAT32, INT8, SIGN, TOPK2, codec_named
+from shoal.optim.codecs.base import SMALL, buffer, check_sends_weights
+from shoal.optim.codecs.quantized import byte_table, look_up, pack, pack12, packed_bytes, unpack, unpack12
 
 CODECS = [FLOAT32, FLOAT16, BFLOAT16]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
@@ -193,9 +198,69 @@ def test_whole_weights_are_not_sent_through_what_is_for_displacements():
             check_sends_weights(codec_named(name), "LocalSGD")
 
 
-@pytest.mark.parametrize("method", [NoLoCo, LocalSGD])
-def test_a_method_that_sends_weights_refuses_such_a_codec(method):
-    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    with pytest.raises(ValueError, match=rf"{method.__name__} sends whole weights, of which the codec topk2\+ef:0.95"):
-        method(inner, Alone(), codec=codec_named("topk2+ef:0.95"))
-    method(inner, Alone(), codec=INT8)
+def codes_of(width, size=200):
+    return st.lists(st.integers(0, 2**width - 1), max_size=size)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@given(data=st.data())
+def test_packing_loses_nothing_and_leaves_no_gap(width, data):
+    codes = torch.tensor(data.draw(codes_of(width)), dtype=torch.uint8)
+    packed = pack(codes, width)
+    assert packed.dtype == torch.uint8
+    assert packed.numel() == packed_bytes(codes.numel(), width) == -(-codes.numel() * width // 8)
+    assert torch.equal(unpack(packed, width, codes.numel()), codes)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@given(data=st.data())
+def test_the_first_code_stands_in_the_lowest_bits(width, data):
+    codes = data.draw(codes_of(width))
+    number = sum(code << (width * place) for place, code in enumerate(codes))
+    expected = number.to_bytes(packed_bytes(len(codes), width), "little")
+    assert bytes(pack(torch.tensor(codes, dtype=torch.uint8), width).tolist()) == expected
+
+
+@given(rows=st.integers(1, 5), count=st.integers(0, 70), seed=st.integers(0, 2**32 - 1))
+def test_twelve_bits(rows, count, seed):
+    codes = torch.from_numpy(np.random.default_rng(seed).integers(0, 4096, (rows, count)))
+    packed = pack12(codes)
+    assert packed.shape == (rows, packed_bytes(count, 12))
+    assert torch.equal(unpack12(packed, count), codes)
+    for row, line in zip(codes.tolist(), packed.tolist(), strict=True):
+        number = sum(code << (12 * place) for place, code in enumerate(row))
+        assert bytes(line) == number.to_bytes(packed_bytes(count, 12), "little")
+
+
+def test_a_table_turns_bytes_into_levels():
+    levels = torch.tensor([0.0, 0.5, -0.5, 3.0])
+    codes = torch.tensor([3, 1, 2, 0, 1], dtype=torch.uint8)
+    assert look_up(pack(codes, 2), byte_table(levels), 5).tolist() == [3.0, 0.5, -0.5, 0.0, 0.5]
+
+
+SIZE = 4 * SMALL
+STATM = Path("/proc/self/statm")
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="the system does not tell how much memory the process has")
+def test_memory_goes_back_to_the_system_with_the_last_view() -> None:
+    def resident() -> int:
+        return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    first = buffer(16 * SIZE).fill_(1)
+    exported = first.view(torch.float32)[3:9].numpy().data
+    del first
+    assert resident() - before > 12 * SIZE
+    del exported
+    assert resident() - before < 4 * SIZE
+
+
+def test_an_encoded_payload_survives_the_next_encodings() -> None:
+    weights = torch.arange(SIZE // 4, dtype=torch.float32)
+    payload = FLOAT32.encode([weights])
+    decoded = FLOAT32.decode(payload, [tuple(weights.shape)])
+    del payload
+    for _ in range(4):
+        FLOAT32.encode([torch.zeros_like(weights)])
+    assert torch.equal(decoded[0], weights)

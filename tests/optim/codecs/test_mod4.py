@@ -111,11 +111,9 @@ def test_what_one_gains_the_other_loses_to_the_last_bit(rounds):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    shapes=st.lists(st.lists(st.integers(0, 70), max_size=2).map(tuple), max_size=4),
-    scale=st.floats(1e-4, 1e4),
-    distance=st.floats(0, 3),
-    seed=st.integers(0, 999),
-)
+    shapes=st.lists(st.lists(st.integers(0, 70), max_size=2).map(tuple), max_size=4), scale=st.floats(1e-4, 1e4),
+    distance=st.floats(0, 3), seed=st.integers(0, 999),
+)  # fmt: skip
 def test_any_shapes_and_distances(shapes, scale, distance, seed):
     generator = torch.Generator().manual_seed(seed)
     base = [scale * torch.randn(shape, generator=generator) for shape in shapes]

@@ -1,12 +1,19 @@
-import threading
+"""The simulated exchange, who is paired with whom in it, and tensors that are computed when they are taken."""
 
+import hashlib
+import itertools
+import threading
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.optim import Faults, Mean, NoLoCo, RoundKey, Simulation
-from shoal.optim.exchange.base import Contribution
+from shoal.optim import Faults, Mean, NoLoCo, RoundKey, Simulation, candidates, groups, order, partner_of, weighted_mean
+from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32
+from shoal.optim.exchange.base import SLAB, Contribution, OnDemand, combined, counted_weights, differences, slabs
 
 PEERS = ["a", "b", "c", "d", "e"]
 WAIT = 3.0
@@ -46,14 +53,12 @@ def times(values, count):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    peers=st.integers(1, 5),
-    size=st.integers(1, 4),
-    seed=st.integers(0, 1000),
+    peers=st.integers(1, 5), size=st.integers(1, 4), seed=st.integers(0, 1000),
     pauses=st.lists(st.integers(0, 10), min_size=1, max_size=20),
     delays=st.lists(st.sampled_from([0, 0, 0, 1, 2, 5, 9]), min_size=1, max_size=20),
     drops=st.lists(st.booleans(), min_size=1, max_size=20),
     kills=st.dictionaries(st.sampled_from(PEERS), st.integers(0, 40).map(lambda x: x / 2), max_size=4),
-)
+)  # fmt: skip
 def test_whatever_goes_wrong_nobody_waits_longer_and_a_group_commits_as_a_whole(peers, size, seed, pauses, delays, drops, kills):
     rounds = 4
     delay, drop = times(delays, rounds), times(drops, rounds)
@@ -238,3 +243,186 @@ def test_groups_stay_for_the_rounds_of_an_epoch_and_are_then_drawn_anew():
     members = [frozenset(log.outcomes[peer, round].members for peer in PEERS if log.outcomes[peer, round]) for round in range(16)]
     assert all(len(set(members[epoch : epoch + 4])) == 1 for epoch in range(0, 16, 4))
     assert len(set(members)) > 1
+
+
+NAMED = st.lists(st.text(max_size=8), unique=True, min_size=1, max_size=12)
+SEEDS = st.integers(0, 2**63)
+ROUNDS = st.integers(0, 10**9)
+
+
+@given(SEEDS, ROUNDS, NAMED, st.randoms())
+def test_both_sides_name_each_other_whatever_order_they_see(seed, round, peers, random):
+    other_order = random.sample(peers, len(peers))
+    alone = 0
+    for me in peers:
+        partner = partner_of(seed, round, me, [peer for peer in other_order if peer != me])
+        if partner is None:
+            alone += 1
+        else:
+            assert partner != me
+            assert partner_of(seed, round, partner, peers) == me
+    assert alone == len(peers) % 2
+
+
+@given(SEEDS, ROUNDS, NAMED, st.integers(1, 5), st.randoms())
+def test_everyone_is_in_exactly_one_group(seed, round, peers, size, random):
+    found = groups(seed, round, peers, size)
+    assert found == groups(seed, round, random.sample(peers, len(peers)) + peers, size)
+    assert sorted(itertools.chain(*found)) == sorted(peers)
+    assert all(len(group) == size for group in found[:-1])
+    assert 1 <= len(found[-1]) <= size
+
+
+@given(SEEDS, ROUNDS, NAMED)
+def test_candidates_are_everyone_else_mate_first_then_onwards_from_me(seed, round, peers):
+    ordered = order(seed, round, peers)
+    assert sorted(ordered) == sorted(peers)
+    for here, me in enumerate(ordered):
+        found = candidates(seed, round, me, peers)
+        assert sorted([*found, me]) == sorted(peers)
+        partner = partner_of(seed, round, me, peers)
+        onwards = [peer for peer in ordered[here + 1 :] + ordered[:here] if peer != partner]
+        assert found == ([] if partner is None else [partner]) + onwards
+
+
+@given(SEEDS, ROUNDS, NAMED, st.data())
+def test_a_peer_that_sees_fewer_others_keeps_their_order(seed, round, peers, data):
+    me = data.draw(st.sampled_from(peers))
+    seen = data.draw(st.lists(st.sampled_from(peers), unique=True))
+    full, partial = order(seed, round, peers), order(seed, round, {*seen, me})
+    assert partial == [peer for peer in full if peer in {*seen, me}]
+
+
+def test_the_order_is_by_the_documented_hash_so_that_other_implementations_can_agree():
+    ordered = sorted("abcd", key=lambda peer: hashlib.sha256(f"shoal/pairing/1:7:3:{peer}".encode()).digest())
+    assert order(7, 3, "dcba") == ordered
+    assert groups(7, 3, "dcba") == [tuple(ordered[:2]), tuple(ordered[2:])]
+
+
+def test_a_group_of_nobody_is_refused():
+    with pytest.raises(ValueError, match="at least one peer, got size 0"):
+        groups(0, 0, ["a"], 0)
+
+
+def test_partners_are_uniform_and_fresh_each_round():
+    peers = [f"peer-{index}" for index in range(8)]
+    rounds = 2100
+    met: dict[str, list[str]] = {peer: [] for peer in peers}
+    for round in range(rounds):
+        for a, b in groups(5, round, peers):
+            met[a].append(b)
+            met[b].append(a)
+    for me in peers:
+        assert len(met[me]) == rounds
+        counts = Counter(met[me])
+        expected = rounds / 7
+        chi_square = sum((counts[peer] - expected) ** 2 / expected for peer in peers if peer != me)
+        assert chi_square < 22.46  # 6 degrees of freedom: one in a thousand is above
+        repeats = sum(a == b for a, b in itertools.pairwise(met[me]))
+        assert abs(repeats - expected) < 4 * np.sqrt(expected)  # the last partner is as likely as any other
+
+
+CONTRIBUTIONS = st.lists(
+    st.tuples(st.floats(2**-6, 100, width=32), st.lists(st.floats(-(2.0**20), 2.0**20, width=32), min_size=3, max_size=3)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def mean_of(contributions):
+    return weighted_mean([(peer, weight, [torch.tensor(v[:2]), torch.tensor(v[2])]) for peer, weight, v in contributions])
+
+
+@given(CONTRIBUTIONS, st.randoms())
+def test_the_mean_has_the_same_bits_whatever_the_order_of_arguments(given, random):
+    named = [(f"peer-{index}", weight, values) for index, (weight, values) in enumerate(given)]
+    first, second = mean_of(named), mean_of(random.sample(named, len(named)))
+    assert first.members == second.members == tuple(sorted(peer for peer, _, _ in named))
+    assert first.weight == second.weight
+    assert all(torch.equal(a, b) for a, b in zip(first.tensors, second.tensors, strict=True))
+    flat = torch.cat([t.reshape(-1) for t in first.tensors]).double().numpy()
+    weights, _ = counted_weights([weight for _, weight, _ in named])
+    expected = np.average([values for _, _, values in named], axis=0, weights=weights)
+    scale = np.abs([values for _, _, values in named]).max() + 1e-30
+    assert np.abs(flat - expected).max() <= 1e-6 * scale
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda x: x == 0 or abs(x) > 2.0**-100), min_size=2, max_size=2))
+def test_the_mean_of_an_equal_pair_is_correctly_rounded(pair):
+    mean = weighted_mean([("b", 1.0, [torch.tensor([pair[0]])]), ("a", 1.0, [torch.tensor([pair[1]])])])
+    assert mean.tensors[0].item() == np.float32((np.float64(pair[0]) + np.float64(pair[1])) / 2)
+    assert mean.members == ("a", "b")
+
+
+SHAPES = [(3, 5), (), (SLAB + 7,), (0,), (2, 2)]
+
+
+def made(seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_difference_has_the_same_values_whole_and_in_pieces(dtype):
+    slow, fast = made(0, dtype), made(1, dtype)
+    lazy, whole = differences(slow, fast), [s - f for s, f in zip(slow, fast, strict=True)]
+    assert lazy.shapes == SHAPES
+    assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(lazy, whole, strict=True))
+    pieces = [[] for _ in whole]
+    for place, start, stop in slabs(lazy):
+        assert stop - start <= SLAB
+        pieces[place].append(lazy.values(place, start, stop))
+    for found, tensor in zip(pieces, whole, strict=True):
+        assert torch.equal(torch.cat(found) if found else torch.zeros(0), tensor.reshape(-1).float())
+
+
+def test_what_is_taken_follows_its_parts_and_a_slice_is_computed_later_too():
+    slow, fast = made(0), made(1)
+    part = OnDemand([*slow, *zip(slow, fast, strict=True)])[len(slow) :]
+    fast[0].add_(1)
+    assert torch.equal(part[0], slow[0] - fast[0])
+    assert len(part.joined([torch.ones(1)])) == len(SHAPES) + 1
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (3.0, 1.0, 0.5), (1.0, 0.0, 2.0), (0.0, 0.0, 0.0)])
+@pytest.mark.parametrize("lender", ["a", "b", "c"])
+@pytest.mark.parametrize("even", [0, 2])
+def test_a_mean_of_lent_tensors_has_the_bits_of_a_plain_one_and_changes_none_of_them(weights, lender, even):
+    names = "abc"
+    plain = weighted_mean(
+        [(name, weight, made(number)) for number, (name, weight) in enumerate(zip(names, weights, strict=True))], even
+    )
+    own = made(names.index(lender))
+    given = [
+        (name, weight, OnDemand(own) if name == lender else made(number))
+        for number, (name, weight) in enumerate(zip(names, weights, strict=True))
+    ]
+    mean = weighted_mean(given, even)
+    assert (mean.members, mean.weight, mean.counted, mean.limit) == (plain.members, plain.weight, plain.counted, plain.limit)
+    assert all(torch.equal(a, b) for a, b in zip(mean.tensors, plain.tensors, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(own, made(names.index(lender)), strict=True))
+
+
+@pytest.mark.parametrize("partner", [1.0, 0.0])
+def test_a_pairs_mean_is_computed_in_what_came_from_the_partner(partner):
+    own, theirs = made(0), made(1)
+    places = [tensor.data_ptr() for tensor in theirs]
+    mean = weighted_mean([("a", 1.0, OnDemand(own)), ("b", partner, theirs)])
+    assert [tensor.data_ptr() for tensor in mean.tensors] == places
+
+
+def test_a_mean_of_lent_tensors_alone_is_a_copy():
+    own = made(0)
+    (alone,) = [combined([("a", 2.0, OnDemand(own))])]
+    assert all(torch.equal(a, b) for a, b in zip(alone, own, strict=True))
+    alone[0].add_(1)
+    assert torch.equal(own[0], made(0)[0])
+
+
+@pytest.mark.parametrize("codec", [FLOAT32, BFLOAT16, FLOAT16], ids=lambda codec: codec.name)
+def test_values_are_rounded_as_if_they_had_travelled(codec):
+    tensors = made(0)
+    rounded = OnDemand(tensors).rounded(codec.dtype)
+    decoded = codec.decode(codec.encode(tensors), SHAPES)
+    assert all(torch.equal(a, b) for a, b in zip(rounded, decoded, strict=True))
+    assert all(torch.equal(rounded.values(at, i, j), decoded[at].reshape(-1)[i:j]) for at, i, j in slabs(rounded))

@@ -1,10 +1,26 @@
-"""Parameters that stay a peer's own: trained, but in no message, no slow weights and no rule's state."""
+"""Which tensors of a model take part: what is excluded or frozen, buffers, the cut into fragments, and float64."""
+
+import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from shoal.optim import METHODS, Alone, DecoupledDiLoCo, DiLoCo, NoLoCo, Simulation, StreamingDiLoCo, config_diff, method_named
+from shoal.optim import (
+    METHODS,
+    Alone,
+    DecoupledDiLoCo,
+    DiLoCo,
+    LocalSGD,
+    NoLoCo,
+    Simulation,
+    StreamingDiLoCo,
+    config_diff,
+    method_named,
+    strided,
+)
+from shoal.swarm.training.session_setup import parameters_of
 
 
 class Body(nn.Module):
@@ -31,12 +47,7 @@ def learn(net, opt, steps, peer=0):
         opt.step()
 
 
-WAYS = {
-    "a module": ["head"],
-    "a pattern": ["head.*"],
-    "names": ["head.weight", "head.bias"],
-    "parameters": None,
-}
+WAYS = {"a module": ["head"], "a pattern": ["head.*"], "names": ["head.weight", "head.bias"], "parameters": None}
 
 
 @pytest.mark.parametrize(("name", "way"), [*((name, "a module") for name in METHODS), *(("streaming", way) for way in WAYS)])
@@ -128,3 +139,288 @@ def test_peers_that_exclude_others_differ_and_fragments_are_cut_from_the_rest():
     plain = DecoupledDiLoCo(inner, Alone(), model=net, fragments=2, exclude=["blocks.0"], plain=list(net.head.parameters()), lag=2)
     marked = {plain._parts[fragment][position] for fragment, position in plain.rule.plain}
     assert [plain.parameters[index].shape for index in sorted(marked)] == [(2, 3), (2,)]
+
+
+class Recording(Alone):
+    def __init__(self):
+        self.sent = []
+
+    def start(self, contribution):
+        self.sent.append([tensor.clone() for tensor in contribution.tensors])
+        return super().start(contribution)
+
+
+class Adapted(nn.Module):
+    """A frozen matrix with a trained adapter of rank 2, as LoRA has it, and a frozen integer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+        self.codes = nn.Parameter(torch.ones(3, dtype=torch.uint8), requires_grad=False)
+        self.down, self.up = nn.Parameter(torch.randn(2, 16)), nn.Parameter(torch.zeros(16, 2))
+
+    def forward(self, inputs):
+        return self.base(inputs) + inputs @ self.down.T @ self.up.T
+
+
+def adapt(net, opt, steps):
+    for step in range(steps):
+        net(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        opt.count(4)
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("method", [partial(NoLoCo, lag=0), DiLoCo, partial(StreamingDiLoCo, lag=1, fragments=1)])
+def test_only_the_adapter_is_sent_and_the_weights_are_those_of_an_optimizer_without_the_rest(method):
+    every, few = Adapted(), Adapted()
+    all_given = method(torch.optim.AdamW(every.parameters(), lr=0.01), recorded := Recording(), every=2)
+    only = method(torch.optim.AdamW([few.down, few.up], lr=0.01), Alone(), every=2)
+    adapt(every, all_given, 6)
+    adapt(few, only, 6)
+    assert [[tuple(tensor.shape) for tensor in sent] for sent in recorded.sent] == [[(2, 16), (16, 2)]] * 3
+    assert [tensor.numel() for tensor in all_given.slow] == [32, 32]
+    assert all(a is b for a, b in zip(all_given.parameters, [every.down, every.up], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(every.state_dict().values(), few.state_dict().values(), strict=True))
+
+
+def test_what_is_unfrozen_later_is_refused_before_a_step_and_what_is_frozen_later_stays_in():
+    net = Adapted()
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.01), recorded := Recording(), every=1, lag=0)
+    net.down.requires_grad_(False)
+    adapt(net, opt, 1)
+    net.base.weight.requires_grad_(True)
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match="was frozen when the outer optimizer was made is trained now"):
+        adapt(net, opt, 1)
+    assert opt.steps == 1
+    assert [len(sent) for sent in recorded.sent] == [2]
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
+
+
+def test_a_plain_mean_is_of_the_parameter_that_was_named_behind_frozen_ones():
+    net = Adapted()
+    opt = DecoupledDiLoCo(torch.optim.SGD(net.parameters(), lr=0.01), Alone(), fragments=1, plain=[net.up], lag=2)
+    assert opt.rule.plain == {(0, 1)}
+
+
+def test_fragments_are_cut_from_what_is_trained():
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
+    net[:4].requires_grad_(False)
+    assert [[id(p) for p in part] for part in strided(net, 2)] == [[id(p) for p in net[place].parameters()] for place in (4, 5)]
+
+
+def test_a_session_averages_what_is_trained_of_a_module_and_of_a_list():
+    net = Adapted()
+    for state in (net, list(net.parameters())):
+        assert [id(p) for p in parameters_of(state)] == [id(net.down), id(net.up)]
+
+
+class Assigns(nn.Module):
+    """Module that keeps its running mean by assignment and not in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("running", torch.zeros(3))
+
+    def forward(self, inputs):
+        self.running = 0.5 * self.running + inputs.mean(0)
+        return inputs * self.weight
+
+
+def norm():
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+def converted(net):
+    return net.to(torch.float64).to(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "name"),
+    [(norm, converted, "1.running_mean"), (Assigns, lambda net: net, "running"), (norm, lambda net: net, "1.running_mean")],
+    ids=["converted", "assigned", "in place"],
+)
+def test_peers_have_the_same_statistics_after_a_round_whichever_tensor_holds_them(make, change, name):
+    def peer(exchange):
+        torch.manual_seed(0)
+        net = make()
+        opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, buffers="average", model=net, lag=0)
+        change(net)
+        own = torch.Generator().manual_seed(ord(exchange.peer))
+        for _ in range(4):
+            net(torch.randn(8, 3, generator=own)).square().mean().backward()
+            if opt.steps == 3:
+                before = net.get_buffer(name).clone()
+            opt.step()
+            opt.zero_grad()
+        return before, net.get_buffer(name).clone()
+
+    ends = Simulation(["a", "b"]).run(peer)
+    before = [ends[name][0] for name in "ab"]
+    assert not torch.equal(*before)
+    for _, after in ends.values():
+        torch.testing.assert_close(after, sum(before) / 2, rtol=0, atol=1e-6)
+
+
+def test_a_buffer_that_changed_its_shape_is_named_before_anything_is_sent():
+    net = Assigns()
+    opt = LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=1, buffers="average", model=net, lag=0)
+    net.running = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"the averaged buffer 'running' is not of shape \(3,\) any more"):
+        opt.step()
+    assert opt.round == 0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(5)])
+
+
+class Holds(nn.Module):
+    """As DistributedDataParallel, peft and many a training script hold a model; ``held`` may itself be wrapped."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.module = held
+
+
+def cut(model, fragments):
+    return [[id(p) for p in part] for part in strided(model, fragments)]
+
+
+def sizes(parts):
+    return [sum(p.numel() for p in part) for part in parts]
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3, 4])
+def test_a_wrapped_model_is_cut_as_the_plain_one(fragments):
+    net = Net()
+    plain = cut(net, fragments)
+    compiled = torch.compile(net)
+    assert next(compiled.named_parameters())[0].startswith("_orig_mod.")
+    for wrapped in (compiled, Holds(net), Holds(Holds(compiled)), nn.Sequential(net), torch.nn.DataParallel(net)):
+        assert cut(wrapped, fragments) == plain
+    net.blocks[2] = torch.compile(net.blocks[2])
+    assert cut(net, fragments) == plain
+
+
+def test_a_list_of_layers_within_a_list_is_cut_too_and_a_block_of_several_modules_is_not():
+    nested = nn.Sequential(nn.Embedding(20, 4), nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), nn.Linear(4, 7, bias=False))
+    assert sizes(strided(nested, 4)) == [80 + 72, 2 * 72, 2 * 72, 72 + 28]
+    assert [len(part) for part in strided(nn.Sequential(nn.Sequential(nested)), 4)] == [3, 4, 4, 3]
+    net = Net()
+    blocks = {id(p): name.split(".")[1] for name, p in net.named_parameters() if "blocks" in name}
+    assert [{blocks[i] for i in part if i in blocks} for part in cut(net, 2)] == [{"0", "2", "4"}, {"1", "3"}]
+
+
+@pytest.mark.parametrize("method", [StreamingDiLoCo, DecoupledDiLoCo])
+def test_the_defaults_need_no_model_and_cut_evenly(method):
+    net = Net()
+    opt = method(torch.optim.SGD(net.parameters(), lr=0.1), Alone())
+    count = len(list(net.parameters()))
+    assert opt.fragments == (4 if method is StreamingDiLoCo else min(count, 24))
+    own = sizes([opt.slow_of(fragment) for fragment in range(opt.fragments)])
+    assert sum(own) == sum(p.numel() for p in net.parameters())
+    if method is StreamingDiLoCo:
+        assert max(own) - min(own) <= 16
+        again = StreamingDiLoCo(torch.optim.SGD(Net().parameters(), lr=0.1), Alone(), lag=1)
+        assert again._parts == opt._parts
+
+
+def test_peers_that_cut_their_models_in_other_ways_get_one_sentence():
+    def peer(exchange):
+        net = Net()
+        parts = strided(net, 2) if exchange.peer == "a" else list(reversed(strided(net, 2)))
+        opt = StreamingDiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, lag=0, fragments=parts)
+        for _ in range(2):
+            opt.step()
+
+    sentence = r"peer b sends \d+ tensors in fragment 0 where peer a sends \d+ or other shapes: all must have the same model"
+    with pytest.raises(ValueError, match=sentence):
+        Simulation(["a", "b"]).run(peer)
+
+
+KEEPS = {  # knobs with which a round without a partner changes no weight, or keeps exactly what was learnt
+    "noloco": {"lr": 1.0, "momentum": 0.0, "lag": 0},
+    "local": {"lag": 0},
+    "gasloc": {"lr": 1.0, "momentum": 0.0, "lag": 0},
+    "diloco": {"lr": 1.0, "momentum": 0.0},
+    "streaming": {"lr": 1.0, "momentum": 0.0, "fragments": 2, "lag": 0, "mix": 0.0},
+    "decoupled": {"lr": 1.0, "momentum": 0.0, "fragments": 2, "lag": 0},
+    "eager": {"lr": 1.0, "momentum": 0.0},
+    "co2": {"lr": 1.0, "momentum": 0.0, "penalty": 1.0, "clip": None, "keep": True},
+    "sparta": {"part": 0.5},
+}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def descend(net, opt, steps, seed=0):
+    for step in range(steps):
+        opt.zero_grad()
+        inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(100 * seed + step), dtype=torch.float64)
+        net(inputs).square().mean().backward()
+        if hasattr(opt, "count"):
+            opt.count(6)
+        opt.step()
+
+
+@pytest.mark.parametrize("method", KEEPS)
+def test_without_a_partner_training_ends_where_the_inner_optimizer_alone_ends(method):
+    plain, wrapped = model(), model()
+    descend(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 8)
+    opt = METHODS[method].make(torch.optim.SGD(wrapped.parameters(), lr=0.1), Alone(), every=2, model=wrapped, **KEEPS[method])
+    descend(wrapped, opt, 8)
+    opt.finish()
+    assert {tensor.dtype for tensor in (*opt.slow, *wrapped.parameters())} == {torch.float64}
+    for found, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)  # float32 rounds by 1e-8
+
+
+def test_with_lr_0_a_weight_keeps_all_its_bits():
+    net = model()
+    before = [p.detach().clone() for p in net.parameters()]
+    opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=2, lr=0.0)
+    descend(net, opt, 4)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("method", KEEPS)
+def test_partners_are_sent_float32(method):
+    sent = set()
+
+    def peer(exchange):
+        start = exchange.start
+
+        def noting(contribution):
+            sent.update(tensor.dtype for tensor in contribution.tensors)
+            return start(contribution)
+
+        exchange.start = noting
+        net = model()
+        opt = METHODS[method].make(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, model=net, **KEEPS[method])
+        descend(net, opt, 6, seed=ord(exchange.peer))
+        opt.finish(average=True)
+        return [p.detach() for p in net.parameters()]
+
+    ends = Simulation(["a", "b"]).run(peer)
+    assert sent == {torch.float32}
+    for a, b in zip(ends["a"], ends["b"], strict=True):
+        assert a.dtype == torch.float64
+        assert torch.equal(a, b)
+
+
+def test_a_float32_parameter_beside_a_float64_one_is_not_rounded_either():
+    parts = [nn.Parameter(torch.rand(3, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    before = [p.detach().clone() for p in parts]
+    opt = METHODS["sparta"].make(torch.optim.SGD(parts, lr=0.1), Alone(), every=1, part=1.0)
+    opt.step()
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(parts, before, strict=True))

@@ -1,14 +1,32 @@
-"""Inner optimizers behind the outer one: loaded, extended, several side by side, and those that are refused."""
+"""Inner optimizers behind the outer one, and the outer rate and momentum in parameter groups: driven, loaded, saved, compared."""
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR, LambdaLR, StepLR
 
-from shoal.optim import Alone, DiLoCo, NoLoCo, Simulation
+from shoal.optim import (
+    CO2,
+    METHODS,
+    SPARTA,
+    Alone,
+    DecoupledDiLoCo,
+    DiLoCo,
+    Eager,
+    GASLoC,
+    LocalSGD,
+    NoLoCo,
+    OuterOptimizer,
+    Simulation,
+    SparseLoCo,
+    StreamingDiLoCo,
+    config_diff,
+    method_named,
+)
 
 
 def make(seed=0):
@@ -26,6 +44,8 @@ def learn(net, opt, steps, peer=0, first=0, after=lambda: None):
     for step in range(first, first + steps):
         opt.zero_grad()
         (net(torch.randn(6, 3, generator=torch.Generator().manual_seed(step))) - peer).square().mean().backward()
+        if isinstance(opt, OuterOptimizer):
+            opt.count(6)
         opt.step()
         after()
 
@@ -228,3 +248,181 @@ def test_micro_batches_of_accelerate_are_no_steps_in_whichever_order_it_is_wrapp
     for other in ends[1:]:
         for mine, whole in zip(other, ends[0], strict=True):
             torch.testing.assert_close(mine, whole, rtol=0, atol=1e-6)
+
+
+def groups(net, lr=0.05):
+    return torch.optim.SGD([{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 2 * lr}], lr=lr)
+
+
+def test_a_scheduler_of_torch_drives_the_outer_rate_round_by_round():
+    rates, net = [], make()
+    opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=2, lr=0.8, on_round=lambda info: schedule.step())
+    schedule = CosineAnnealingLR(opt.outer, T_max=4)
+    learn(net, opt, 8, after=lambda: rates.append(opt.outer.param_groups[0]["lr"]))
+    expected = [0.8 * (1 + torch.cos(torch.tensor(torch.pi * done / 4)).item()) / 2 for done in (0, 1, 1, 2, 2, 3, 3, 4)]
+    assert rates == pytest.approx(expected, abs=1e-7)
+    slow = [tensor.clone() for tensor in opt.slow]
+    learn(net, opt, 2, first=8)  # at rate 0 the slow weights stay
+    assert same(slow, opt.slow)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_scheduler_sees_that_steps_were_taken_and_hooks_may_drive_it():
+    net = make()
+    opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=2, lr=0.5, momentum=0.5)
+    schedule = CyclicLR(opt.outer, 0.1, 0.5, step_size_up=2, base_momentum=0.3, max_momentum=0.6)
+    opt.outer.register_step_post_hook(lambda *_: schedule.step())
+    learn(net, opt, 4)
+    assert opt.outer.param_groups[0]["lr"] == pytest.approx(0.5)
+    assert opt.outer.param_groups[0]["momentum"] == pytest.approx(0.3)
+
+
+SCHEDULED = {"noloco": NoLoCo, "gasloc": GASLoC, "diloco": DiLoCo, "eager": Eager, "co2": CO2, "sparseloco": SparseLoCo}
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_round_has_the_values_of_its_time(name):
+    """A changed group is as an optimizer made with that value, which takes over the state."""
+    values = {"lr": 0.3} if name == "sparseloco" else {"lr": 0.3, "momentum": 0.2}
+
+    def peer(exchange, by_groups):
+        net = make()
+        opt = SCHEDULED[name](torch.optim.SGD(net.parameters(), lr=0.05), exchange, every=2)
+        learn(net, opt, 4, peer=int(exchange.peer))
+        opt.finish()
+        if by_groups:
+            opt.outer.param_groups[0].update(values)
+        else:
+            opt.outer = type(opt.outer)(replace(opt.rule, **values), opt.slow, [range(len(opt.slow))])
+        learn(net, opt, 4, peer=int(exchange.peer), first=4)
+        opt.finish()
+        return [*(tensor.clone() for tensor in opt.slow), *(p.detach().clone() for p in net.parameters())]
+
+    groups, rule = (Simulation(["0", "1"]).run(lambda exchange, way=way: peer(exchange, way)) for way in (True, False))
+    assert same(groups["0"], rule["0"])
+
+
+def test_what_is_in_flight_is_applied_as_it_was_sent():
+    def peer(exchange, change):
+        net = make()
+        opt = StreamingDiLoCo(
+            torch.optim.SGD(net.parameters(), lr=0.0), exchange, every=4, fragments=1, lag=2, lr=1.0, momentum=0.0
+        )
+        with torch.no_grad():
+            net[0].bias.fill_(float(exchange.peer))
+        for _ in range(4):
+            opt.step()
+        if change:
+            opt.outer.param_groups[0]["lr"] = 0.0
+        for _ in range(2):
+            opt.step()
+        return opt.slow[1].clone()
+
+    changed, plain = (Simulation(["0", "1"]).run(lambda exchange, c=change: peer(exchange, c)) for change in (True, False))
+    assert torch.equal(changed["0"], plain["0"])
+    assert torch.allclose(plain["0"], torch.full((4,), 0.5))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("local", "none", "sparta", "co2")])
+def test_groups_may_differ_and_each_is_as_in_an_optimizer_of_its_own(name):
+    """Not CO2: its penalty is over the whole fragment, and with unequal groups over each."""
+    knobs = {"fragments": 1} if "fragments" in METHODS[name].knobs else {}
+
+    def peer(exchange, lr):
+        net = make()
+        opt = method_named(name).make(groups(net), exchange, every=4, lr=0.6, model=net, **knobs)
+        for group, rate in zip(opt.outer.param_groups, lr, strict=True):
+            group["lr"] = rate
+        learn(net, opt, 4, peer=int(exchange.peer))
+        opt.finish()
+        return [tensor.clone() for tensor in opt.slow]
+
+    mixed, first, second = (Simulation(["0", "1"]).run(lambda e, lr=lr: peer(e, lr)) for lr in ((0.6, 0.2), (0.6, 0.6), (0.2, 0.2)))
+    assert same(mixed["0"], [*first["0"][:2], *second["0"][2:]])
+    assert not torch.equal(first["0"][2], second["0"][2])
+
+
+def test_a_plain_mean_stays_with_its_parameter_if_groups_differ():
+    def peer(exchange, lr):
+        net = make()
+        opt = DecoupledDiLoCo(groups(net), exchange, every=2, lag=0, fragments=1, plain=[net[2].weight], lr=0.6)
+        opt.outer.param_groups[0]["lr"] = lr
+        learn(net, opt, 2, peer=int(exchange.peer))
+        return [tensor.clone() for tensor in opt.slow]
+
+    mixed, equal = (Simulation(["0", "1"]).run(lambda e, lr=lr: peer(e, lr)) for lr in (0.1, 0.6))
+    assert same(mixed["0"][2:], equal["0"][2:])
+
+
+def test_a_rule_without_rate_or_momentum_has_no_such_key():
+    net = make()
+    inner = groups(net)
+    keys = {
+        make: set(make(inner, Alone()).outer.param_groups[1]) - {"params"}
+        for make in (NoLoCo, LocalSGD, SPARTA, SparseLoCo, DiLoCo, CO2)
+    }
+    assert keys == {
+        NoLoCo: {"lr", "momentum"}, LocalSGD: set(), SPARTA: set(), SparseLoCo: {"lr"}, DiLoCo: {"lr", "momentum"},
+        CO2: {"lr", "momentum"},
+    }  # fmt: skip
+    opt = NoLoCo(inner, Alone(), lag=0)
+    assert [[p.shape for p in group["params"]] for group in opt.outer.param_groups] == [[(4, 3), (4,)], [(2, 4), (2,)]]
+    assert all(p is slow for p, slow in zip(opt.outer.param_groups[1]["params"], opt.slow[2:], strict=True))
+
+
+def test_a_value_that_no_rule_takes_stops_the_step_that_would_use_it():
+    net = make()
+    opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=2)
+    opt.outer.param_groups[0]["lr"] = -0.1
+    with pytest.raises(ValueError, match=r"outer lr must not be negative, got -0\.1"):
+        learn(net, opt, 2)
+    opt = NoLoCo(groups(net), Alone(), every=1, lr=0.5, pull=0.5, lag=0)
+    opt.outer.param_groups[0]["lr"] = 0.4
+    with pytest.raises(ValueError, match="send unequally many tensors"):
+        learn(net, opt, 1)
+
+
+@pytest.mark.parametrize("form", ["state_dict", "whole_state"])
+def test_the_present_values_are_saved_and_restored_with_a_scheduler_that_goes_on(form):
+    def run():
+        net = make()
+        opt = DiLoCo(groups(net), Alone(), every=2, lr=0.8)
+        return net, opt, StepLR(opt.outer, 1, 0.5)
+
+    net, opt, schedule = run()
+    after = lambda schedule: lambda info: schedule.step()  # noqa: E731
+    opt.on_round = after(schedule)
+    learn(net, opt, 4)
+    again, other, resumed = run()
+    other.on_round = after(resumed)
+    again.load_state_dict(net.state_dict())
+    other.load_state_dict(copy.deepcopy(getattr(opt, form)()))
+    resumed.load_state_dict(schedule.state_dict())
+    assert [group["lr"] for group in other.outer.param_groups] == [0.2, 0.2]
+    assert other.outer.param_groups[0]["initial_lr"] == 0.8
+    learn(net, opt, 4, first=4)
+    learn(again, other, 4, first=4)
+    assert [group["lr"] for group in other.outer.param_groups] == [group["lr"] for group in opt.outer.param_groups] == [0.05, 0.05]
+    assert same(net.parameters(), again.parameters())
+
+
+def test_peers_are_compared_by_their_present_values():
+    net = make()
+    one, other = DiLoCo(groups(net), Alone(), lr=0.5), DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), lr=0.5)
+    assert config_diff(one, other) is None
+    assert config_diff(one, DiLoCo(groups(net), Alone(), lr=0.5, momentum=0.0)) == "momentum is 0.6 and not 0.0"
+    one.outer.param_groups[1]["lr"] = 0.25
+    assert config_diff(one, other) == "lr is 0.25 and not 0.5"
+    other.outer.param_groups[0]["lr"] = one.outer.param_groups[0]["lr"] = 0.25
+    assert config_diff(one, other) is None
+    other.outer.param_groups[0]["momentum"] = 0.3
+    assert config_diff(one, other) == "momentum is 0.6 and not 0.3"
+
+
+def test_a_schedule_by_the_round_number_is_that_of_the_others_for_a_late_peer():
+    net = make()
+    opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=1, lr=0.8)
+    schedule = LambdaLR(opt.outer, lambda _: 0.5**opt.round)
+    opt.adopt(opt.slow, round=3, into_model=True)
+    schedule.step()
+    assert opt.outer.param_groups[0]["lr"] == pytest.approx(0.1)

@@ -1,14 +1,23 @@
-"""What a saved state holds, and that one which does not fit changes nothing."""
+"""What a saved state holds, also by torch.distributed.checkpoint, and that one which does not fit changes nothing."""
 
 import copy
 import math
+import warnings
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
-from shoal.optim import Alone, DiLoCo, Mean, NoLoCo, SparseLoCo, Tokens, codec_named
+from shoal.optim import METHODS, Alone, DiLoCo, Mean, NoLoCo, SparseLoCo, Tokens, codec_named, method_named
 from shoal.optim.exchange.base import Handle
 
 EVERY, STEPS = 3, 9
@@ -141,8 +150,7 @@ SPOILT = {
     "a memory less": (put("codecs", [{}, {}]), "has 2 fragments, this optimizer 1"),
     "a residual of another shape": (lambda state: state["codecs"][0].update(error=[torch.zeros(3)]), "of other tensors than"),
     "a residual that is not finite": (lambda state: state["codecs"][0]["error"][0].fill_(math.nan), "NaN or infinity"),
-    "two sent": (put("sent_at", [[0, 0], [0, 0]]), "has 2 fragments"),
-    "two applied": (put("applied", [0, 0]), "has 2 fragments"),
+    "two sent": (put("sent_at", [[0, 0], [0, 0]]), "has 2 fragments"), "two applied": (put("applied", [0, 0]), "has 2 fragments"),
     "rounding of nothing": (put("rounding", {9: torch.zeros(2)}), "'rounding' has 1 tensors, this model has 0"),
     "rounding of another shape": (put("rounding", {0: torch.zeros(9)}), r"'rounding' has shape \(9,\)"),
     "steps that are none": (put("steps", "many"), "invalid literal"),
@@ -172,14 +180,6 @@ def test_the_state_of_a_codec_with_memory_changes_nothing_in_one_without_and_the
         assert equal(all_of(opt), before)
 
 
-def test_the_codec_goes_on_with_the_residual_that_was_saved():
-    opt = sparse(0)
-    opt.load_state_dict(sparse(9).state_dict())
-    saved = sparse(9)._codecs[0].error
-    assert any(tensor.any() for tensor in saved)
-    assert equal(opt.codec.error, saved)
-
-
 def test_a_state_of_other_settings_is_loaded_with_a_warning_that_names_those_that_are_not_restored():
     saved = sparse(9, "float32", make=partial(DiLoCo, lr=0.3, nesterov=False)).state_dict()
     opt = sparse(0, "float32", make=DiLoCo, lr=0.9)
@@ -207,3 +207,183 @@ def test_a_joiner_adopts_slow_weights_and_round_or_nothing():
     assert all(torch.equal(p, slow.to(p.dtype)) for p, slow in zip(run.net.parameters(), swarm.opt.slow, strict=True))
     swarm.opt.slow[0].zero_()
     assert run.opt.slow[0].any()
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed:UserWarning")
+
+
+def made(name="diloco", seed=0, dtype=torch.float32, inner=torch.optim.AdamW, **options):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).to(dtype)
+    net[2].weight.requires_grad_(False)
+    if "fragments" in METHODS[name].knobs:
+        options.setdefault("fragments", 2)
+        options.setdefault("lag", {"streaming": 1, "decoupled": 2}.get(name, 0))
+    every = 4 if METHODS[name].knobs["every"] > 4 else 1
+    opt = method_named(name).make(inner(net.parameters(), lr=0.05), Alone(), every=every, model=net, exclude=["3.bias"], **options)
+    return net, opt
+
+
+def learn(net, opt, steps, first=0):
+    for step in range(first, first + steps):
+        opt.zero_grad()
+        rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
+        net(rows).square().mean().backward()
+        opt.count(6)
+        opt.step()
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def by_path(value):
+    if isinstance(value, dict):
+        return {f"{key}/{path}": leaf for key, part in value.items() for path, leaf in by_path(part).items()}
+    if isinstance(value, list | tuple):
+        return by_path(dict(enumerate(value)))
+    return {"": value}
+
+
+def alike(first, second):
+    one, two = by_path(first), by_path(second)
+    return one.keys() == two.keys() and all(
+        torch.equal(one[path], two[path]) if isinstance(one[path], torch.Tensor) else one[path] == two[path] for path in one
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(name, dtype, tmp_path):
+    net, opt = made(name, dtype=dtype)
+    learn(net, opt, 9)
+    opt.finish()
+    weights, state = get_state_dict(net, opt)
+    assert set(state["state"]) == {"0.weight", "0.bias", "2.bias", "3.weight", "3.bias"}
+    assert ["outer" in state["state"][name] for name in ("0.weight", "3.weight", "3.bias")] == [True, True, False]
+    dcp.save({"net": weights, "opt": state}, checkpoint_id=tmp_path, no_dist=True)
+
+    other, fresh = made(name, seed=5, dtype=dtype)
+    weights, state = get_state_dict(other, fresh)
+    assert (fresh.steps, fresh.round) == (0, 0)
+    dcp.load({"net": weights, "opt": state}, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=state)
+    assert alike(fresh.whole_state(), opt.whole_state())
+    learn(net, opt, 7, first=9)
+    learn(other, fresh, 7, first=9)
+    assert alike(fresh.whole_state(), opt.whole_state())
+    assert same(net.parameters(), other.parameters())
+
+
+@pytest.mark.parametrize("codec", ["topk2+ef:0.95", "auto:3+ef"])
+@pytest.mark.parametrize("steps", [0, 9])
+def test_a_codec_s_residual_is_in_it_from_the_start(codec, steps, tmp_path):
+    net, opt = made("sparseloco", codec=codec_named(codec))
+    opt.exchange = Echo()
+    learn(net, opt, steps)
+    state = get_optimizer_state_dict(net, opt)
+    dcp.save({"opt": state}, checkpoint_id=tmp_path, no_dist=True)
+    other, fresh = made("sparseloco", codec=codec_named(codec))
+    template = get_optimizer_state_dict(other, fresh)
+    dcp.load({"opt": template}, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, fresh, template)
+    assert alike(fresh.whole_state()["codecs"], opt.whole_state()["codecs"])
+    assert (fresh.codec.error is None) is (steps == 0)
+
+
+@pytest.mark.parametrize("inner", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_step_by_which_torch_makes_a_new_state_is_no_step(inner):
+    class None_(Alone):
+        def start(self, contribution):
+            raise AssertionError("an exchange was started")
+
+    net, opt = made(inner=inner)
+    opt.exchange = None_()
+    before = [p.detach().clone() for p in net.parameters()]
+    for _ in range(9):
+        get_optimizer_state_dict(net, opt)
+    assert (opt.steps, opt.round, opt.param_groups[0]["lr"]) == (0, 0, 0.05)
+    assert same(before, net.parameters())
+    assert bool(opt.state) is (inner is torch.optim.AdamW)
+    opt.exchange = Alone()
+    learn(net, opt, 4)
+    assert (opt.steps, opt.round) == (4, 1)
+
+
+def test_a_step_at_rate_0_with_gradients_counts():
+    net, opt = made()
+    opt.param_groups[0]["lr"] = 0.0
+    learn(net, opt, 4)
+    assert (opt.steps, opt.round) == (4, 1)
+
+
+@pytest.mark.parametrize("options", [{"full_state_dict": True}, {"cpu_offload": True}])
+def test_the_options_of_torch_give_a_state_that_loads(options):
+    net, opt = made()
+    learn(net, opt, 9)
+    options = StateDictOptions(**options)
+    state = get_optimizer_state_dict(net, opt, options=options)
+    other, fresh = made()
+    set_optimizer_state_dict(other, fresh, state, options=options)
+    assert alike(fresh.whole_state(), opt.whole_state())
+
+
+def test_what_cannot_be_restored_is_refused_and_changes_nothing():
+    net, opt = made()
+    learn(net, opt, 9)
+    other, fresh = made()
+    before = fresh.whole_state()
+    plain = torch.optim.AdamW(net.parameters(), lr=0.05).state_dict()
+    flattened = StateDictOptions(flatten_optimizer_state_dict=True)
+    with pytest.raises(ValueError, match="has no outer part, so it is not an outer optimizer's"):
+        fresh.load_state_dict(plain)
+    get_optimizer_state_dict(other, fresh)  # makes the inner state
+    with pytest.raises(ValueError, match="flatten_optimizer_state_dict"):
+        set_optimizer_state_dict(other, fresh, get_optimizer_state_dict(net, opt, options=flattened), options=flattened)
+    state = opt.state_dict()
+    del state["state"][1]["outer"]["momentum"]
+    with pytest.raises(ValueError, match="no 'momentum' of parameter 1"):
+        fresh.load_state_dict(state)
+    state = opt.state_dict()
+    state["state"][0]["outer"]["slow"] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"'slow' has shape \(2,\) at tensor 0"):
+        fresh.load_state_dict(state)
+    state = opt.state_dict()
+    state["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="have 5 parameters, this optimizer 6"):
+        fresh.load_state_dict(state)
+    assert alike(before["slow"], fresh.whole_state()["slow"])
+    assert fresh.steps == 0
+
+
+def test_several_inner_optimizers_are_one_in_it(tmp_path):
+    def several():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        parts = [[p for p in net.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False)]
+        return net, NoLoCo([torch.optim.Muon(parts[0], lr=0.05), torch.optim.AdamW(parts[1], lr=0.05)], Alone(), every=4, lag=0)
+
+    net, opt = several()
+    learn(net, opt, 9)
+    dcp.save({"opt": get_optimizer_state_dict(net, opt)}, checkpoint_id=tmp_path, no_dist=True)
+    other, fresh = several()
+    state = get_optimizer_state_dict(other, fresh)
+    dcp.load({"opt": state}, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(other, fresh, state)
+    assert alike(fresh.whole_state(), opt.whole_state())
+
+
+def test_another_method_or_schedule_is_named():
+    net, opt = made()
+    learn(net, opt, 9)
+    state = get_optimizer_state_dict(net, opt)
+    other, fresh = made("noloco")
+    with pytest.raises(ValueError, match="is of DiLoCo, not of NoLoCo"):
+        set_optimizer_state_dict(other, fresh, state)
+    inner = torch.optim.AdamW(net.parameters())
+    with pytest.warns(UserWarning, match=r"had Every\(every=4\), this optimizer has Every\(every=7\)"):
+        DiLoCo(inner, Alone(), every=7, model=net, exclude=["3.bias"]).load_state_dict(opt.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DiLoCo(inner, Alone(), every=4, lr=0.1, model=net, exclude=["3.bias"]).load_state_dict(opt.state_dict())
+    assert SparseLoCo(inner, Alone(), model=net, exclude=["3.bias"]).outer.param_groups[0]["lr"] == 1.0

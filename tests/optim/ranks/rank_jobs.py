@@ -26,21 +26,14 @@ from shoal.optim.ranks.ranks import Ranks
 
 STEPS, BATCH = 12, 8
 KNOBS = {
-    "noloco": {"every": 3, "lag": 0},
-    "local": {"every": 3, "lag": 0},
-    "gasloc": {"every": 3, "lag": 0},
+    "noloco": {"every": 3, "lag": 0}, "local": {"every": 3, "lag": 0}, "gasloc": {"every": 3, "lag": 0},
     "noloco, overlapped": {"every": 4, "fragments": 2, "lag": 3},
     "noloco, two tensors": {"every": 4, "fragments": 3, "lag": 1, "pull": 0.3},
-    "local, overlapped": {"every": 4, "fragments": 2, "lag": 2},
-    "gasloc, overlapped": {"every": 4, "fragments": 2, "lag": 3},
-    "noloco, auto": {"every": 6, "fragments": 2, "lag": "auto"},
-    "streaming": {"every": 4, "fragments": 2, "lag": 1},
-    "decoupled": {"every": 4, "fragments": 2, "lag": 1},
-    "sparta": {"every": 2, "part": 0.2},
-    "diloco, muon": {"every": 3},
-    "noloco, mod4": {"every": 3, "lag": 0},
-    "gasloc, overlapped, mod4": {"every": 4, "fragments": 2, "lag": 3},
-}
+    "local, overlapped": {"every": 4, "fragments": 2, "lag": 2}, "gasloc, overlapped": {"every": 4, "fragments": 2, "lag": 3},
+    "noloco, auto": {"every": 6, "fragments": 2, "lag": "auto"}, "streaming": {"every": 4, "fragments": 2, "lag": 1},
+    "decoupled": {"every": 4, "fragments": 2, "lag": 1}, "sparta": {"every": 2, "part": 0.2}, "diloco, muon": {"every": 3},
+    "noloco, mod4": {"every": 3, "lag": 0}, "gasloc, overlapped, mod4": {"every": 4, "fragments": 2, "lag": 3},
+}  # fmt: skip
 
 
 class Model(nn.Module):

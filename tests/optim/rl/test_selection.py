@@ -10,22 +10,18 @@ from shoal.optim.rl import REASONS, Candidate, has_spread, select
 
 CANDIDATES = st.lists(
     st.builds(
-        Candidate,
-        key=st.sampled_from([f"group-{number}" for number in range(20)]),
-        sender=st.sampled_from(["anna", "bert", "cleo"]),
-        round=st.integers(3, 8),
+        Candidate, key=st.sampled_from([f"group-{number}" for number in range(20)]),
+        sender=st.sampled_from(["anna", "bert", "cleo"]), round=st.integers(3, 8),
         rewards=st.lists(st.sampled_from([0.0, 0.01, 1.0]), max_size=4).map(tuple),
     ),
     max_size=25,
-)
+)  # fmt: skip
 OPTIONS = st.fixed_dictionaries(
     {
-        "count": st.integers(0, 8),
-        "seed": st.integers(0, 2**64),
-        "max_age": st.integers(0, 4),
+        "count": st.integers(0, 8), "seed": st.integers(0, 2**64), "max_age": st.integers(0, 4),
         "per_sender": st.none() | st.integers(1, 4),
     }
-)
+)  # fmt: skip
 
 
 def drawn(*strategies):

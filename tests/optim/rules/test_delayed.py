@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.optim import CO2, Alone, CO2Rule, Delayed, DiLoCo, Eager, EagerRule, Every, Faults, LocalSGD, OuterOptimizer
+from shoal.optim import CO2, Alone, CO2Rule, Delayed, DiLoCo, Eager, EagerRule, Every, Faults, OuterOptimizer
 from shoal.optim.rules.diloco import largest_root, limit, warn_if_unstable
 
 EVERY, ROUNDS = 4, 9
@@ -69,12 +69,6 @@ def test_1_without_lag_penalty_and_clip_co2_is_diloco_with_heavy_ball(lab, keep)
     for peer, expected in lab.run(DiLoCo, STEPS, every=EVERY, lr=0.7, momentum=0.5, nesterov=False).items():
         lab.close(found[peer].slow, expected.slow)
         lab.close(found[peer].fast, expected.fast)
-
-
-def test_2_and_without_momentum_local_sgd(lab):
-    found = lab.run(at_once, STEPS, every=EVERY, lr=1.0, momentum=0.0, penalty=1.0, clip=None)
-    for peer, expected in lab.run(LocalSGD, STEPS, every=EVERY, lag=0).items():
-        lab.close(found[peer].slow, expected.slow)
 
 
 @pytest.mark.parametrize("method", [CO2, partial(CO2, keep=True), partial(Eager, lr=0.3)])
@@ -151,12 +145,6 @@ def test_the_gap_aware_penalty_widens_the_region_and_the_warning_knows_how_far(r
         weight.grad = weight.detach().clone()
         opt.step()
     assert bool(abs(opt.slow[0].item()) < 1) is stable
-
-
-def test_keeping_the_own_motion_alone_without_damping_is_the_inner_optimizer(lab):
-    with pytest.warns(UserWarning, match="may diverge"):
-        found = lab.run(CO2, STEPS, ["anna"], every=EVERY, lr=1.0, momentum=0.0, penalty=1.0, clip=None, keep=True)["anna"]
-    lab.close(found.fast, [lab.trained("anna", lab.start(), steps) for steps in range(1, STEPS + 1)])
 
 
 def eager(lab, peers, lr, momentum):

@@ -1,10 +1,12 @@
-"""DiLoCo's equivalences, in both forms, each against an independent float64 reference; weights; SparseLoCo's outer step."""
+"""DiLoCo's equivalences, in both forms, and SparseLoCo's, each against an independent float64 reference."""
 
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal.optim import (
     Alone,
@@ -12,15 +14,19 @@ from shoal.optim import (
     DiLoCoRule,
     Faults,
     LocalSGD,
-    NoLoCo,
     OuterOptimizer,
+    RoundKey,
+    Simulation,
     SparseLoCo,
     Streaming,
     by_rate,
     by_steps,
     by_tokens,
+    codec_named,
     equal,
 )
+from shoal.optim.exchange.averaging import sender_mean
+from shoal.optim.exchange.base import Contribution
 
 EVERY, ROUNDS = 5, 8
 
@@ -42,16 +48,6 @@ def diloco(lab, peers, lr, momentum, nesterov, every=EVERY, rounds=ROUNDS, weigh
     return np.array(path)
 
 
-def test_1_a_round_of_one_step_of_sgd_is_data_parallel_training(lab):
-    found = lab.run(DiLoCo, 20, every=1, lr=1.0, momentum=0.0)
-    weights, path = lab.start(), []
-    for _ in range(20):
-        weights = weights - lab.RATE * np.mean([lab.gradient(peer, weights) for peer in lab.PEERS], axis=0)
-        path.append(weights)
-    for peer in lab.PEERS:
-        lab.close(found[peer].slow, path)
-
-
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("method", [partial(DiLoCo, lr=1.0, momentum=0.0), partial(LocalSGD, lag=0)], ids=["DiLoCo", "LocalSGD"])
 def test_2_with_rate_one_and_no_momentum_it_averages_parameters_under_any_inner_optimizer(lab, method, every):
@@ -71,16 +67,6 @@ def test_2_with_rate_one_and_no_momentum_it_averages_parameters_under_any_inner_
             lab.close(found[peer].fast[step - 1], replicas[peer].detach().numpy())
 
 
-def test_3_for_one_peer_without_momentum_it_is_lookahead(lab):
-    found = lab.run(DiLoCo, EVERY * ROUNDS, ["anna"], every=EVERY, lr=0.5, momentum=0.0)["anna"]
-    slow, path = lab.start(), []
-    for _ in range(ROUNDS):
-        slow = slow + 0.5 * (lab.trained("anna", slow, EVERY) - slow)
-        path.append(slow)
-    lab.close(ends(found), path)
-    assert found.members == [()] * ROUNDS
-
-
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("peers", [["anna"], ["anna", "bert", "cleo", "dora"]])
 def test_3_it_is_torch_sgd_on_the_mean_pseudo_gradient_and_for_one_peer_snoo(lab, peers, nesterov):
@@ -88,18 +74,6 @@ def test_3_it_is_torch_sgd_on_the_mean_pseudo_gradient_and_for_one_peer_snoo(lab
     for peer in peers:
         lab.close(ends(found[peer]), diloco(lab, peers, 0.7, 0.9, nesterov))
         lab.close(found[peer].fast[EVERY - 1 :: EVERY], ends(found[peer]), atol=0)
-
-
-def test_the_two_forms_differ(lab):
-    forms = [diloco(lab, lab.PEERS, 0.7, 0.9, nesterov) for nesterov in (True, False)]
-    assert np.abs(forms[0] - forms[1]).max() > 0.05
-
-
-def test_4_replicas_with_the_same_data_are_one(lab):
-    same = lambda peer, weights: lab.least_squares("anna", weights)  # noqa: E731
-    one = lab.run(DiLoCo, 30, ["anna"], every=EVERY)["anna"]
-    for found in lab.run(DiLoCo, 30, loss=same, every=EVERY).values():
-        lab.close(found.slow, one.slow)
 
 
 @pytest.mark.parametrize(("nesterov", "factor"), [(True, 0.81), (False, 0.9)])
@@ -172,24 +146,6 @@ def test_weights_that_cannot_be_are_refused():
     for function in (by_tokens, by_rate):
         with pytest.raises(ValueError, match=r"no tokens were counted: call opt.count\(tokens\)"):
             step(function)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("pull", [None, 0.3])
-def test_noloco_with_weights_still_conserves_the_mean(lab, size, pull):
-    """Weights count in the pseudo-gradients; the pull is symmetric: without inner steps, the mean over the peers stays the same."""
-    weights = dict(zip(lab.PEERS, [1.0, 2.0, 4.0, 0.5], strict=True))
-    options = {"every": 1, "lr": 0.7, "momentum": 0.5, "pull": pull, "begin": lab.own_start}
-    options["weight"] = lambda peer, _: weights[peer]
-    still = lab.run(NoLoCo, 10, size=size, inner=lambda w: torch.optim.SGD(w, lr=0.0), **options, lag=0)
-    mean = np.mean([lab.own_start(peer) for peer in lab.PEERS], axis=0)
-    lab.close(np.mean([f.slow for f in still.values()], axis=0), np.tile(mean, (10, 1)))
-    assert max(np.abs(f.slow[-1] - mean).max() for f in still.values()) < 0.2
-
-    moving = lab.run(NoLoCo, 2, size=4, loss=lab.linear, **options | {"every": 2}, lag=0)
-    moved = [2 * lab.RATE * lab.problem(peer)[0][0] for peer in lab.PEERS]
-    weighted = mean - 0.7 * np.average(moved, axis=0, weights=list(weights.values()))
-    lab.close(np.mean([f.slow[-1] for f in moving.values()], axis=0), weighted)
 
 
 class TopWithMemory:
@@ -265,8 +221,92 @@ def test_the_rule_refuses_what_cannot_work(arguments):
         DiLoCoRule(**arguments)
 
 
-@pytest.mark.parametrize("method", [NoLoCo, LocalSGD])
-def test_a_codec_for_displacements_is_refused_by_methods_that_send_weights(method):
-    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(ValueError, match="loses too much: choose float32"):
-        method(inner, Alone(), codec=TopWithMemory(1, 1.0))
+PACE, TIMES, LR, BETA = 4, 12, 0.9, 0.95
+PARTS = (slice(0, 3), slice(3, 5))
+PAPER, CODE = "topk2+ef:0.95", "topk2-senders+ef:0.95"
+
+
+def by_peers(sent):
+    """Average as the paper does: phi <- phi - lr (1/K) sum of what was sent."""
+    return sum(sent) / len(sent)
+
+
+def by_senders(sent):
+    """Average one tensor as the authors' code does: norms clipped to torch's median, then a scatter with reduce="mean"."""
+    norms = [float(np.sqrt((x * x).sum())) for x in sent]
+    median = sorted(norms)[(len(norms) - 1) // 2]
+    clipped = [x * min(median / (norm + 1e-8), 1.0) for x, norm in zip(sent, norms, strict=True)]
+    mean = np.zeros_like(sent[0])
+    for index in range(mean.size):
+        here = [x.flat[index] for x, raw in zip(clipped, sent, strict=True) if raw.flat[index] != 0]
+        mean.flat[index] = sum(here) / len(here) if here else 0.0
+    return mean
+
+
+def bfloat16(value):
+    return float(torch.tensor(value).bfloat16())
+
+
+@pytest.mark.parametrize(("codec", "average"), [(PAPER, by_peers), (CODE, by_senders)])
+def test_it_is_the_recursion_with_either_mean(lab, codec, average):
+    """Of the tensors of 3 and 2 values one value each is sent, as a bfloat16: e <- beta e + g - sent; slow <- slow - lr mean."""
+    found = lab.run(lambda inner, exchange, **o: SparseLoCo(inner, exchange, codec=codec_named(codec), **o),
+                    PACE * TIMES, every=PACE, lr=LR)  # fmt: skip
+    slow, errors = lab.start(), {peer: np.zeros(5) for peer in lab.PEERS}
+    for round in range(TIMES):
+        sent = []
+        for peer in lab.PEERS:
+            total = BETA * errors[peer] + slow - lab.trained(peer, slow, PACE)
+            kept = np.zeros(5)
+            for part in PARTS:
+                best = np.abs(total[part]).argmax()
+                kept[part][best] = np.sign(total[part][best]) * bfloat16(abs(total[part][best]))
+            errors[peer] = total - kept
+            sent.append(kept)
+        slow = slow - LR * np.concatenate([average([kept[part] for kept in sent]) for part in PARTS])
+        for peer in lab.PEERS:
+            lab.close(found[peer].slow[PACE - 1 :: PACE][round], slow, atol=3e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(count=st.integers(1, 9), seed=st.integers(0, 2**16), density=st.sampled_from([0.05, 0.5, 1.0]))
+def test_the_mean_by_sender_is_that_of_the_authors_code(count, seed, density):
+    rng = np.random.default_rng(seed)
+    scales = rng.lognormal(sigma=2.0, size=count)
+    sent = [(s * rng.normal(size=(7, 11)) * (rng.random((7, 11)) < density)).astype(np.float32) for s in scales]
+    found = sender_mean([1.0] * count, [torch.from_numpy(x.copy()) for x in sent])
+    np.testing.assert_allclose(found.numpy(), by_senders([x.astype(np.float64) for x in sent]), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_count_among_the_senders_and_who_has_none_is_not_asked():
+    ones = torch.ones(3)
+    found = sender_mean([1.0, 3.0], [torch.tensor([2.0, 0.0, 0.0]), torch.tensor([2.0, 0.0, 0.0])])
+    assert found.tolist() == [2.0, 0.0, 0.0]
+    found = sender_mean([1.0, 3.0], [torch.tensor([4.0, 3.0, 0.0]), torch.tensor([0.0, 3.0, 4.0])])
+    assert found.tolist() == [4.0, 3.0, 4.0]
+    found = sender_mean([1.0, 3.0], [2 * ones, -2 * ones])
+    assert found.tolist() == [-1.0] * 3
+
+    def peer(exchange):
+        weight = float(exchange.peer != "listener")
+        value = torch.full((3,), {"a": 2.0, "b": 4.0, "listener": 100.0}[exchange.peer])
+        tail = torch.full((1,), value[0].item())
+        mean = exchange.start(Contribution(RoundKey("run", 0), [value, tail], weight, codec_named("topk2-senders"))).result()
+        return [tensor.tolist() for tensor in mean.tensors], mean.weight, mean.members, mean.counted
+
+    for found in Simulation(["a", "b", "listener"], size=3).run(peer).values():
+        assert found == ([[2.0, 0.0, 0.0], [2.0]], 2.0, ("a", "b", "listener"), 2)
+
+
+def test_averaged_buffers_are_a_plain_mean_beside_it():
+    from shoal.optim.codecs.base import BufferTailCodec
+
+    def peer(exchange):
+        value = {"a": 2.0, "b": 8.0}[exchange.peer]
+        tensors = [torch.tensor([value, 0.0]), torch.tensor([value, 0.0])]
+        mean = exchange.start(
+            Contribution(RoundKey("run", 0), tensors, 1.0, BufferTailCodec(codec_named("topk2-senders"), 1))
+        ).result()
+        return [tensor.tolist() for tensor in mean.tensors]
+
+    assert list(Simulation(["a", "b"]).run(peer).values()) == [[[2.0, 0.0], [5.0, 0.0]]] * 2

@@ -1,16 +1,16 @@
-"""NoLoCo and local SGD against the authors' recursion in float64: both forms, odd groups, missing peers, weights, listeners.
+"""NoLoCo and its like against the formulas in float64: at once, with a lag, in fragments, odd groups, missing peers, weights."""
 
-And what follows from it, each against a reference of its own.
-"""
-
+import itertools
 import warnings
 from statistics import median_low
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from shoal.optim import Faults, LocalSGD, NoLoCo, Simulation, groups
+from shoal.optim import Alone, Faults, GASLoC, LocalSGD, NoLoCo, Simulation, Streaming, groups
 
 EVERY, ROUNDS, SEED = 4, 9, 3
 LOST = {("bert", 2), ("dora", 5)}
@@ -126,51 +126,6 @@ def rounds(lab, peers, *, size=2, begin=None, **options):
     return {peer: (each.slow[EVERY - 1 :: EVERY], each.members, each.now) for peer, each in found.items()}
 
 
-@pytest.mark.parametrize("pull", [None, 0.3])
-def test_one_peer_without_momentum_is_lookahead(lab, pull):
-    path, members, _ = rounds(lab, ["anna"], lr=0.7, momentum=0.0, pull=pull)["anna"]
-    slow, expected = lab.own_start("anna"), []
-    for _ in range(ROUNDS):
-        slow = 0.3 * slow + 0.7 * lab.trained("anna", slow, EVERY)
-        expected.append(slow)
-    lab.close(path, expected)
-    assert members == [()] * ROUNDS
-
-
-def test_without_momentum_and_rates_of_one_it_is_pairwise_averaging(lab):
-    found = rounds(lab, lab.PEERS, begin=lab.start, seed=SEED, lr=1.0, momentum=0.0, pull=1.0)
-    weights = {peer: lab.start() for peer in lab.PEERS}
-    for round in range(ROUNDS):
-        for a, b in groups(SEED, round, lab.PEERS):
-            weights[a] = weights[b] = (lab.trained(a, weights[a], EVERY) + lab.trained(b, weights[b], EVERY)) / 2
-        for peer in lab.PEERS:
-            lab.close(found[peer][0][round], weights[peer])
-
-
-@pytest.mark.parametrize("count", [4, 5])
-@pytest.mark.parametrize(("size", "seed", "pull"), [(2, 0, None), (2, 1, 0.1), (2, 2, 1.2), (3, 0, 0.9), (4, 0, 0.3), (5, 0, None)])
-def test_the_mean_over_the_peers_depends_neither_on_the_pull_nor_on_the_pairing(lab, count, size, seed, pull):
-    peers = [*lab.PEERS, "emil"][:count]
-    found = rounds(lab, peers, loss=lab.linear, size=size, seed=seed, lr=0.2, momentum=0.5, pull=pull)
-    slow = np.mean([lab.own_start(peer) for peer in peers], axis=0)
-    displacement = EVERY * lab.RATE * np.mean([lab.problem(peer)[0][0] for peer in peers], axis=0)
-    velocity, expected = 0.0, []
-    for _ in range(ROUNDS):
-        velocity = 0.5 * velocity + 0.2 * displacement
-        slow = slow - velocity
-        expected.append(slow)
-    lab.close(np.mean([path for path, _, _ in found.values()], axis=0), expected)
-
-
-def test_a_pull_of_one_alone_makes_a_pair_equal_and_keeps_the_mean(lab):
-    found = rounds(lab, lab.PEERS, seed=2, lr=0.0, momentum=0.0, pull=1.0)
-    total = np.mean([lab.own_start(peer) for peer in lab.PEERS], axis=0)
-    for round in range(ROUNDS):
-        for a, b in groups(2, round, lab.PEERS):
-            lab.close(found[a][0][round], found[b][0][round])
-        lab.close(np.mean([found[peer][0][round] for peer in lab.PEERS], axis=0), total)
-
-
 RATES = [(0.5, 0.1, 0.798), (0.5, 0.3, 0.622), (0.5, 0.7, 0.695), (0.5, 1.0, 0.789), (0.5, 1.4, 0.943), (0.5, 1.6, 1.044),
          (0.9, 0.3, 0.978), (0.9, 0.45, 1.019), (0.9, 1.0, 1.203), (0.3, 1.9, 1.049)]  # fmt: skip
 
@@ -200,17 +155,6 @@ def test_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyond_
     assert bool(measured < 1) is stable
 
 
-@pytest.mark.parametrize("count", [4, 5])
-def test_both_sides_of_a_pair_know_each_other_and_everyone_is_in_one(lab, count):
-    found = rounds(lab, [*lab.PEERS, "emil"][:count], seed=4)
-    for round in range(ROUNDS):
-        met = {peer: members[round] for peer, (_, members, _) in found.items()}
-        for peer, members in met.items():
-            assert members == () or (len(members) == 2 and peer in members)
-            assert all(met[other] == members for other in members)
-        assert sum(members == () for members in met.values()) == count % 2
-
-
 @pytest.mark.parametrize("pull", [None, 0.3])
 def test_when_the_partner_is_gone_it_goes_on_as_lookahead_on_its_own_data(lab, pull):
     pair, gone = lab.PEERS[:2], 4.5 * EVERY * lab.STEP_S  # in the middle of the fifth round
@@ -231,3 +175,179 @@ def test_a_partner_that_stays_silent_costs_at_most_the_wait(lab):
         assert members == [() if round % 3 == 1 else ("anna", "bert") for round in range(ROUNDS)]
         assert now == pytest.approx(ROUNDS * EVERY * lab.STEP_S + len(lost) * 10.0)
         lab.close(path, expected[peer], atol=2e-6)
+
+
+ROUND, DRAWN = 6, 3
+SIZES = {1: [5], 2: [3, 2], 4: [1, 1, 1, 2]}
+"""Numbers of values of each parameter; each is a fragment."""
+UNEQUAL = {"anna": 1.0, "bert": 2.0, "cleo": 0.75, "dora": 1.5}
+
+
+class NoLoCoReference:
+    """v <- a v + b mean(slow - fast) + c (slow - mean(slow)); slow <- slow - v. All as sent, but v."""
+
+    def __init__(self, lr=1.0, momentum=0.3, pull=None, weights=None):
+        self.lr, self.momentum, self.pull, self.weights = lr, momentum, lr if pull is None else pull, weights
+
+    def first(self, slow):
+        return np.zeros_like(slow)
+
+    def new(self, me, group, slow, fast, memory):
+        shares = [1.0 if self.weights is None else self.weights[peer] for peer in group]
+        gradient = np.average([slow[peer] - fast[peer] for peer in group], axis=0, weights=shares)
+        apart = slow[me] - np.mean([slow[peer] for peer in group], axis=0)
+        memory[:] = self.momentum * memory + self.lr * gradient + self.pull * apart
+        return slow[me] - memory
+
+
+class LocalReference:
+    """slow <- mean(fast as sent)."""
+
+    def first(self, slow):
+        return slow
+
+    def new(self, me, group, slow, fast, memory):
+        return np.mean([fast[peer] for peer in group], axis=0)
+
+
+class GASLoCReference:
+    """u = slow + b (fast - slow) as sent; slow <- u - a (u - mean(u)) + c (u - u of the round before)."""
+
+    def __init__(self, lr=0.7, momentum=0.5, mix=1.0):
+        self.lr, self.momentum, self.mix = lr, momentum, mix
+
+    def first(self, slow):
+        return slow.copy()
+
+    def new(self, me, group, slow, fast, memory):
+        u = {peer: slow[peer] + self.lr * (fast[peer] - slow[peer]) for peer in group}
+        found = u[me] - self.mix * (u[me] - np.mean(list(u.values()), axis=0)) + self.momentum * (u[me] - memory)
+        memory[:] = u[me]
+        return found
+
+
+def parts_of(count):
+    edges = np.cumsum([0, *SIZES[count]])
+    return [slice(first, last) for first, last in itertools.pairwise(edges)]
+
+
+def expected(lab, reference, peers, steps, count, lag, *, every=ROUND, lost=(), finish=False):
+    """Return {peer: (slow, fast) after each step}: fast <- fast + (slow - fast as sent) when a mean is applied."""
+    parts, sent_at = parts_of(count), [(number + 1) * every // count for number in range(count)]
+    slow = {peer: lab.own_start(peer) for peer in peers}
+    fast = {peer: lab.own_start(peer) for peer in peers}
+    memory = {peer: reference.first(lab.own_start(peer)) for peer in peers}
+    path, under_way, round = {peer: [] for peer in peers}, [], 0
+
+    def apply(number, sent_round, sent_slow, sent_fast):
+        part = parts[number]
+        for group in groups(DRAWN, sent_round, peers, 2):
+            together = not any((peer, sent_round) in lost for peer in group)
+            for peer in group:
+                new = reference.new(peer, group if together else (peer,), sent_slow, sent_fast, memory[peer][part])
+                fast[peer][part] += new - sent_fast[peer]
+                slow[peer][part] = new
+
+    for step in range(1, steps + 1):
+        for peer in peers:
+            fast[peer] = lab.trained(peer, fast[peer], 1)
+        for number, first in enumerate(sent_at):
+            if (step - first) % every == 0 and step >= first:
+                own = [{peer: values[peer][parts[number]].copy() for peer in peers} for values in (slow, fast)]
+                under_way.append((step + lag, number, round, *own))
+                round += 1
+        for due in [due for due in under_way if due[0] == step or (finish and step == steps)]:
+            under_way.remove(due)
+            apply(*due[1:])
+        for peer in peers:
+            path[peer].append((slow[peer].copy(), fast[peer].copy()))
+    return path
+
+
+def found(lab, method, peers, steps, count, lag, *, every=ROUND, lost=(), finish=False, **options):
+    """Return the same of the optimizer. All take each step at the same time, however long one has waited before."""
+
+    def peer(exchange):
+        first = torch.tensor(lab.own_start(exchange.peer), dtype=torch.float32)
+        weights = [torch.nn.Parameter(part.clone()) for part in first.split(SIZES[count])]
+        more = {name: value(exchange.peer) if callable(value) else value for name, value in options.items()}
+        fragments = [[weight] for weight in weights] if count > 1 else 1
+        opt = method(torch.optim.SGD(weights, lr=lab.RATE), exchange, every=every, fragments=fragments, lag=lag, **more)
+        path = []
+        for step in range(steps):
+            exchange.sleep(100.0 * (step + 1) - exchange.simulation.now)
+            opt.zero_grad()
+            lab.least_squares(exchange.peer, weights).backward()
+            opt.step()
+            if finish and step == steps - 1:
+                opt.finish()
+            path.append((torch.cat(opt.slow).double().numpy(), torch.cat(weights).detach().double().numpy()))
+        return path
+
+    faults = Faults(drop=lambda peer, key: (peer, key.round) in lost)
+    return Simulation(peers, size=2, seed=DRAWN, faults=faults).run(peer)
+
+
+def check_lag(lab, method, reference, peers, steps, count, lag, *, every=ROUND, lost=(), finish=False, **options):
+    there = expected(lab, reference, peers, steps, count, lag, every=every, lost=lost, finish=finish)
+    here = found(lab, method, peers, steps, count, lag, every=every, lost=lost, finish=finish, **options)
+    for peer in peers:
+        lab.close(np.array(here[peer]), np.array(there[peer]))
+
+
+LOST_LATE = {("bert", 2), ("dora", 5), ("anna", 6)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("lag", range(ROUND))
+def test_noloco_at_every_lag_is_the_formula(lab, lag, count):
+    check_lag(lab, NoLoCo, NoLoCoReference(), lab.PEERS, 5 * ROUND, count, lag, lost=LOST_LATE)
+
+
+KNOBS = [{"pull": 0.3}, {"lr": 0.4, "momentum": 0.2, "pull": 1.1}, {"momentum": 0.0}, {"lr": 0.7, "momentum": 0.5}]
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+@pytest.mark.parametrize("lag", [2, 5])
+def test_both_forms_of_noloco_keep_what_was_learnt_since(lab, lag, knobs):
+    check_lag(lab, NoLoCo, NoLoCoReference(**knobs), lab.PEERS, 5 * ROUND, 2, lag, lost=LOST_LATE, **knobs)
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_weights_count_in_the_pseudo_gradients_alone_with_a_lag_too(lab, lag):
+    reference = NoLoCoReference(weights=UNEQUAL)
+    check_lag(lab, NoLoCo, reference, lab.PEERS, 5 * ROUND, 2, lag, lost=LOST_LATE, weight=lambda peer: lambda *_: UNEQUAL[peer])
+
+
+@pytest.mark.parametrize("lag", range(ROUND))
+def test_local_sgd_is_the_formula(lab, lag):
+    check_lag(lab, LocalSGD, LocalReference(), lab.PEERS, 5 * ROUND, 2, lag, lost=LOST_LATE)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"lr": 0.4, "momentum": 0.2, "mix": 0.6}, {"lr": 0.0}], ids=str)
+@pytest.mark.parametrize("lag", [0, 1, 3, 5])
+def test_gasloc_is_the_formula(lab, lag, knobs):
+    check_lag(lab, GASLoC, GASLoCReference(**knobs), lab.PEERS, 5 * ROUND, 2, lag, lost=LOST_LATE, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("method", "reference"), [(NoLoCo, NoLoCoReference), (LocalSGD, LocalReference), (GASLoC, GASLoCReference)]
+)
+@settings(max_examples=15)
+@given(every=st.integers(4, 9), steps=st.integers(1, 30), count=st.sampled_from([1, 2, 4]), data=st.data())
+def test_after_finish_everything_sent_is_applied_whatever_the_lag(lab, method, reference, every, steps, count, data):
+    lag = data.draw(st.integers(0, every - 1))
+    check_lag(lab, method, reference(), ["anna", "bert"], steps, count, lag, every=every, finish=True)
+
+
+def test_the_defaults_by_lag():
+    def schedule(every=50, **options):
+        weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(6)]
+        opt = NoLoCo(torch.optim.SGD(weights, lr=0.1), Alone(), every=every, **options)
+        return opt.schedule, opt.fragments
+
+    assert schedule(lag=0)[1] == 1
+    assert schedule(lag=10) == (Streaming(50, 4, 10), 4)
+    assert schedule(lag=1, every=3) == (Streaming(3, 3, 1), 3)
+    assert schedule(lag=0, fragments=2) == (Streaming(50, 2, 0), 2)
+    assert schedule(lag=2, fragments=1) == (Streaming(50, 1, 2), 1)

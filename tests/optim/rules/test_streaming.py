@@ -21,7 +21,6 @@ from shoal.optim import (
     NoLoCo,
     OuterOptimizer,
     Send,
-    Simulation,
     Streaming,
     StreamingDiLoCo,
     rda,
@@ -85,41 +84,6 @@ def test_1_one_fragment_without_lag_and_mix_is_diloco_to_the_bit(lab, mix):
     for peer, expected in lab.run(DiLoCo, 30, every=5).items():
         assert np.array_equal(found[peer].slow, expected.slow)
         assert np.array_equal(found[peer].fast, expected.fast)
-
-
-@pytest.mark.parametrize("moving", [0, 1])
-def test_2_when_all_but_one_fragment_are_frozen_it_is_diloco_on_that_one(lab, moving):
-    """Fragment 0 is sent in the middle of the round; from there on its rounds are DiLoCo's."""
-    part = [FIRST, SECOND][moving]
-
-    def inner(weights):
-        return torch.optim.SGD([{"params": [w], "lr": lab.RATE * (i == moving)} for i, w in enumerate(weights)])
-
-    found = lab.run(StreamingDiLoCo, 33, every=EVERY, fragments=2, lag=0, mix=0.0, lr=0.7, inner=inner)
-    slow, velocity, path = lab.start(), np.zeros(5), []
-    for sent in range(3 if moving == 0 else 6, 34, EVERY):
-        steps = 3 if sent == 3 else EVERY
-        moved = []
-        for peer in lab.PEERS:
-            fast = slow.copy()
-            for _ in range(steps):
-                fast[part] -= lab.RATE * lab.gradient(peer, fast)[part]
-            moved.append(slow - fast)
-        velocity = 0.6 * velocity + np.mean(moved, axis=0)
-        slow = slow - 0.7 * (np.mean(moved, axis=0) + 0.6 * velocity)
-        path.append(slow)
-        for peer in lab.PEERS:
-            lab.close(found[peer].slow[sent - 1], slow)
-
-
-@pytest.mark.parametrize("lag", [1, 3, 5])
-def test_alone_with_rate_one_nothing_that_is_learnt_in_flight_is_lost(lab, lag):
-    """The own mean only brings what the fast weights have: they are those of plain training, which a mix of 0.5 loses."""
-    knobs = {"every": EVERY, "fragments": two, "lag": lag, "lr": 1.0, "momentum": 0.0}
-    plain = [lab.trained("anna", lab.start(), steps) for steps in range(1, 61)]
-    lab.close(lab.run(StreamingDiLoCo, 60, ["anna"], **knobs, mix="keep")["anna"].fast, plain)
-    mixed = lab.run(StreamingDiLoCo, 60, ["anna"], **knobs, mix=0.5)["anna"].fast
-    assert np.abs(np.array(mixed) - np.array(plain)).max() > 1e-3
 
 
 def test_a_weight_that_does_not_change_ends_as_exactly_the_slow_one(lab):
@@ -271,43 +235,6 @@ def test_every_parameter_must_be_in_exactly_one_fragment():
         StreamingDiLoCo(inner, Alone(), fragments=1, every=5, lag=5)
 
 
-def test_the_bytes_of_the_fragments_add_up_to_the_model(lab):
-    sent = Counter()
-
-    class Counting(Alone):
-        def start(self, mine):
-            sent[mine.key.fragment] += mine.codec.nbytes([tuple(t.shape) for t in mine.tensors])
-            return super().start(mine)
-
-    model = Net()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    opt = StreamingDiLoCo(inner, Counting(), every=8, fragments=4, model=model, lag=1)
-    for _ in range(24):
-        opt.step()
-    assert sum(sent.values()) == 3 * 4 * sum(p.numel() for p in model.parameters())
-    assert sorted(sent) == [0, 1, 2, 3]
-
-
-def test_averaged_shows_the_slow_weights_and_finish_applies_all_fragments_in_flight(lab):
-    def peer(exchange):
-        torch.manual_seed(0)
-        model = Net()
-        opt = StreamingDiLoCo(torch.optim.AdamW(model.parameters()), exchange, every=4, fragments=4, lag=3, model=model)
-        for step in range(6):
-            opt.zero_grad()
-            model.head(model.blocks[0](model.embed(torch.tensor([step, len(exchange.peer)])))).square().mean().backward()
-            opt.step()
-        assert len(list(opt._in_flight)) == 3
-        with opt.averaged():
-            assert all(torch.equal(p, s) for p, s in zip(model.parameters(), opt.slow, strict=True))
-        opt.finish()
-        assert not list(opt._in_flight)
-        return opt.slow
-
-    ends = Simulation(["a", "bb"]).run(peer)
-    assert all(torch.equal(a, b) for a, b in zip(ends["a"], ends["bb"], strict=True))
-
-
 def test_a_bfloat16_model_restarted_from_a_mix_loses_nothing_to_rounding():
     """Nothing is learnt: slow and fast weights must stay where the mix put them, whatever bfloat16 can hold."""
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
@@ -406,3 +333,20 @@ def test_a_schedule_with_more_fragments_than_there_are_is_refused():
     opt.step()
     with pytest.raises(ValueError, match="the schedule sends fragment 1, but there are only 1"):
         opt.step()
+
+
+def test_the_bytes_of_the_fragments_add_up_to_the_model(lab):
+    sent = Counter()
+
+    class Counting(Alone):
+        def start(self, mine):
+            sent[mine.key.fragment] += mine.codec.nbytes([tuple(t.shape) for t in mine.tensors])
+            return super().start(mine)
+
+    model = Net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = StreamingDiLoCo(inner, Counting(), every=8, fragments=4, model=model, lag=1)
+    for _ in range(24):
+        opt.step()
+    assert sum(sent.values()) == 3 * 4 * sum(p.numel() for p in model.parameters())
+    assert sorted(sent) == [0, 1, 2, 3]
