@@ -44,7 +44,7 @@ import msgpack
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import Field, model_validator
 
-from shoal.swarm.errors import AdmissionError, LinkError, MessageError
+from shoal.swarm.errors import AdmissionError, LinkError, MessageError, Repeats
 from shoal.swarm.identity import Identity, b58decode, is_peer_id, verify
 from shoal.swarm.wire.envelope import ENVELOPE, KIB, MAX_COUNT, Message, Moment, Nonce, PeerId, SwarmId, pack, seal, unpack, unseal
 
@@ -246,7 +246,7 @@ class AccessPolicy:
         self._peers: OrderedDict[str, _PeerState] = OrderedDict()
         self._by_invitation: dict[bytes, set[str]] = {}
         self._first: dict[bytes, tuple[float, list[tuple[float, str]]]] = {}  # invitation -> when counted, peers admitted
-        self._reported = ""
+        self._said = Repeats()
 
     @property
     def by_invitation(self) -> bool:
@@ -303,11 +303,7 @@ class AccessPolicy:
         elif now > entry.expires - SOON_S:
             minutes = max(round((entry.expires - now) / 60), 0)
             line = f"This node's invitation expires in {minutes} minutes: {ASK}, and join again by it with --resume."
-        kind = line[:20]
-        if not line or kind == self._reported:
-            return ""
-        self._reported = kind
-        return line
+        return line if line and self._said.due(line[:20]) else ""
 
     # -- under the lock --------------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class SimPeer:
         assert self.member is not None  # a peer that averages with nobody publishes nothing
         fields = self.member.fields(self.state, None, 1 / self.step_s)
         return Member.model_validate({
-            **fields, **self.member.self_report.details(), "swarm": self.swarm, "peer": self.identity.peer_id, "addresses": (),
+            **fields, **self.member.sync.diagnosis.details(), "swarm": self.swarm, "peer": self.identity.peer_id, "addresses": (),
             "issued": self.unix(), "version": "0",
         })  # fmt: skip
 

@@ -26,6 +26,7 @@ from shoal.node.checkpoint.folder import CheckpointError, path_of, steps
 from shoal.node.checkpoint.store import ABLE, Packed, UnpackableError, pack, save
 from shoal.node.user_code import device_failed, out_of_memory
 from shoal.optim.device import copies_beside, give_pinned_back, pinned_bytes, pinned_like, wait_for
+from shoal.swarm.errors import Repeats
 
 # The disk budget of a run's folder. Only older checkpoints are removed to make room for the next one.
 
@@ -182,7 +183,7 @@ class CheckpointWriter:
         self._snapshots = Snapshots()
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        self._failing = False
+        self._said = Repeats()
         self._tried = False
         """True once a state could be packed."""
         self.due = False
@@ -296,11 +297,10 @@ class CheckpointWriter:
         if self._writer is None and self._failure is None:
             return
         self._writer, failure, self._failure = None, self._failure, None
-        if failure is not None and not self._failing and not said:
-            self._notify(f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as usual.")
-        elif failure is None and self._failing:
+        if failure is None and self._said.over("failed"):
             self._notify("Checkpoints can be saved again.")
-        self._failing = failure is not None
+        elif failure is not None and self._said.due("failed") and not said:
+            self._notify(f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as usual.")
 
 
 def _as_failure(error: Exception) -> CheckpointError:

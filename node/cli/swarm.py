@@ -220,12 +220,11 @@ def status(link: str | None, folder: Path | None, mine: bool, as_json: bool) -> 
     report: dict[str, Any] = {}
     lines = []
     if folder is not None:
-        from shoal.node.commands.status import current_link, link_line
+        from shoal.node.commands.status import current_link, link_line, read_refusals, refusals_said
         from shoal.node.config.links import LINK
-        from shoal.node.runtime.refusal_log import read_refusals, sentence
 
         report["refused"] = read_refusals(folder / "metrics.jsonl")
-        lines.append(sentence(report["refused"]))
+        lines.append(refusals_said(report["refused"]))
         if parsed is None and (folder / LINK).exists():
             newest = current_link(folder)
             report |= {"link": newest["link"], "invite_only": newest["invite_only"]}

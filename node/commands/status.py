@@ -1,4 +1,6 @@
-"""``shoal status``: show a swarm without being a member.
+"""``shoal status``: show a swarm without being a member, and what a node here has refused, by its metrics.
+
+That is in no record for other peers: this node may be wrong, and no peer should learn exactly what another refuses.
 
 ``shoal link`` and ``shoal invite``: the newest link of a node here, and invitations.
 """
@@ -8,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from contextlib import closing
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.overview import ASK_S, clock_problem, compare_clocks, overview, totals_said
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.topics.status import lag_label, reach_label, tokens_label
+from shoal.swarm.training.diagnosis import listed
 
 # ``shoal invite``: issue an invitation to an invitation-only swarm.
 
@@ -204,6 +209,39 @@ def _work(work: dict[str, Any]) -> list[str]:
 def link_line(link: str, *, invite_only: bool) -> str:
     """Return the line that shows a link to copy; it never has an invitation."""
     return f"Link{', to look (its creator invites members: shoal invite)' if invite_only else ''}: {link}"
+
+
+RECENT_S = 600.0  # "recently"
+
+
+def read_refusals(path: Path, now: float | None = None) -> dict[str, Any]:
+    """Return what the newest run in the metrics ``path`` refused, in all and in the 10 minutes before ``now`` (Unix). LinkError."""
+    since = (time.time() if now is None else now) - RECENT_S
+    total: dict[str, int] = {}
+    before: dict[str, int] = {}
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if '"event": "start"' not in line and '"event": "refused"' not in line:
+                    continue
+                with suppress(ValueError):  # the node was killed while it wrote this line, or is writing it now
+                    event = json.loads(line)
+                    total = {name: event[name] for name in event.keys() - {"event", "time"} if event["event"] == "refused"}
+                    before = total if event["event"] != "refused" or event["time"] < since else before
+    except OSError as error:
+        raise LinkError(
+            f"Cannot read {str(path)!r} ({error.strerror}): name the folder of a node on this machine, such as runs/NAME."
+        ) from error
+    return {"recent_s": RECENT_S, "recent": dict(Counter(total) - Counter(before)), "total": total}
+
+
+def refusals_said(found: Mapping[str, Any]) -> str:
+    """Describe the result of `read_refusals` for people."""
+    if not found["total"]:
+        return "This node has refused nothing of others since it started."
+    recent = listed(found["recent"]) or "nothing"
+    minutes = found["recent_s"] / 60
+    return f"This node refused, in the last {minutes:.0f} minutes: {recent}; since it started: {listed(found['total'])}."
 
 
 def _seconds(value: float | None) -> str:

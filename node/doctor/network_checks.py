@@ -130,12 +130,9 @@ def _run(check: Check, note: Tell) -> CheckOutcome:
         trace: str | None = None
         try:
             said = check.run(tell)
-        except Note as error:
-            outcome, said = "note", str(error)
-        except Skip as error:
-            outcome, said = "skipped", str(error)
         except ShoalError as error:
-            outcome, said, trace = "failed", str(error), getattr(error, "trace", None)
+            outcome = "note" if isinstance(error, Note) else "skipped" if isinstance(error, Skip) else "failed"
+            said, trace = str(error), getattr(error, "trace", None)
         except Exception as error:  # one check must not stop the others
             outcome = "failed"
             if (own := explained(error)) is not None:
@@ -235,10 +232,8 @@ def daemon(visit: Visit, tell: Tell) -> str:
     return "the network daemon starts and answers"
 
 
-def bootstrap(visit: Visit, tell: Tell) -> str:
-    """Try each address of the link; a member that answers is enough, or a seed that names one."""
-    assert visit.link is not None
-    host, addresses = visit.running(), visit.link.bootstrap
+async def _connected(host: Host, addresses: Sequence[str]) -> dict[str, str]:
+    """Connect to all ``addresses`` at once; return of each in a few words why it could not be reached, or nothing."""
 
     async def one(address: str) -> str:
         try:
@@ -247,17 +242,20 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
             return str(error).removeprefix(f"{address} ").removesuffix(".")
         return ""
 
-    async def all_of_them() -> list[str]:
-        return await asyncio.gather(*map(one, addresses))
+    return dict(zip(addresses, await asyncio.gather(*map(one, addresses)), strict=True))
 
-    problems = dict(zip(addresses, host.call(all_of_them(), CONNECT_S + 2.0), strict=True))
-    answered = {address.rpartition("/p2p/")[2] for address, problem in problems.items() if not problem}
-    for address, problem in problems.items():
-        if problem and address.rpartition("/p2p/")[2] in answered:  # an address of its local network, for instance
-            problem = "no answer from here, but the peer answers at another of its addresses"
-        tell(CheckOutcome(f"peer {address}", "note" if problem else "ok", problem or "answers"))
+
+def bootstrap(visit: Visit, tell: Tell) -> str:
+    """Try each address of the link; a member that answers is enough, or a seed that names one."""
+    assert visit.link is not None
+    host, addresses = visit.running(), visit.link.bootstrap
+    problems = host.call(_connected(host, addresses), CONNECT_S + 2.0)
     # Each peer once: when one of its addresses works the others do not matter.
     answering = {address.rpartition("/p2p/")[2]: address for address, problem in problems.items() if not problem}
+    for address, problem in problems.items():
+        if problem and address.rpartition("/p2p/")[2] in answering:  # an address of its local network, for instance
+            problem = "no answer from here, but the peer answers at another of its addresses"
+        tell(CheckOutcome(f"peer {address}", "note" if problem else "ok", problem or "answers"))
     for address in answering.values():
         _sort(visit, address)
     if not answering:
@@ -266,7 +264,7 @@ def bootstrap(visit: Visit, tell: Tell) -> str:
         raise FaultError(
             "only bootstrap nodes answer, and they name no member that does: the swarm's last node may have left, ask for one."
         )
-    dead = len({a.rpartition("/p2p/")[2] for a in addresses} - answered)
+    dead = len({a.rpartition("/p2p/")[2] for a in addresses} - answering.keys())
     said = f"{plural(len(visit.reached), 'member')} and {plural(len(visit.seeds), 'bootstrap node')} answer"
     if dead:
         raise Note(f"{said}, {dead} of the link's peers do not: that is enough, but see the lines above, or get a newer link.")
@@ -284,19 +282,9 @@ def _sort(visit: Visit, address: str) -> None:
             _add(visit, address)
         return
     visit.seeds.append(address)
-
-    async def meet() -> list[str]:
-        async def met(each: str) -> str | None:
-            try:
-                await host.connect(each, CONNECT_S)
-            except NetworkError:
-                return None
-            return each
-
-        return [each for each in await asyncio.gather(*map(met, named[:8])) if each is not None]
-
-    for each in host.call(meet(), CONNECT_S + 2.0):
-        _add(visit, each)
+    for each, problem in host.call(_connected(host, named[:8]), CONNECT_S + 2.0).items():
+        if not problem:
+            _add(visit, each)
 
 
 def _add(visit: Visit, address: str) -> None:

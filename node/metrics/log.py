@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shoal.node.console import dumps, finite
-from shoal.swarm.errors import ShoalError
+from shoal.swarm.errors import Repeats, ShoalError
 
 if TYPE_CHECKING:
     from shoal.optim import OuterOptimizer, RoundInfo
@@ -191,7 +191,7 @@ class Metrics:
 
     def __init__(self, path: Path, say: Callable[[str], None] | None = None, sinks: Sinks | None = None) -> None:
         self._path, self._say, self._sinks = path, say, sinks
-        self._failing = False
+        self._said = Repeats(self._clock)
         self._lock = threading.Lock()  # of the file: `note` is for any thread
         self._written = self._clock()
         try:
@@ -229,13 +229,11 @@ class Metrics:
         except OSError as error:
             if self._say is None:
                 raise self._error(error) from error
-            if not self._failing:
+            if self._said.due("failed"):
                 self._say(f"{str(self._error(error)).rstrip('.')}; training goes on without them.")
-            self._failing = True
             return
-        if self._failing and self._say is not None:
+        if self._said.over("failed") and self._say is not None:
             self._say("Metrics can be written again.")
-        self._failing = False
 
     def _append(self, data: bytes) -> None:
         while data:

@@ -31,7 +31,6 @@ from shoal.node.runtime.join import (
     new_manifest,
     try_partners,
 )
-from shoal.node.runtime.refusal_log import RefusalLog, rejections
 from shoal.node.runtime.resume import Result, SavedRun, save, summary
 from shoal.node.runtime.run_options import RunOptions, network
 from shoal.node.task import Shard, Task
@@ -127,7 +126,6 @@ class TrainingNode:
     verification: Verification | None
     """Present where nodes verify each other."""
     result: Result
-    refusals: RefusalLog
     status: StatusReporter
 
     def __init__(
@@ -144,6 +142,7 @@ class TrainingNode:
         self._loss: float | None = None
         self._seen: set[str] | None = None  # the members when this node chose its shard; None: it did not choose
         self._newcomer = False  # begins with the weights of a swarm that is under way
+        self._refused: dict[str, int] = {}
 
     # -- building ----------------------------------------------------------------------------------------------------------
 
@@ -245,7 +244,6 @@ class TrainingNode:
             name, host.peer_id, membership.swarm, outer.method, str(self.device), str(shard), params, fragments=opt.fragments
         )
         announce_publicly(membership, params, self.device.type, log, created=self.options.link is None)
-        self.refusals = RefusalLog(membership.refused, self.metrics.write, log)
         self.member.reporter = self.status = StatusReporter(membership, name, folder=self.folder)
         self._activity.on_change = self.status.doing
         closing.callback(self.status.close)
@@ -326,8 +324,8 @@ class TrainingNode:
         with self._activity.doing("waiting for peers"):
             for missing in until_started(self.membership, trainer.opt, WAITING_S, lambda: self.shutdown.requested):
                 self._link_file.refresh()
-                self._say_news()
-                self.display.message(waiting_for(missing))
+                for line in filter(None, (self.membership.news(), waiting_for(missing))):
+                    self.display.message(line)
         if not self._newcomer:  # an evaluation takes as long as dozens of steps, and the swarm is under way
             result.loss_first = self._loss = self._evaluate()
         self._settle()
@@ -357,7 +355,7 @@ class TrainingNode:
         result.note_lag(**self.member.lag_report.details())
         result.note_rates(trainer.throughput)
         result.bytes_sent, result.bytes_received = host.traffic.sent, host.traffic.received
-        result.refused = self.refusals.now()
+        result.refused = self.membership.refused()
         with self._activity.doing("saving", bounded=True):
             result.not_saved = self.saver.last(result.steps)
         if result.not_saved is not None:
@@ -388,20 +386,14 @@ class TrainingNode:
 
     def _evaluate(self) -> float | None:
         # Ranks that evaluate together have no time to hand out weights, of which each holds a part.
-        still = self.member.at_rest() if self.ranks is None else nullcontext()
+        still = self.member.sync.at_rest() if self.ranks is None else nullcontext()
         with self._activity.doing("evaluating"), still:
             return self.trainer.evaluate()
 
     def _on_progress(self, progress: Progress) -> None:
-        self_report = self.member.self_report
         self._rates, self._loss = progress.rates, progress.loss
         self.display.update(progress)
-        for sentence in self_report.events():
-            self.display.message(sentence)
-            suspected = self_report.absence.suspected
-            self.metrics.write("partition", said=sentence, missing=list(suspected.names) if suspected is not None else [])
-        for sentence in [*self_report.news(), *self.member.lag_report.events()]:
-            self.display.message(sentence)
+        self._tell_news()
         self.member.announce("training", self._loss, self._rates)
         self._link_file.refresh()
         fields = progress_fields(self.membership, self.trainer.opt, progress.step, progress.loss, progress.rates)
@@ -429,8 +421,6 @@ class TrainingNode:
         over = info.key.fragment >= result.fragments - 1  # of its round: the last fragment, or the last average
         result.tried, result.rounds = result.tried + 1, result.rounds + over
         result.exchanges += partner is not None
-        for line in rejections(report.rejected, members):
-            self.display.message(line)
         result.suspicious += rejected
         result.pairs_none += not (partner or rejected or self.settings.outer.alone)
         opt, loss = self.trainer.whole, self.trainer.round_loss()
@@ -447,12 +437,19 @@ class TrainingNode:
             resume.keep(opt, self.folder, result.rounds)
         every = self.settings.node.checkpoint_every_rounds
         self.saver.due |= over and every > 0 and result.rounds % every == 0
-        self.refusals.look()
-        self._say_news()
+        if (refused := self.membership.refused()) != self._refused:
+            self._refused = refused
+            self.metrics.write("refused", **refused)
+        self._tell_news()
 
-    def _say_news(self) -> None:
-        if line := self.membership.news():
-            self.display.message(line)
+    def _tell_news(self) -> None:
+        """Show what is new in the diagnosis of this node, and write it to the metrics."""
+        for topic, said in self.member.news():
+            self.display.message(said)
+            self.metrics.write("diagnosis", about=topic, said=said)
+            if topic == "partition":
+                suspected = self.member.sync.diagnosis.absence.suspected
+                self.metrics.write("partition", said=said, missing=[] if suspected is None else list(suspected.names))
 
     def _note(self, event: str, **fields: Any) -> None:
         self.metrics.write(event, **fields)

@@ -31,7 +31,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.swarm.access import AccessPolicy
-from shoal.swarm.errors import NetworkError
+from shoal.swarm.errors import NetworkError, Repeats
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import dht
 from shoal.swarm.membership.dht import MAX_TTL, Index, VerifiedRecord, bits_of, key_of, make_record, open_record
@@ -142,7 +142,7 @@ class Directory:
         self._look_soon = False
         self._prefix: str | None = None  # under which the own record is stored
         self._keys: dict[str, dht.Names] = {}  # the trie as last read
-        self._warned: set[str] = set()
+        self._said = Repeats()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: tuple[asyncio.Event, ...] = ()  # of what reads and of what publishes
@@ -406,8 +406,7 @@ class Directory:
         if member.peer != peer or member.swarm != self._swarm or record.prefix != prefix:
             return False
         if member.issued > self._now() + CLOCK:
-            if peer not in self._warned and len(self._warned) < 100:
-                self._warned.add(peer)
+            if self._said.due(peer):
                 log.warning("peer %s is ignored: its clock, or ours, is wrong by more than %g s", short(peer), CLOCK)
             return False
         return self.access_policy.record(peer, member.admission, member.issued, member.state in HERE)

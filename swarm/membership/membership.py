@@ -89,7 +89,7 @@ class Membership:
         found.update(self.peers.counters.rejected())
         if "gossip" in self.__dict__:  # not started only for this
             found.update(self.gossip.refused())
-        return dict(sorted(found.items()))
+        return dict(sorted((+found).items()))
 
     def news(self) -> str:
         """Return one sentence when the invitation is about to expire, when it has, and while the clock is wrong; else nothing."""

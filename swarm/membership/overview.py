@@ -161,7 +161,7 @@ FAILS, FAILS_SHARE = 3, 0.25
 SILENT_S = 15.0
 """Three renewals of a record: half of the time after which a silent peer is no longer a member."""
 
-REMEDY: dict[Failure, str] = {
+REMEDY: dict[str, str] = {
     "unreachable": "open the port given by --listen, check --announce, or give the swarm a bootstrap node with --relay",
     "timeout": "its machine or its link is too slow, or asleep: free it, or leave it out",
     "refused": "see its log and theirs for the reason: another version, other options, or a ban",
@@ -211,29 +211,23 @@ def _unreachable(members: Mapping[str, Member]) -> list[str]:
 
 
 def _slow(members: Mapping[str, Member], in_seconds: bool) -> list[str]:
-    found = []
-    rest = (
-        "it makes fewer steps in a round, and nobody waits for it"
-        if in_seconds
-        else ("free its processor, or begin a swarm with --round seconds:auto, in which nobody waits for it")
-    )
+    rest = "free its processor, or begin a swarm with --round seconds:auto, in which nobody waits for it"
+    rest = "it makes fewer steps in a round, and nobody waits for it" if in_seconds else rest
     steps = {peer: 1 / member.steps_per_s for peer, member in members.items() if member.steps_per_s > 0}
-    usual = median_low(steps.values()) if steps else 0.0
-    for peer, seconds in steps.items():
-        if seconds > SLOW_STEP * usual:
-            found.append(
-                f"{members[peer].name} is slow: an inner step takes it {seconds:.3g} s, {seconds / usual:.1f} times the "
-                f"median of all ({usual:.3g} s); {rest}."
-            )
     moves = {peer: member.exchange_s for peer, member in members.items() if member.exchange_s > 0}
-    usual = median_low(moves.values()) if moves else 0.0
-    for peer, seconds in moves.items():
-        if seconds > max(SLOW_EXCHANGE * usual, usual + SLOW_EXCHANGE_S):
-            found.append(
-                f"{members[peer].name} has a slow link: an exchange takes it {seconds:.3g} s, {seconds / usual:.1f} times the "
-                f"median of all ({usual:.3g} s); a smaller codec (--codec int8), or a better link, would help."
-            )
-    return found
+    step, move = (median_low(seconds.values()) if seconds else 0.0 for seconds in (steps, moves))
+    found = [
+        f"{members[peer].name} is slow: an inner step takes it {seconds:.3g} s, {seconds / step:.1f} times the "
+        f"median of all ({step:.3g} s); {rest}."
+        for peer, seconds in steps.items()
+        if seconds > SLOW_STEP * step
+    ]
+    return found + [
+        f"{members[peer].name} has a slow link: an exchange takes it {seconds:.3g} s, {seconds / move:.1f} times the "
+        f"median of all ({move:.3g} s); a smaller codec (--codec int8), or a better link, would help."
+        for peer, seconds in moves.items()
+        if seconds > max(SLOW_EXCHANGE * move, move + SLOW_EXCHANGE_S)
+    ]
 
 
 def _failing(members: Mapping[str, Member]) -> list[str]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.errors import MessageError, NetworkError, Repeats
 from shoal.swarm.identity import Identity, verify
 from shoal.swarm.p2p.addresses import by_quic, host_of
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, Incoming
@@ -107,7 +107,7 @@ class Puncher:
         self._moves = 0  # of this machine to another network, as far as the daemon knows
         self._needed = 0.0  # when a member was relayed, or reached past its relay
         self._starting = asyncio.Lock()
-        self._told: set[str] = set()
+        self._said = Repeats()
         self._watching: asyncio.Future[None] | None = None
         self._each = TokenBuckets(RateLimit(messages=EACH, senders=256, period=10 * MINUTE))
         self._all = TokenBuckets(RateLimit(messages=ALL, senders=1, period=10 * MINUTE))
@@ -217,8 +217,7 @@ class Puncher:
     def _refused(self, peer: str, why: str) -> NetworkError:
         """Count a refusal, and log the first for each reason: a peer that goes on must not fill the log."""
         self._resources.reject("punch")
-        if why not in self._told:
-            self._told.add(why)
+        if self._said.due(why):
             log.warning("no direct connection with peer %s: it %s; further ones are only counted", short(peer), why)
         return NetworkError(f"peer {short(peer)} {why}.", "refused")
 

@@ -1,12 +1,5 @@
 """One training peer's duties towards its swarm, the same for ``shoal up``, loops of one's own and simulated peers.
 
-A node's account of its own exchanges and of missing members, for its record in the directory and for its user.
-
-Members that vanish together, unlike crashed machines, which vanish one by one, show a network partition. A member vanishes when its
-record expires though it did not announce that it leaves. A node suspects a partition if at least two vanished at about the same
-moment, or all others did, even a single one: then this node may be the one that is cut off. The suspicion ends when a vanished
-member returns. It is no proof: one machine with two nodes looks the same when it loses power.
-
 Keep an outer optimizer in step with its swarm: the round it is in, the weights it takes over, and those it hands out.
 """
 
@@ -14,17 +7,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
-from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
-from shoal.swarm.exchange.cost import every_that_fits
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate
 from shoal.swarm.manifest import MAX_GROUP
@@ -32,176 +21,17 @@ from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
-from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.resync import DriftDetector, Resynchronizer, in_step
 from shoal.swarm.state.selection import StateServer
 from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, State
 from shoal.swarm.topics.status import StatusReporter
+from shoal.swarm.training.diagnosis import Diagnosis, LagReport, Notice
 from shoal.swarm.training.factories import Rates
 from shoal.swarm.training.shard import Shard
-from shoal.swarm.wire.envelope import Failure, Sketch, rate, real, share
-from shoal.swarm.wire.messages import MAX_MISSING, Member
+from shoal.swarm.wire.envelope import Sketch, rate, real, share
 
 if TYPE_CHECKING:
     from shoal.swarm.exchange.group.exchange import GroupExchange
-
-# A record is renewed every 5 s and read every 5 s: last signs of peers that were cut off together differ by both and a margin.
-WITHIN = 12.0
-CONFIRM = 10.0  # seconds that a member must be missing: a node that slept itself finds all records expired until it reads again
-FORGET = 3600.0  # seconds after which a missing member is forgotten
-
-
-@dataclass(frozen=True)
-class SuspectedPartition:
-    """Suspicion that members ``names`` of ``of`` were cut off: their last signs lie within ``within_s`` seconds."""
-
-    names: tuple[str, ...]
-    of: int
-    within_s: float
-
-    def __str__(self) -> str:
-        some = ", ".join(self.names[:MAX_MISSING]) + (", …" if len(self.names) > MAX_MISSING else "")
-        return (
-            f"a partition is suspected: {len(self.names)} of {self.of} members vanished within {self.within_s:.0f} s ({some}); "
-            f"training goes on with {self.of - len(self.names)}, and they come together again by themselves"
-        )
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of a `Member` that report it."""
-        return {
-            "missing": len(self.names),
-            "missing_of": self.of,
-            "missing_within_s": self.within_s,
-            "missing_names": tuple(name[:16] for name in self.names[:MAX_MISSING]),
-        }
-
-
-@dataclass
-class _LastSign:
-    name: str
-    issued: float
-    heard: float
-    missing_since: float | None = None
-
-
-class PartitionDetector:
-    """Detector that follows the members in view. ``me``: the own peer id. Seconds are of a monotonic clock of the caller."""
-
-    def __init__(self, me: str) -> None:
-        self._me = me
-        self._seen: dict[str, _LastSign] = {}
-        self.suspected: SuspectedPartition | None = None
-
-    def look(
-        self, members: Mapping[str, Member], left: Collection[str], now: float, belongs: Callable[[str], bool] = lambda peer: True
-    ) -> list[str]:
-        """Note the members in view and those that left on purpose; return what to report, in sentences.
-
-        ``belongs``: predicate of peers that would be in view if they were there; others were reassigned to another bucket.
-        """
-        back = []
-        for peer, member in members.items():
-            seen = self._seen.get(peer)
-            if seen is None or seen.issued != member.issued or seen.missing_since is not None:
-                if seen is not None and self._confirmed(seen, now):
-                    back.append(member.name)
-                self._seen[peer] = _LastSign(member.name, member.issued, now)
-        for peer in [peer for peer in self._seen if peer not in members]:
-            seen = self._seen[peer]
-            if seen.missing_since is None:
-                seen.missing_since = now
-            if peer in left or peer == self._me or not belongs(peer) or now - seen.missing_since > FORGET:
-                del self._seen[peer]
-        before, self.suspected = self.suspected, self._suspect(members, now)
-        if self.suspected is not None and (before is None or set(self.suspected.names) - set(before.names)):
-            return [str(self.suspected)]
-        if before is not None and (returned := sorted(set(back) & set(before.names))):
-            still = f"; {len(self.suspected.names)} are still missing" if self.suspected is not None else ""
-            return [f"together again with {', '.join(returned[:MAX_MISSING])}{', …' if len(returned) > MAX_MISSING else ''}{still}"]
-        return []
-
-    def _confirmed(self, seen: _LastSign, now: float) -> bool:
-        return seen.missing_since is not None and now - seen.missing_since >= CONFIRM
-
-    def _suspect(self, members: Mapping[str, Member], now: float) -> SuspectedPartition | None:
-        missing = sorted((seen for seen in self._seen.values() if self._confirmed(seen, now)), key=lambda seen: seen.heard)
-        together: list[_LastSign] = []
-        for first, earliest in enumerate(missing):
-            these = [seen for seen in missing[first:] if seen.heard - earliest.heard <= WITHIN]
-            together = max(together, these, key=len)
-        alone = not members.keys() - {self._me}
-        if len(together) < 2 and not (together and alone):
-            return None
-        names = tuple(sorted(seen.name for seen in together))
-        return SuspectedPartition(names, len(members.keys() | {self._me}) + len(names), together[-1].heard - together[0].heard)
-
-
-LOOK_S = 1.0  # seconds between two looks at the members: records change every five
-AGAIN_S = 600.0  # seconds between two sentences about weights that differ: a hostile peer may say so of its own in each round
-
-
-class SelfReport:
-    """One node's account. ``sketch`` gives a sketch of the slow weights (``shoal.swarm.state.resync``); ``clock``: seconds."""
-
-    def __init__(
-        self,
-        stats: ExchangeStats,
-        directory: Directory,
-        me: str,
-        sketch: Callable[[], Sketch | None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.stats, self._directory, self._sketch, self._clock = stats, directory, sketch, clock
-        self.absence = PartitionDetector(me)
-        self._waits: deque[float] = deque(maxlen=RECENT)
-        self._looked = float("-inf")
-        self._apart: dict[bool, float] = {}
-        """When it was said last that weights differ, by whether this node gives way."""
-        self._news: list[str] = []
-
-    def waited(self, seconds: float) -> None:
-        """Note that training stood still for ``seconds`` in the round that has just ended."""
-        self._waits.append(seconds)
-
-    def apart(self, peers: Collection[str], members: Mapping[str, Member], gives_way: bool) -> None:
-        """Note, for ``news``, that the weights of ``peers`` differ from this node's; once for each event."""
-        now = self._clock()
-        if not peers or now - self._apart.get(gives_way, float("-inf")) < AGAIN_S:
-            return
-        self._apart[gives_way] = now
-        names = [members[peer].name if peer in members else short(peer) for peer in sorted(peers)]
-        them = "1 other member" if len(names) == 1 else f"{len(names)} other members"
-        them += f" ({', '.join(names[:MAX_MISSING])}{', …' if len(names) > MAX_MISSING else ''})"
-        who = (
-            f"this node's weights differ from those of {them}, so it takes over theirs"
-            if gives_way
-            else f"the weights of {them} differ from this node's, and are to give way to them"
-        )
-        self._news.append(f"{who}; to load other weights on purpose, call opt.restart_from_model() on all members")
-
-    def news(self) -> list[str]:
-        """Return the sentences about differing weights that were not returned yet."""
-        news, self._news = self._news, []
-        return news
-
-    def details(self) -> dict[str, Any]:
-        """Return the fields of this node's ``Member`` that have defaults."""
-        suspected = self.absence.suspected
-        return {
-            **self.stats.report(),
-            "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
-            "sketch": self._sketch(),
-            **(suspected.fields() if suspected is not None else {}),
-        }
-
-    def events(self) -> list[str]:
-        """Return sentences about members that vanished or came back. Looks at most once a second, and touches no network."""
-        now = self._clock()
-        if now - self._looked < LOOK_S:
-            return []
-        self._looked = now
-        return self.absence.look(self._directory.everyone(), self._directory.departed(), now, self._directory.belongs)
-
 
 log = logging.getLogger(__name__)
 
@@ -236,8 +66,7 @@ class OuterSync:
         )
         self._drift = DriftDetector(me, model, MAX_GROUP)
         self._restarts = opt.restarts
-        self.self_report = SelfReport(exchange.stats, membership.directory, me, self._sketch, clock)
-        """This node's account of its own exchanges, for its record in the directory."""
+        self.diagnosis = Diagnosis(exchange.stats, membership.directory, me, self._sketch, clock)
         exchange.sketch = self._sketch
 
     def begin_from(self, state: State) -> None:
@@ -283,7 +112,7 @@ class OuterSync:
         if opt.anchored and info.key.fragment < opt.fragments and not explained:
             members = self._directory.members()
             split = self._drift.split(members, self._exchange.sketches, self._exchange.partners)
-            self.self_report.apart(self._drift.apart, members, split is not None)
+            self.diagnosis.apart(self._drift.apart, members, split is not None)
         self._resynchronizer.on_round(info, behind=behind, split=split)
 
     def after_step(self) -> bool:
@@ -323,87 +152,9 @@ class OuterSync:
             self._screen.forget()
 
 
-MBIT = 125_000  # bytes
-FULL = 8  # exchanges in a row that took a whole round, after which the user is informed
-WAITED_S = 0.05  # seconds of waiting that count as such
-
-
-class LagReport:
-    """Account of the exchanges of ``opt``; for the thread that trains.
-
-    ``rate``: returns the bytes a second that this node's link carries, None where that is not known. ``clock``: seconds.
-    """
-
-    def __init__(
-        self, opt: OuterOptimizer, rate: Callable[[], float | None] = lambda: None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._opt, self._rate, self._clock = opt, rate, clock
-        self.late = 0
-        """Exchanges so far that came after their lag."""
-        self._waits: deque[float] = deque(maxlen=FULL)
-        self._reported = False
-        self._rounds: deque[tuple[int, float, int]] = deque(maxlen=FULL)  # bytes sent, seconds of computing, inner steps
-        self._over: tuple[float, int] | None = None  # when the last exchange was applied, and after how many inner steps
-
-    def on_round(self, info: RoundInfo, wait_s: float, sent: int = 0) -> None:
-        """Note an exchange that was applied; training stood still for ``wait_s`` seconds since the one before, and this node sent
-        ``sent`` bytes of all kinds.
-        """
-        self.late += info.late
-        now, over = self._clock(), self._over
-        self._over = now, info.step
-        if len(info.members) > 1 and wait_s > WAITED_S and over is not None:
-            self._rounds.append((sent, now - over[0] - wait_s, info.step - over[1]))
-        else:
-            self._rounds.clear()
-        if len(info.members) > 1 and wait_s > WAITED_S and self._opt.lag_auto and self._opt.lag >= self._opt.schedule.every:
-            self._waits.append(wait_s)
-        else:
-            self._waits.clear()
-
-    def details(self) -> dict[str, Any]:
-        return {"lag": self._opt.lag, "lag_auto": self._opt.lag_auto, "late": self.late}
-
-    def events(self) -> list[str]:
-        """Return a sentence, once, if the link does not carry the settings: exchanges take longer than a round's computing."""
-        if self._reported:
-            return []
-        sentence = self._too_slow()
-        if not sentence and len(self._waits) == FULL:
-            sentence = (
-                f"Exchanges take this node longer than a round, so training waits for each ({sum(self._waits) / FULL:.2g} s "
-                "recently): longer rounds (outer.every) or a smaller codec (outer.codec) would end that, more fragments would not; "
-                "`shoal plan` shows which settings fit this link."
-            )
-        self._reported = bool(sentence)
-        return [sentence] if sentence else []
-
-    def _too_slow(self) -> str:
-        rate = self._rate()
-        nbytes, seconds, steps = (sum(part) for part in zip(*self._rounds, strict=True)) if self._rounds else (0, 0.0, 0)
-        if rate is None or len(self._rounds) < FULL or nbytes <= rate * seconds or seconds <= 0 or steps <= 0:
-            return ""
-        every, params = self._opt.schedule.every, sum(math.prod(shape) for shape in self._opt.shapes)
-        return (
-            f"This node's link carries {rate / MBIT:.2g} Mbit/s, but these settings send {nbytes / seconds / MBIT:.2g} Mbit/s for "
-            f"the time that it computes, so training waits for the network: rounds of "
-            f"{every_that_fits(every, nbytes / seconds, rate)} inner steps (outer.every, now {every}) or a smaller codec "
-            f"(outer.codec) would fit; see `shoal plan --params {params} --mbit {rate / MBIT:.2g} --step {seconds / steps:.2g}`."
-        )
-
-
 LEAVE_S = 2.0  # seconds to tell the swarm that this node leaves
 STANDING = Rates()
 PROGRESS = ("state", "round", "step", "loss", "steps_per_s")  # what a member's record and its status both have
-FAILED: dict[Failure, str] = {
-    "unreachable": "could not be reached",
-    "timeout": "did not answer in time",
-    "refused": "refused",
-    "broken": "broke off",
-    "damaged": "sent damaged bytes",
-    "suspicious": "sent weights that are too far away",
-}
-"""What a peer did with which an exchange failed, for people."""
 
 
 @dataclass(frozen=True)
@@ -466,10 +217,11 @@ class TrainingMember:
         assert self._sync is not None
         return self._sync
 
-    @property
-    def self_report(self) -> SelfReport:
-        """This node's account of its own exchanges; only after ``serve``."""
-        return self.sync.self_report
+    def news(self) -> list[Notice]:
+        """Return the sentences for this node's user that were not returned yet; touches no network."""
+        self.sync.diagnosis.refused(self._membership.refused())
+        own = [Notice("membership", line) for line in (self._membership.news(),) if line]
+        return [*self.sync.diagnosis.news(), *self.lag_report.news(), *own]
 
     def serve(self) -> None:
         self._sync = OuterSync(self._membership, self._model, self._opt, self.exchange, self._screen, self._clock)
@@ -505,7 +257,7 @@ class TrainingMember:
         if self.reporter is not None:
             self.reporter.progress({name: fields[name] for name in PROGRESS} | speed)
         if self._publisher is not None:
-            details = {} if self._sync is None else self.self_report.details()
+            details = {} if self._sync is None else self._sync.diagnosis.details()
             self._publisher.announce(**fields, **details, **speed)
 
     def start_counting(self) -> None:
@@ -519,26 +271,14 @@ class TrainingMember:
         self._screen.newcomers.see(self._membership.directory.members())
         traffic, waited = self._membership.host.traffic, self.exchange.waited
         wait_s = waited - self._waited if wait_s is None else wait_s
-        odd = self.exchange.stats.odd
-        rejections = self._screen.rejections()
-        why = "" if len(info.members) > 1 else self._why(info, odd > self._odd)
+        odd, diagnosis, rejections = self.exchange.stats.odd, self.sync.diagnosis, self._screen.rejections()
+        why = diagnosis.met(info, self._model, self._opt.fragments, odd=odd > self._odd)
         report = RoundReport(traffic.sent - self._sent, traffic.received - self._received, wait_s, rejections, odd > self._odd, why)
         self._sent, self._received, self._waited, self._odd = traffic.sent, traffic.received, waited, odd
-        self.self_report.waited(wait_s)
+        diagnosis.waited(wait_s)
+        diagnosis.rejected(rejections)
         self.lag_report.on_round(info, wait_s, report.sent)
         return report
-
-    def _why(self, info: RoundInfo, odd: bool) -> str:
-        """Return why a round had no partner."""
-        members, me = self._membership.directory.members(), self._membership.identity.peer_id
-        others = {peer: member for peer, member in members.items() if peer != me}
-        fitting = [peer for peer, member in others.items() if member.model == self._model]
-        if failures := self.exchange.stats.failures(info.key):
-            peer, kind = failures[-1]
-            return f"{others[peer].name if peer in others else short(peer)} {FAILED[kind]}"
-        if not fitting:
-            return "nobody else is here" if not others else "all others train another model"
-        return "the number of members is odd" if odd else "all others were taken, or in other rounds"
 
     def _range(self, peer: str) -> str:
         member = self._membership.directory.members().get(peer)
@@ -558,10 +298,6 @@ class TrainingMember:
     def after_step(self) -> bool:
         """Do what is due between two steps. True if the swarm's weights were taken over just now, after a missed round."""
         return self.sync.after_step()
-
-    def at_rest(self) -> AbstractContextManager[None]:
-        """Return a block in which the slow weights stay as they are: who asks for them meanwhile gets them at once."""
-        return self.sync.at_rest()
 
     def leave(self, loss: float | None = None, rates: Rates = STANDING) -> None:
         """Announce that this node leaves, so that nobody waits for it; without an answer its record expires."""

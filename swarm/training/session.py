@@ -44,7 +44,6 @@ from shoal.swarm.membership import membership as members
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import Membership, NetworkOptions
 from shoal.swarm.membership.overview import overview
-from shoal.swarm.p2p.stream import short
 from shoal.swarm.state.resync import check_model
 from shoal.swarm.topics.status import StatusReporter
 from shoal.swarm.training.factories import (
@@ -364,10 +363,8 @@ class Session:
         assert self._member is not None
         report = self._member.on_round(info)
         self._member.report_round(info, report, self._loss)
-        for rejected in report.rejected:
-            log.warning("refused what peer %s sent in round %d: %s", short(rejected.peer), rejected.key.round, rejected)
-        if line := self._membership.news():
-            log.warning("%s", line)
+        for notice in self._member.news():
+            log.warning("%s", notice.said)
         if self.on_report is not None:
             self.on_report(info, report)
 
@@ -380,11 +377,10 @@ class Session:
         opt = self._opt
         if self._member.after_step():
             log.info("missed a round, and took over the swarm's weights at round %d", opt.round // opt.fragments)
-        report = self._member.self_report
-        for sentence in [*report.events(), *report.news(), *self._member.lag_report.events()]:
-            log.warning("%s", sentence)
         if opt.round != self._round or time.monotonic() - self._announced >= ANNOUNCE_S:
             self._announce("training")
+            for notice in self._member.news():
+                log.warning("%s", notice.said)
 
     def _loaded(self, opt: Any) -> None:
         """Go on in the round of the state that was loaded."""

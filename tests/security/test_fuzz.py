@@ -117,7 +117,7 @@ OWN = {
     "node/data/source.py:RecordFiles._text", "node/data/reader.py:Bytes.encode", "node/demo/demo.py:run_demo",
     "node/demo/demo.py:consensus_distances", "node/demo/fork_server.py:ForkServer._fork", "node/demo/nodes.py:EventReader.read",
     "node/demo/rl.py:run_demo", "node/parallel/launcher.py:read_ends", "node/parallel/ranks.py:NodeRanks.follow",
-    "node/runtime/refusal_log.py:_counted", "node/runtime/run_options.py:_own_link",
+    "node/commands/status.py:read_refusals", "node/runtime/run_options.py:_own_link",
     "node/templates/finetune/task.py:Finetune.tokens_of",
     "node/templates/pretrain/task.py:Pretrain.text", "node/verify/history.py:EvidenceFile.series",
     "node/verify/history.py:EvidenceFile.claims", "optim/codecs/base.py:buffer",

@@ -29,8 +29,9 @@ from shoal.swarm.state.snapshot import State, encode, make
 from shoal.swarm.state.sync import LAST_ROUND
 from shoal.swarm.topics.attestation import LogReply, LogServer
 from shoal.swarm.topics.status import StatusReporter
+from shoal.swarm.training.diagnosis import Diagnosis
 from shoal.swarm.training.factories import Rates
-from shoal.swarm.training.member import SelfReport, TrainingMember
+from shoal.swarm.training.member import TrainingMember
 from shoal.swarm.training.shard import Shard
 from shoal.swarm.wire.envelope import FAILURES, MAX_COUNT, Message, pack, seal, unpack, unseal
 from shoal.swarm.wire.messages import Abort, Answer, GroupReady, GroupReceipt, Member, Offer, SwarmsReply
@@ -95,7 +96,7 @@ exchanges = st.lists(st.tuples(st.sampled_from(FAILURES), st.integers(0, 5)) | s
 def test_a_record_holds_whatever_exchanges_come_to(events, waited):
     stats, peers = ExchangeStats(), [Identity.ephemeral().peer_id for _ in range(6)]
     directory = SimpleNamespace(everyone=dict, departed=dict, belongs=lambda peer: True)
-    report = SelfReport(stats, directory, ME.peer_id)
+    report = Diagnosis(stats, directory, ME.peer_id)
     report.waited(waited)
     for number, event in enumerate(events):
         key = RoundKey(SWARM, number, 0)

@@ -153,6 +153,7 @@ class GroupMember:
             self._rounds.begin(key.round, key.fragment)
             leaders = self._view.order(self._context.seed, key.round)
             if len(leaders) < 2:
+                pending.attempt.stats.pass_over(key, self._view.here() - {self._context.me})
                 return
             for peer in leaders[:TRIED]:
                 await self._try(pending, peer, self._view.addresses(peer))

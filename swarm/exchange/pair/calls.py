@@ -516,7 +516,7 @@ class Caller:
             except NetworkError as error:
                 if self._state.overlap and error.reason == "timeout":  # it is behind, and costs no training
                     return None
-                raise Unanswered(str(error)) from None if error.reason == "broken" else error
+                raise Unanswered(str(error), error.reason) from None if error.reason == "broken" else error
             finally:
                 if ahead is not None:
                     ahead.cancel()

@@ -172,6 +172,7 @@ class PairMatchmaker:
                 wary = self._selector.passed.lately(pairing.key.round)
                 return await self._listen(pairing, linger if wary else 0.0) if wary or self.state.overlap else None
             if not order:  # the last one here, or a peer whose partner is dead while nobody is free
+                pairing.attempt.stats.pass_over(pairing.key, () if partner is None else (partner,))
                 return await self._listen(pairing, 0.0) if self.state.overlap and partner is not None else None
             moved = False
             queue, called_back, until = deque(order[:TRIED]), 0, deadline

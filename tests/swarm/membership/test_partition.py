@@ -83,7 +83,7 @@ class Node:
         for node in self.everybody:
             if not self.cut.between(self.id, node.id):
                 record = self.network.member(node.id, node.opt.round)
-                made[node.id] = record.model_copy(update={**node.outer_sync.self_report.details(), "issued": float(node.opt.steps)})
+                made[node.id] = record.model_copy(update={**node.outer_sync.diagnosis.details(), "issued": float(node.opt.steps)})
         return made
 
     def on_round(self, info):

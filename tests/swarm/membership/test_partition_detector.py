@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.swarm.identity import Identity
-from shoal.swarm.training.member import CONFIRM, FORGET, PartitionDetector
+from shoal.swarm.training.diagnosis import CONFIRM, FORGET, PartitionDetector
 from tests.records import member_of
 
 PERIOD, TTL = 5.0, 30.0

@@ -110,7 +110,7 @@ def test_a_node_whose_weights_differ_takes_over_those_of_the_others():
                     concurrent.futures.wait(filter(None, [session._member.sync._resynchronizer._pending]), 60)
                     meeting.wait(60)
                 else:
-                    with session._member.at_rest():
+                    with session._member.sync.at_rest():
                         meeting.wait(60)
             return [t.clone() for t in opt.slow]
 
@@ -153,7 +153,7 @@ def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever
             module.load_state_dict(model(5).state_dict())
             opt.restart_from_model()
             train(opt, module, data, 1)
-            assert (session._member.sync.self_report.details()["sketch"], resynchronizer.diverged) == (None, False)
+            assert (session._member.sync.diagnosis.details()["sketch"], resynchronizer.diverged) == (None, False)
             train(opt, module, data, 4 * EVERY - 1)
             return [t.clone() for t in opt.slow]
 

@@ -1,4 +1,4 @@
-"""The refusals of a node: written when they change, logged at most once a minute, and read from its metrics afterwards."""
+"""The refusals of a node, read from its metrics."""
 
 import json
 from contextlib import closing
@@ -7,36 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
+from shoal.node.commands.status import RECENT_S, read_refusals, refusals_said
 from shoal.node.metrics.log import Metrics
-from shoal.node.runtime.refusal_log import LOG_S, RECENT_S, RefusalLog, RefusalsError, read_refusals, sentence
-from tests.clocks import Clock
+from shoal.swarm.errors import LinkError
 
 NOW = 1_800_000_000.0
-
-
-def test_what_changed_is_noted_at_once_and_said_once_a_minute(monkeypatch):
-    counts, events, logged, clock = {}, [], [], Clock()
-    monkeypatch.setattr(RefusalLog, "_clock", lambda refusals: clock())
-    refusals = RefusalLog(lambda: dict(counts), lambda event, **fields: events.append((event, fields)), logged.append)
-    refusals.look()
-    assert (events, logged) == ([], [])
-    counts |= {"rate": 3, "forged": 1, "overflow": 0}
-    refusals.look()
-    refusals.look()
-    assert events == [("refused", {"rate": 3, "forged": 1})]
-    assert logged == ["refused of others since the last such line: 3 x rate, 1 x forged"]
-    counts["forged"] = 7
-    refusals.look()
-    assert len(events) == 2
-    assert len(logged) == 1
-    clock.now += LOG_S
-    refusals.look()
-    assert len(events) == 2
-    assert logged[1:] == ["refused of others since the last such line: 6 x forged"]
-    clock.now += LOG_S
-    refusals.look()
-    assert len(logged) == 2
-    assert refusals.now() == {"rate": 3, "forged": 7}
 
 
 @pytest.fixture
@@ -59,12 +34,12 @@ def folder(tmp_path):
 def test_the_newest_run_is_told_of_late_and_in_all(folder):
     found = read_refusals(folder / "metrics.jsonl", NOW)
     assert found == {"recent_s": RECENT_S, "recent": {"rate": 2, "replayed": 4}, "total": {"rate": 12, "forged": 1, "replayed": 4}}
-    assert sentence(found) == (
+    assert refusals_said(found) == (
         "This node refused, in the last 10 minutes: 4 x replayed, 2 x rate; since it started: 12 x rate, 4 x replayed, 1 x forged."
     )
     later = read_refusals(folder / "metrics.jsonl", NOW + RECENT_S)
     assert later["recent"] == {}
-    assert "minutes: nothing; since" in sentence(later)
+    assert "minutes: nothing; since" in refusals_said(later)
 
 
 def test_a_run_that_refused_nothing(tmp_path):
@@ -72,8 +47,8 @@ def test_a_run_that_refused_nothing(tmp_path):
         metrics.write("start", name="x")
     found = read_refusals(tmp_path / "metrics.jsonl")
     assert found["total"] == found["recent"] == {}
-    assert sentence(found) == "This node has refused nothing of others since it started."
-    with pytest.raises(RefusalsError, match="name the folder of a node"):
+    assert refusals_said(found) == "This node has refused nothing of others since it started."
+    with pytest.raises(LinkError, match="name the folder of a node"):
         read_refusals(tmp_path / "nowhere" / "metrics.jsonl")
 
 

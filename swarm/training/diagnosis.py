@@ -1,0 +1,323 @@
+"""The diagnosis of a running node: what is wrong, and what to do, in sentences for its user, and in numbers for its record.
+
+The exchange, the optimizer and the directory report numbers, of which `Notice` are made here. Each is said once while it lasts, or
+at most as often as its constant says. `TrainingMember.news` hands them on.
+
+Members that vanish together, unlike crashed machines, which vanish one by one, show a network partition. A member vanishes when its
+record expires though it did not announce that it leaves. A node suspects a partition if at least two vanished at about the same
+moment, or all others did, even a single one: then this node may be the one that is cut off. The suspicion ends when a vanished
+member returns. It is no proof: one machine with two nodes looks the same when it loses power.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shoal.optim import OuterOptimizer, RoundInfo
+from shoal.swarm.errors import Repeats
+from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
+from shoal.swarm.exchange.cost import every_that_fits
+from shoal.swarm.exchange.robust import RejectedUpdate
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.membership.overview import REMEDY
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.wire.envelope import Failure, Sketch
+from shoal.swarm.wire.messages import MAX_MISSING, Member
+
+# A record is renewed every 5 s and read every 5 s: last signs of peers that were cut off together differ by both and a margin.
+WITHIN = 12.0
+CONFIRM = 10.0  # seconds that a member must be missing: a node that slept itself finds all records expired until it reads again
+FORGET = 3600.0  # seconds after which a missing member is forgotten
+
+
+@dataclass(frozen=True)
+class SuspectedPartition:
+    """Suspicion that members ``names`` of ``of`` were cut off: their last signs lie within ``within_s`` seconds."""
+
+    names: tuple[str, ...]
+    of: int
+    within_s: float
+
+    def __str__(self) -> str:
+        some = ", ".join(self.names[:MAX_MISSING]) + (", …" if len(self.names) > MAX_MISSING else "")
+        return (
+            f"a partition is suspected: {len(self.names)} of {self.of} members vanished within {self.within_s:.0f} s ({some}); "
+            f"training goes on with {self.of - len(self.names)}, and they come together again by themselves"
+        )
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a `Member` that report it."""
+        return {
+            "missing": len(self.names),
+            "missing_of": self.of,
+            "missing_within_s": self.within_s,
+            "missing_names": tuple(name[:16] for name in self.names[:MAX_MISSING]),
+        }
+
+
+@dataclass
+class _LastSign:
+    name: str
+    issued: float
+    heard: float
+    missing_since: float | None = None
+
+
+class PartitionDetector:
+    """Detector that follows the members in view. ``me``: the own peer id. Seconds are of a monotonic clock of the caller."""
+
+    def __init__(self, me: str) -> None:
+        self._me = me
+        self._seen: dict[str, _LastSign] = {}
+        self.suspected: SuspectedPartition | None = None
+
+    def look(
+        self, members: Mapping[str, Member], left: Collection[str], now: float, belongs: Callable[[str], bool] = lambda peer: True
+    ) -> list[str]:
+        """Note the members in view and those that left on purpose; return what to report, in sentences.
+
+        ``belongs``: predicate of peers that would be in view if they were there; others were reassigned to another bucket.
+        """
+        back = []
+        for peer, member in members.items():
+            seen = self._seen.get(peer)
+            if seen is None or seen.issued != member.issued or seen.missing_since is not None:
+                if seen is not None and self._confirmed(seen, now):
+                    back.append(member.name)
+                self._seen[peer] = _LastSign(member.name, member.issued, now)
+        for peer in [peer for peer in self._seen if peer not in members]:
+            seen = self._seen[peer]
+            if seen.missing_since is None:
+                seen.missing_since = now
+            if peer in left or peer == self._me or not belongs(peer) or now - seen.missing_since > FORGET:
+                del self._seen[peer]
+        before, self.suspected = self.suspected, self._suspect(members, now)
+        if self.suspected is not None and (before is None or set(self.suspected.names) - set(before.names)):
+            return [str(self.suspected)]
+        if before is not None and (returned := sorted(set(back) & set(before.names))):
+            still = f"; {len(self.suspected.names)} are still missing" if self.suspected is not None else ""
+            return [f"together again with {', '.join(returned[:MAX_MISSING])}{', …' if len(returned) > MAX_MISSING else ''}{still}"]
+        return []
+
+    def _confirmed(self, seen: _LastSign, now: float) -> bool:
+        return seen.missing_since is not None and now - seen.missing_since >= CONFIRM
+
+    def _suspect(self, members: Mapping[str, Member], now: float) -> SuspectedPartition | None:
+        missing = sorted((seen for seen in self._seen.values() if self._confirmed(seen, now)), key=lambda seen: seen.heard)
+        together: list[_LastSign] = []
+        for first, earliest in enumerate(missing):
+            these = [seen for seen in missing[first:] if seen.heard - earliest.heard <= WITHIN]
+            together = max(together, these, key=len)
+        alone = not members.keys() - {self._me}
+        if len(together) < 2 and not (together and alone):
+            return None
+        names = tuple(sorted(seen.name for seen in together))
+        return SuspectedPartition(names, len(members.keys() | {self._me}) + len(names), together[-1].heard - together[0].heard)
+
+
+FAILED: dict[Failure, str] = {
+    "unreachable": "could not be reached",
+    "timeout": "did not answer in time",
+    "refused": "refused",
+    "broken": "broke off",
+    "damaged": "sent damaged bytes",
+    "suspicious": "sent weights that are too far away",
+}
+"""What a peer did with which an exchange failed, for people."""
+PARTNERLESS: dict[str, str] = {
+    **REMEDY,
+    "nobody": "give others the link (`shoal link` shows it); if they run already, `shoal doctor LINK` shows what is in the way",
+    "model": "start all nodes with the same model, which this swarm averages",
+    "taken": "if that lasts, this node is much slower or quicker than they are: a swarm with --round seconds:auto would suit it",
+}
+"""Reason why rounds have no partner -> what to do."""
+SEVERAL = 3  # rounds in a row without a partner that are worth a sentence
+
+
+class Notice(NamedTuple):
+    """A sentence for this node's user; ``about``: partition, partner, weights, update, refused, lag, or membership."""
+
+    about: str
+    said: str
+
+
+LOOK_S = 1.0  # seconds between two looks at the members: records change every five
+AGAIN_S = 600.0  # seconds between two sentences about weights that differ: a hostile peer may say so of its own in each round
+KEPT = 64  # notices that are not read yet
+REFUSED_S = 60.0  # seconds between two sentences about what was refused of others
+
+
+class Diagnosis:
+    """The diagnosis of one node. ``sketch`` gives a sketch of the slow weights (`shoal.swarm.state.resync`); ``clock``: seconds."""
+
+    def __init__(
+        self, stats: ExchangeStats, directory: Directory, me: str, sketch: Callable[[], Sketch | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.stats, self._directory, self._me, self._sketch = stats, directory, me, sketch
+        self.absence = PartitionDetector(me)
+        self._waits: deque[float] = deque(maxlen=RECENT)
+        self._said, self._news = Repeats(clock), deque[Notice](maxlen=KEPT)
+        self._without = 0  # exchanges in a row without a partner, not counting those in which the number of members was odd
+        self._refused = Counter[str]()
+
+    def waited(self, seconds: float) -> None:
+        """Note that training stood still for ``seconds`` in the round that has just ended."""
+        self._waits.append(seconds)
+
+    def met(self, info: RoundInfo, model: str, fragments: int, *, odd: bool) -> str:
+        """Follow an exchange; return why it had no partner, if so. ``odd``: the number of members was, which is no fault."""
+        if len(info.members) > 1:
+            if self._said.over(*PARTNERLESS):
+                self._news.append(Notice("partner", f"rounds have partners again, after {self._without // fragments} without"))
+            self._without = 0
+            return ""
+        reason, why = self._why(info, model, odd)
+        self._without += reason in PARTNERLESS
+        rounds = self._without // fragments
+        if rounds >= SEVERAL and reason in PARTNERLESS and self._said.due(reason):
+            said = f"{rounds} rounds in a row had no partner ({why}), and training goes on without; {PARTNERLESS[reason]}"
+            self._news.append(Notice("partner", said))
+        return why
+
+    def _why(self, info: RoundInfo, model: str, odd: bool) -> tuple[str, str]:
+        """Return the reason why a round had no partner, a key of `PARTNERLESS` or "odd", and in words."""
+        others = {peer: member for peer, member in self._directory.members().items() if peer != self._me}
+        if failures := self.stats.failures(info.key):
+            peer, kind = failures[-1]
+            return kind, f"{_name(peer, others)} {FAILED[kind]}"
+        if not any(member.model == model for member in others.values()):
+            return ("model", "all others train another model") if others else ("nobody", "nobody else is here")
+        if odd:
+            return "odd", "the number of members is odd"
+        if passed := self.stats.passed(info.key):
+            peer, last = passed[-1]
+            what = "held training for too long" if last is None else FAILED[last]
+            more = f", as {len(passed) - 1} more are" if len(passed) > 1 else ""
+            return last or "timeout", f"{_name(peer, others)} {what} before, and is passed over for a while{more}"
+        return "taken", "all others were taken, or in other rounds"
+
+    def rejected(self, updates: Sequence[RejectedUpdate]) -> None:
+        """Note the contributions that were refused because they lay too far away, or for their loss."""
+        members = self._directory.everyone() if updates else {}
+        for update in updates:
+            what = f"refused what {_name(update.peer, members)} sent in round {update.key.round}: {update}"
+            self._news.append(Notice("update", f"{what}; if you trust all peers, set {update.unless}"))
+
+    def refused(self, counts: Mapping[str, int]) -> None:
+        """Note how many streams, calls and records of others were refused so far, by reason."""
+        if (since := Counter(counts) - self._refused) and self._said.due("refusals", REFUSED_S):
+            self._refused = Counter(counts)
+            self._news.append(Notice("refused", f"refused of others since the last such line: {listed(since)}"))
+
+    def apart(self, peers: Collection[str], members: Mapping[str, Member], gives_way: bool) -> None:
+        """Note that the weights of ``peers`` differ from this node's; once for each event."""
+        if not peers or not self._said.due(gives_way, AGAIN_S):
+            return
+        names = [_name(peer, members) for peer in sorted(peers)]
+        them = "1 other member" if len(names) == 1 else f"{len(names)} other members"
+        them += f" ({', '.join(names[:MAX_MISSING])}{', …' if len(names) > MAX_MISSING else ''})"
+        who = (
+            f"this node's weights differ from those of {them}, so it takes over theirs"
+            if gives_way
+            else f"the weights of {them} differ from this node's, and are to give way to them"
+        )
+        said = f"{who}; to load other weights on purpose, call opt.restart_from_model() on all members"
+        self._news.append(Notice("weights", said))
+
+    def details(self) -> dict[str, Any]:
+        """Return the fields of this node's ``Member`` that have defaults."""
+        suspected = self.absence.suspected
+        return {
+            **self.stats.report(),
+            "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
+            "sketch": self._sketch(),
+            **(suspected.fields() if suspected is not None else {}),
+        }
+
+    def news(self) -> list[Notice]:
+        """Return the notices that were not returned yet; looks for members that vanished at most once a second."""
+        if self._said.due("look", LOOK_S):
+            at = self._directory
+            said = self.absence.look(at.everyone(), at.departed(), self._said.clock(), at.belongs)
+            self._news += [Notice("partition", sentence) for sentence in said]
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+
+def _name(peer: str, members: Mapping[str, Member]) -> str:
+    return members[peer].name if peer in members else short(peer)
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Return counts by reason for people, the most frequent first."""
+    return ", ".join(f"{count} x {reason}" for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+MBIT = 125_000  # bytes
+FULL = 8  # exchanges in a row that took a whole round, after which the user is informed
+WAITED_S = 0.05  # seconds of waiting that count as such
+
+
+class LagReport:
+    """Account of the exchanges of ``opt``; for the thread that trains.
+
+    ``rate``: returns the bytes a second that this node's link carries, None where that is not known. ``clock``: seconds.
+    """
+
+    def __init__(
+        self, opt: OuterOptimizer, rate: Callable[[], float | None] = lambda: None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._opt, self._rate, self._said = opt, rate, Repeats(clock)
+        self.late = 0
+        """Exchanges so far that came after their lag."""
+        self._waits: deque[float] = deque(maxlen=FULL)
+        self._rounds: deque[tuple[int, float, int]] = deque(maxlen=FULL)  # bytes sent, seconds of computing, inner steps
+        self._over: tuple[float, int] | None = None  # when the last exchange was applied, and after how many inner steps
+
+    def on_round(self, info: RoundInfo, wait_s: float, sent: int = 0) -> None:
+        """Note an exchange that was applied; training stood still for ``wait_s`` seconds since the one before, and this node sent
+        ``sent`` bytes of all kinds.
+        """
+        self.late += info.late
+        now, over = self._said.clock(), self._over
+        self._over = now, info.step
+        if len(info.members) > 1 and wait_s > WAITED_S and over is not None:
+            self._rounds.append((sent, now - over[0] - wait_s, info.step - over[1]))
+        else:
+            self._rounds.clear()
+        if len(info.members) > 1 and wait_s > WAITED_S and self._opt.lag_auto and self._opt.lag >= self._opt.schedule.every:
+            self._waits.append(wait_s)
+        else:
+            self._waits.clear()
+
+    def details(self) -> dict[str, Any]:
+        return {"lag": self._opt.lag, "lag_auto": self._opt.lag_auto, "late": self.late}
+
+    def news(self) -> list[Notice]:
+        """Return a sentence, once, if the link does not carry the settings: exchanges take longer than a round's computing."""
+        sentence = self._too_slow()
+        if not sentence and len(self._waits) == FULL:
+            sentence = (
+                f"Exchanges take this node longer than a round, so training waits for each ({sum(self._waits) / FULL:.2g} s "
+                "recently): longer rounds (outer.every) or a smaller codec (outer.codec) would end that, more fragments would not; "
+                "`shoal plan` shows which settings fit this link."
+            )
+        return [Notice("lag", sentence)] if sentence and self._said.due("lag") else []
+
+    def _too_slow(self) -> str:
+        rate = self._rate()
+        nbytes, seconds, steps = (sum(part) for part in zip(*self._rounds, strict=True)) if self._rounds else (0, 0.0, 0)
+        if rate is None or len(self._rounds) < FULL or nbytes <= rate * seconds or seconds <= 0 or steps <= 0:
+            return ""
+        every, params = self._opt.schedule.every, sum(math.prod(shape) for shape in self._opt.shapes)
+        return (
+            f"This node's link carries {rate / MBIT:.2g} Mbit/s, but these settings send {nbytes / seconds / MBIT:.2g} Mbit/s for "
+            f"the time that it computes, so training waits for the network: rounds of "
+            f"{every_that_fits(every, nbytes / seconds, rate)} inner steps (outer.every, now {every}) or a smaller codec "
+            f"(outer.codec) would fit; see `shoal plan --params {params} --mbit {rate / MBIT:.2g} --step {seconds / steps:.2g}`."
+        )

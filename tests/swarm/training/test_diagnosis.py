@@ -1,0 +1,259 @@
+"""A node's report of itself in its record, and the notices for its user: of members, partners, what was refused, and lag."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.optim import RoundInfo, RoundKey
+from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
+from shoal.swarm.exchange.robust import RejectedUpdate
+from shoal.swarm.identity import Identity
+from shoal.swarm.p2p.stream import short
+from shoal.swarm.training.diagnosis import AGAIN_S, CONFIRM, FULL, PARTNERLESS, REFUSED_S, SEVERAL, Diagnosis, LagReport
+from tests.clocks import Clock
+from tests.records import member_of
+
+MODEL = "0" * 64
+ME, ANNA, BERT = (Identity.ephemeral().peer_id for _ in range(3))
+
+
+def member(peer, **changes):
+    name = {ME: "me", ANNA: "anna", BERT: "bert"}[peer]
+    return member_of(peer, **{"name": name, "issued": 1.0, **changes})
+
+
+def test_the_record_holds_what_went_wrong_and_who_is_missing():
+    there, now = {peer: member(peer) for peer in (ME, ANNA, BERT)}, [0.0]
+    directory = SimpleNamespace(everyone=lambda: there, departed=dict, belongs=lambda peer: True)
+    stats = ExchangeStats()
+    diagnosis = Diagnosis(stats, directory, ME, lambda: (3, 0, (1.0, 2.0, 3.0, 4.0)), lambda: now[0])
+    assert diagnosis.news() == []
+    assert member(ME, **diagnosis.details()).wait_s == 0.0
+    stats.failed(RoundKey("run", 1), ANNA, "timeout")
+    for seconds in [9.0, *[0.5] * RECENT]:
+        diagnosis.waited(seconds)
+    there = {ME: member(ME)}
+    now[0] = 1.5
+    assert diagnosis.news() == []
+    now[0] += CONFIRM
+    ((about, said),) = diagnosis.news()
+    assert about == "partition"
+    assert said.startswith("a partition is suspected: 2 of 3 members vanished within 0 s (anna, bert)")
+    record = member(ME, **diagnosis.details())
+    assert (record.wait_s, record.failures, record.blamed) == (0.5, (("timeout", 1),), ((ANNA, "timeout", 1),))
+    assert (record.missing, record.missing_of, record.missing_names) == (2, 3, ("anna", "bert"))
+    assert record.sketch == (3, 0, (1.0, 2.0, 3.0, 4.0))
+
+
+def test_it_looks_at_most_once_a_second():
+    looks, now = [], [0.0]
+    directory = SimpleNamespace(everyone=lambda: looks.append(now[0]) or {}, departed=dict, belongs=lambda peer: True)
+    diagnosis = Diagnosis(ExchangeStats(), directory, ME, clock=lambda: now[0])
+    for quarter in range(12):
+        now[0] = quarter / 4
+        diagnosis.news()
+    assert looks == [0.0, 1.0, 2.0]
+
+
+def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in_each_round():
+    """Mutants: said in each round that lasts; one sentence of a liar hides that this node itself takes over others' weights."""
+    now = [5.0]
+    directory = SimpleNamespace(everyone=dict, departed=dict, belongs=lambda peer: True)
+    diagnosis = Diagnosis(ExchangeStats(), directory, ME, clock=lambda: now[0])
+    there = {peer: member(peer) for peer in (ME, ANNA)}
+    diagnosis.apart((), there, False)
+    assert diagnosis.news() == []
+    for _ in range(20):
+        diagnosis.apart({ANNA}, there, False)
+        now[0] += (AGAIN_S - 1) / 20
+    purpose = "; to load other weights on purpose, call opt.restart_from_model() on all members"
+    assert diagnosis.news() == [
+        ("weights", f"the weights of 1 other member (anna) differ from this node's, and are to give way to them{purpose}")
+    ]
+    diagnosis.apart({ANNA, BERT}, there, True)
+    ((_, said),) = diagnosis.news()
+    names = ", ".join("anna" if peer == ANNA else short(BERT) for peer in sorted((ANNA, BERT)))
+    assert said == f"this node's weights differ from those of 2 other members ({names}), so it takes over theirs{purpose}"
+    now[0] += AGAIN_S
+    diagnosis.apart({ANNA}, there, False)
+    assert len(diagnosis.news()) == 1
+    assert diagnosis.news() == []
+
+
+@pytest.fixture
+def alone():
+    """A node in view of bert, who trains the same model: what it is told after exchanges that had no partner."""
+    members, stats = {BERT: member(BERT, model=MODEL)}, ExchangeStats()
+    directory = SimpleNamespace(members=lambda: members, everyone=lambda: members, departed=dict, belongs=lambda peer: True)
+    diagnosis, number = Diagnosis(stats, directory, ME, clock=Clock()), itertools.count()
+
+    def exchange(*others, kind=None, passed=False, odd=False, fragments=1):
+        key = RoundKey("run", next(number), 0)
+        if kind:
+            stats.failed(key, BERT, kind)
+        if passed:
+            stats.pass_over(key, [BERT])
+        diagnosis.met(RoundInfo(key, (ME, *others), 10, 0), MODEL, fragments, odd=odd)
+        return [said for about, said in diagnosis.news() if about == "partner"]
+
+    return SimpleNamespace(exchange=exchange, members=members, stats=stats)
+
+
+def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_again_when_they_are_over(alone):
+    """Mutants: said from the first round, in each, or never again; the rounds with an odd number count, or end the row."""
+    told = [alone.exchange(kind="timeout") for _ in range(SEVERAL - 1)]
+    told.append(alone.exchange(odd=True))
+    assert told == [[]] * SEVERAL
+    assert alone.exchange(kind="timeout") == [
+        "3 rounds in a row had no partner (bert did not answer in time), and training goes on without; its machine or its link is "
+        "too slow, or asleep: free it, or leave it out"
+    ]
+    assert [alone.exchange(kind="timeout") for _ in range(20)] == [[]] * 20
+    assert alone.exchange(BERT) == ["rounds have partners again, after 23 without"]
+    assert alone.exchange(BERT) == []
+    assert [len(alone.exchange(kind="timeout")) for _ in range(2 * SEVERAL)] == [0, 0, 1, 0, 0, 0]
+
+
+def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
+    """Mutants: a peer that is passed over counts as taken; why it is, is not said; the first reason hides the next."""
+    (refused,) = [alone.exchange(kind="refused") for _ in range(SEVERAL)][-1]
+    assert "(bert refused)" in refused
+    assert "another version, other options, or a ban" in refused
+    assert alone.exchange(passed=True) == []  # for the same reason, which was said
+    (slow,) = alone.exchange(kind="timeout")
+    assert "(bert did not answer in time)" in slow
+    (taken,) = alone.exchange()
+    assert "(all others were taken, or in other rounds)" in taken
+    assert taken.endswith(PARTNERLESS["taken"])
+    alone.members[BERT] = member(BERT, model="f" * 64)
+    (model,) = alone.exchange()
+    assert "(all others train another model), and training goes on without; start all nodes with the same model" in model
+    alone.members.clear()
+    (nobody,) = alone.exchange()
+    assert "(nobody else is here), and training goes on without; give others the link (`shoal link` shows it)" in nobody
+    assert alone.exchange() == alone.exchange(kind="timeout") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (None, "bert held training for too long before, and is passed over for a while"),
+        ("broken", "bert broke off before, and is passed over for a while"),
+    ],
+)
+def test_who_is_passed_over_is_named_with_what_it_did(alone, kind, why):
+    if kind:
+        alone.exchange(BERT, kind=kind)
+    (said,) = [alone.exchange(passed=True) for _ in range(SEVERAL)][-1]
+    assert f"({why})" in said
+
+
+def test_a_round_of_several_fragments_counts_once(alone):
+    told = [len(alone.exchange(kind="timeout", fragments=4)) for _ in range(4 * SEVERAL)]
+    assert told == [*[0] * (4 * SEVERAL - 1), 1]
+
+
+def test_what_was_refused_of_others_is_said_once_a_minute_and_none_of_it_is_lost():
+    """Mutants: every change is said; what was refused within the minute is forgotten; all since the start is said each time."""
+    clock, directory = Clock(), SimpleNamespace(everyone=dict, departed=dict, belongs=lambda peer: True)
+    diagnosis = Diagnosis(ExchangeStats(), directory, ME, clock=clock)
+
+    def told(**counts):
+        diagnosis.refused(counts)
+        return diagnosis.news()
+
+    assert told(overflow=0) == []
+    assert told(rate=3, forged=1) == [("refused", "refused of others since the last such line: 3 x rate, 1 x forged")]
+    assert told(rate=3, forged=7) == []
+    clock.now += REFUSED_S
+    assert told(rate=3, forged=7) == [("refused", "refused of others since the last such line: 6 x forged")]
+    clock.now += REFUSED_S
+    assert told(rate=3, forged=7) == []
+
+
+def test_a_contribution_that_was_refused_is_named_with_the_setting_that_would_take_it():
+    there = {ANNA: member(ANNA)}
+    directory = SimpleNamespace(everyone=lambda: there, departed=dict, belongs=lambda peer: True)
+    diagnosis = Diagnosis(ExchangeStats(), directory, ME)
+    diagnosis.rejected([RejectedUpdate(RoundKey("run", 7), ANNA, "it is far away", "outer.robust=none")])
+    ((about, said),) = diagnosis.news()
+    assert about == "update"
+    assert said.startswith("refused what anna sent in round 7: ")
+    assert said.endswith("; if you trust all peers, set outer.robust=none")
+
+
+def over(report, *, members=("a", "b"), wait_s=2.0, late=False):
+    report.on_round(RoundInfo(RoundKey("run", 0, 0), members, 10, 10, late), wait_s)
+
+
+def optimizer(lag=10, lag_auto=True, every=10):
+    return SimpleNamespace(lag=lag, lag_auto=lag_auto, schedule=SimpleNamespace(every=every))
+
+
+def test_it_reports_the_present_lag_and_counts_what_came_late():
+    opt = optimizer(lag=3)
+    report = LagReport(opt)
+    assert report.details() == {"lag": 3, "lag_auto": True, "late": 0}
+    for late in (True, False, True):
+        over(report, late=late)
+    opt.lag = 4
+    assert report.details() == {"lag": 4, "lag_auto": True, "late": 2}
+
+
+def test_a_node_whose_exchanges_take_longer_than_a_round_is_warned_once():
+    report = LagReport(optimizer())
+    for _ in range(FULL - 1):
+        over(report)
+        assert report.news() == []
+    over(report, wait_s=10.0)
+    ((about, sentence),) = report.news()
+    assert about == "lag"
+    assert "longer than a round, so training waits for each (3 s recently)" in sentence
+    assert "`shoal plan`" in sentence
+    for _ in range(2 * FULL):
+        over(report)
+    assert report.news() == []
+
+
+@pytest.mark.parametrize("harmless", [{"members": ()}, {"members": ("a",)}, {"wait_s": 0.0}])
+def test_an_exchange_that_shows_nothing_of_the_kind_begins_the_count_anew(harmless):
+    report = LagReport(optimizer())
+    for _ in range(FULL - 1):
+        over(report)
+    over(report, **harmless)
+    for _ in range(FULL - 1):
+        over(report)
+    assert report.news() == []
+
+
+@pytest.mark.parametrize("changed", [{"lag": 9}, {"lag_auto": False}, {"lag": 0, "lag_auto": False}])
+def test_only_a_lag_that_can_grow_no_more_is_worth_a_warning(changed):
+    report = LagReport(optimizer(**changed))
+    for _ in range(2 * FULL):
+        over(report)
+    assert report.news() == []
+
+
+def rounds(rate, *, wait_s, sent, count=FULL + 1, computing_s=10.0, lag=0):
+    """Return the sentences of a node with rounds of 40 steps that waits for each exchange."""
+    clock = Clock()
+    opt = SimpleNamespace(lag=lag, lag_auto=False, schedule=SimpleNamespace(every=40), shapes=[(250, 250), (500,)])
+    report, found = LagReport(opt, lambda: rate, clock), []
+    for number in range(count):
+        report.on_round(RoundInfo(RoundKey("run", number, 0), ("a", "b"), 40 * number, lag, False), wait_s, sent)
+        clock.now += computing_s + wait_s
+        found += [said for _, said in report.news()]
+    return found
+
+
+def test_a_link_that_does_not_carry_the_settings_is_named_once_with_what_would_fit():
+    (sentence,) = rounds(125_000.0, wait_s=24.0, sent=3_000_000, count=3 * FULL)
+    assert "carries 1 Mbit/s, but these settings send 2.4 Mbit/s" in sentence
+    assert "rounds of 120 inner steps (outer.every, now 40)" in sentence  # 24 s of bytes in 30 s of computing: 80 %
+    assert "`shoal plan --params 63000 --mbit 1 --step 0.25`" in sentence
+
+
+@pytest.mark.parametrize("harmless", [{"rate": None}, {"rate": 400_000.0}, {"wait_s": 0.0}, {"count": FULL}, {"sent": 1_200_000}])
+def test_a_link_that_carries_them_or_is_not_known_is_not_named(harmless):
+    assert rounds(**{"rate": 125_000.0, "wait_s": 24.0, "sent": 3_000_000} | harmless) == []
