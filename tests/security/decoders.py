@@ -23,7 +23,8 @@ from shoal.node.commands import status
 from shoal.node.commands.sample import SampleError, load_pulled
 from shoal.node.config.settings import load as load_settings
 from shoal.node.data.source import DataError
-from shoal.node.rl.environment import EnvError
+from shoal.node.rl.environment import EnvError, PolicyError
+from shoal.node.rl.serving import _said, _Server
 from shoal.node.runtime import resume
 from shoal.node.runtime.join import new_manifest
 from shoal.node.task import Shard
@@ -509,6 +510,13 @@ def decoders():
             "link of a node", "node/commands/status.py:current_link", current,
             lambda: json.dumps({"link": LINK, "written": 1.0, "name": "n", "invite_only": False}).encode(), JSON, LinkError,
         ),
+        one(
+            "completions of a server", "node/rl/serving.py:_Server.read",
+            lambda data: _Server("http://[::1]:1").read(data, 1, 4, 9),
+            lambda: b'{"choices": [{"index": 0, "logprobs": {"tokens": ["token_id:3"], "token_logprobs": [-0.5]}}]}', JSON,
+            PolicyError,
+        ),
+        one("error of a server", "node/rl/serving.py:_said", _said, lambda: b'{"error": {"message": "no such model"}}', JSON),
         one(
             "recording", "node/watch/swarm_view.py:event_of", text(event_of),
             lambda: line_of(Unreachable(time=1.0, peer=ME.peer_id, reason="x")).encode(), JSON, ReplayError,

@@ -158,8 +158,8 @@ def test_rare_waits_for_a_partner_are_spared_until_they_are_a_part_of_all_time()
     time = timed({0: 0.1})
     time.holds.update(one=0.01)
     assert time.awaiting(100.0, 0) == SPARE_S > time.budget(0, 0)
-    assert time.waited("one", 2.5) == 2.5
-    assert time.awaiting(100.0, 0) == SEVERAL * 2.5  # of a node that has met nobody else
+    assert time.waited("one", 3.5) == 3.5
+    assert time.awaiting(100.0, 0) == SEVERAL * 3.5  # of a node that has met nobody else
     for peer in ("two", "three"):
         assert time.waited(peer, 0.0) == 0.0
     assert time.awaiting(100.0, 0) == LEAST_S
