@@ -394,7 +394,7 @@ class RoundEvidence:
         """Return the round to which this node may move at most, now that ``peer`` has ``said`` in which it is."""
         others = {other: max(at, self._met.get(other, 0)) for other, at in self._others().items()}
         met = [at for other, at in others.items() if other in self._met]
-        words = met + [at for other, at in dict(self._said).items() if other in others]
+        words = met + [max(at, others[other]) for other, at in dict(self._said).items() if other in others]
         began, first = self._began or (now, 0)
         usual_s, passed = self._own(now)
         possible = first + self._fragments * QUICKER * (1 + int((now - began) / usual_s / self._fragments))

@@ -27,8 +27,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, overload
@@ -41,7 +41,7 @@ from shoal.optim.codecs.base import FLOAT32, Shape
 from shoal.optim.exchange.base import OnDemand
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.contribution import BorrowedPayload
-from shoal.swarm.p2p.limits import Newest, StreamPlaces
+from shoal.swarm.p2p.limits import StreamPlaces
 from shoal.swarm.p2p.stream import Stream, running, short
 from shoal.swarm.pacing import slow_s
 from shoal.swarm.wire.envelope import CHUNK, pack, pack_shapes, unpack
@@ -115,7 +115,7 @@ def spool_for(nbytes: int) -> Spool | None:
 DIGEST = 32  # bytes of a chunk's BLAKE3
 KEPT = 2  # snapshots that a node holds at most, each as large as its slow weights and shared state in float32
 UNUSED_S = 120.0  # seconds after which a snapshot that nobody asks for is dropped
-BUSY_S = 15.0  # seconds since the last request in which a snapshot counts as being downloaded
+BUSY_S = 15.0  # seconds since a snapshot was offered in which its first download may begin
 
 
 @dataclass(frozen=True)
@@ -241,18 +241,37 @@ def shapes_digest(shapes: Sequence[Shape]) -> bytes:
     return hashlib.sha256(pack_shapes(tuple(shapes))).digest()
 
 
+@dataclass
+class _Held:
+    """A snapshot in the cache."""
+
+    snapshot: Snapshot
+    asked: float
+    """Time of the last request for it."""
+    readers: int = 0
+    """Streams on which it is being downloaded."""
+    read: bool = False
+    """A download has ended, so that it need not wait for its first."""
+
+    def busy(self, now: float) -> bool:
+        return self.readers > 0 or (not self.read and now - self.asked <= BUSY_S)
+
+
 class SnapshotCache:
     """Cache of snapshots that this node hands out: at most two, each dropped two minutes after its last request. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._held = Newest[bytes, tuple[Snapshot, float]](KEPT)
+        self._held: dict[bytes, _Held] = {}
 
     def put(self, snapshot: Snapshot) -> None:
-        """Hand out a snapshot from now on; beyond two, drop the least recently requested."""
+        """Hand out a snapshot from now on; beyond two, drop the least recently requested, if possible one that nobody downloads."""
         with self._lock:
-            self._held[snapshot.id] = (snapshot, self._clock())
+            now, others = self._clock(), [id for id in self._held if id != snapshot.id]
+            for id in sorted(others, key=lambda id: (self._held[id].busy(now), self._held[id].asked))[: len(others) + 1 - KEPT]:
+                del self._held[id]
+            self._held.setdefault(snapshot.id, _Held(snapshot, now)).asked = now
 
     def get(self, id: bytes) -> Snapshot | None:
         """Return the snapshot with this id, and mark it as requested."""
@@ -260,25 +279,38 @@ class SnapshotCache:
             found = self._held.get(id)
             if found is None:
                 return None
-            self._held[id] = (found[0], self._clock())
-            return found[0]
+            found.asked = self._clock()
+            return found.snapshot
+
+    @contextmanager
+    def read(self, id: bytes) -> Iterator[None]:
+        """Return a block in which the snapshot, if it is here, counts as being downloaded."""
+        with self._lock:
+            found = self._held.get(id)
+            if found is not None:
+                found.readers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                if found is not None:
+                    found.readers, found.read = found.readers - 1, True
 
     def expire(self) -> None:
         """Drop snapshots that nobody asks for."""
         with self._lock:
             now = self._clock()
-            for id in [id for id, (_, asked) in self._held.items() if now - asked > UNUSED_S]:
-                del self._held[id]
+            self._held = {id: held for id, held in self._held.items() if now - held.asked <= UNUSED_S}
 
     def full(self) -> bool:
-        """Return whether one more would drop a snapshot that is being downloaded."""
+        """Return whether one more would drop a snapshot that is being downloaded, or is about to be."""
         with self._lock:
             now = self._clock()
-            return sum(now - asked <= BUSY_S for _, asked in self._held.values()) >= KEPT
+            return sum(held.busy(now) for held in self._held.values()) >= KEPT
 
     def newest(self, since: int) -> Snapshot | None:
         with self._lock:
-            found = [snapshot for snapshot, _ in self._held.values() if snapshot.header.round >= since]
+            found = [held.snapshot for held in self._held.values() if held.snapshot.header.round >= since]
         return max(found, key=lambda snapshot: snapshot.header.round, default=None)
 
 
@@ -314,19 +346,24 @@ class ChunkServer:
             self._places.free(stream)
 
     async def _serve(self, stream: Stream) -> None:
-        while True:
-            # When the caller has all it wants it ends the stream, and this raises NetworkError.
-            request = unpack(await stream.receive(ChunkRequest.LIMIT, IDLE_S), ChunkRequest)
-            snapshot = self._kept.get(request.snapshot) if request.swarm == self._swarm else None
-            data = None if snapshot is None else _chunk(snapshot, request.chunk)
-            if data is None:
-                await stream.send(pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), SMALL_S)
-                continue
-            await stream.send(pack(ChunkReply(nbytes=len(data))), SMALL_S)
-            now = asyncio.get_running_loop().time()
-            await stream.swap(
-                data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=now + CHUNK_S, longest=now + slow_s(len(data))
-            )
+        with ExitStack() as download:
+            reading: bytes | None = None
+            while True:
+                # When the caller has all it wants it ends the stream, and this raises NetworkError.
+                request = unpack(await stream.receive(ChunkRequest.LIMIT, IDLE_S), ChunkRequest)
+                snapshot = self._kept.get(request.snapshot) if request.swarm == self._swarm else None
+                data = None if snapshot is None else _chunk(snapshot, request.chunk)
+                if data is None:
+                    await stream.send(pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), SMALL_S)
+                    continue
+                if request.chunk is not None and request.snapshot != reading:  # the digests are fetched before the download begins
+                    download.close()
+                    download.enter_context(self._kept.read(reading := request.snapshot))
+                await stream.send(pack(ChunkReply(nbytes=len(data))), SMALL_S)
+                now = asyncio.get_running_loop().time()
+                await stream.swap(
+                    data, memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=now + CHUNK_S, longest=now + slow_s(len(data))
+                )
 
 
 def _chunk(snapshot: Snapshot, chunk: int | None) -> memoryview | None:

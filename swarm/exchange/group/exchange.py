@@ -235,6 +235,8 @@ class GroupMember:
             if leader != self._context.me:  # otherwise no peer failed: no other member came
                 self._context.look()  # it may have said that it leaves
                 pending.attempt.failed(leader, error)
+            elif not pending.entered and self._view.ahead(ready.round) and not self._leader.sought:
+                self._view.doubted = True
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
             self._rounds.leave(ready.round, ready.fragment)

@@ -393,6 +393,8 @@ class GroupLeader:
                 "refuse", f"there are {self._rounds.fragments} fragments here, the contribution is of number {ready.fragment}"
             )
         self._view.mark_awake(peer)
+        if peer != self._context.me:
+            self._view.doubted = False
         self._view.evidence.heard(peer, ready.round)
         instead = self._rounds.instead(ready.round, ready.fragment)
         if instead is not None:
@@ -427,6 +429,11 @@ class GroupLeader:
     def _elsewhere(self, round: int, leader: str | None) -> GroupReceipt:
         addresses = self._view.addresses(leader or "")
         return GroupReceipt(verdict="elsewhere", round=round, leader=leader, addresses=tuple(addresses))
+
+    @property
+    def sought(self) -> bool:
+        """Whether others wait here for a group."""
+        return any(pending.members for pending in self._pending.values())
 
     async def leave(self, round: int, fragment: int, leader: str) -> None:
         """Send the members that wait here to the leader at which this node itself waits."""

@@ -32,6 +32,8 @@ class LivenessView:
         """Peers that died or stayed away -> the time of issue of the record they had then."""
         self._silent: dict[str, float] = {}
         """Those that did not even answer as leaders: their processes sleep or are gone."""
+        self.doubted = False
+        """Whether others may pass this node over: it led in vain while they are further, and none has come to it since."""
         self.late, self.costly, self._warned = PassedOver(fragments), PassedOver(fragments), PassedOver(fragments)
         """Those for which rounds waited in vain, and which for a while none waits for; and those whose exchanges cost more training
         time than they gave, and which for a while are in no group here."""
@@ -52,21 +54,24 @@ class LivenessView:
         rounds = {peer: member.round for peer, member in self.members().items()}
         return {peer for peer in self.here() if rounds.get(peer, 0) <= round}
 
+    def ahead(self, round: int) -> set[str]:
+        """Return the peers whose records state a later round than ``round``."""
+        return self.here() - self._behind(round)
+
     def hoped(self, round: int) -> set[str]:
         """Return the peers in view, this node included, that are not passed over in ``round``."""
         return {peer for peer in self.here() if not (self.late.at(peer, round) or self.costly.at(peer, round))}
 
     def order(self, seed: int, round: int) -> list[str]:
         """Return the leaders of a round, best first. Silent ones come last: each would cost a part of everybody's patience
-        again.
+        again. So does this node while it is doubted: the others tell it in which round they are.
 
         Views differ for a moment, and then two may lead; a member that waits elsewhere answers so, and one of the groups is given
         up.
         """
         self._silent = self._unrenewed(self._silent)
-        return sorted(
-            order(seed, round, self.hoped(round)), key=lambda peer: peer in self._silent
-        )  # sorted keeps the order of equals
+        last = {*self._silent, *([self._context.me] if self.doubted else [])}
+        return sorted(order(seed, round, self.hoped(round)), key=lambda peer: peer in last)  # sorted keeps the order of equals
 
     def mark_absent(self, peers: Iterable[str]) -> None:
         """Note peers that did not come or died in the middle: rounds would wait for them until their records expire."""

@@ -131,6 +131,18 @@ def test_two_words_of_peers_never_met_move_a_newcomer_to_the_lower():
     assert node.furthest("b", 501, 10.0) == 501
 
 
+def test_of_who_has_spoken_the_newer_of_word_and_record_counts():
+    """A newcomer hears one word a round: the others' are as old as its last calls, and it would stay as many rounds behind."""
+    members = {"a": Record(0), "b": Record(0), "silent": Record(FAR)}
+    node = trained(members)
+    node.heard("a", 40)
+    node.heard("b", 30)
+    members["b"].round = 60
+    assert node.furthest("a", 70, 10.0) == 39
+    members["a"].round = 50
+    assert node.furthest("a", 70, 10.0) == 49
+
+
 def test_a_node_that_slept_may_go_as_far_as_its_clock():
     node = trained({"friend": Record(5000)}, met=["friend"])
     assert node.furthest("friend", 5000, 5000.0) == 5000

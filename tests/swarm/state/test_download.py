@@ -240,6 +240,23 @@ def test_two_snapshots_are_kept_and_none_that_nobody_asks_for():
     assert (kept.get(one.id), kept.get(three.id)) == (one, None)
 
 
+def test_a_snapshot_is_kept_for_its_downloads_only():
+    now = [0.0]
+    kept = SnapshotCache(lambda: now[0])
+    slow, quick, newer = (made(seed) for seed in range(3))
+    kept.put(slow)
+    with kept.read(slow.id):
+        kept.put(quick)
+        assert kept.full()  # its download is about to begin
+        with kept.read(quick.id), kept.read(quick.id):
+            pass
+        assert not kept.full()  # who asks again gets newer weights at once, however often it asks
+        now[0] = 100.0
+        assert kept.get(quick.id) is quick
+        kept.put(newer)
+        assert (kept.get(slow.id), kept.get(quick.id)) == (slow, None)
+
+
 def test_the_id_follows_from_what_is_held_and_from_nothing_else():
     state = State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2])
     same = State(3, [torch.ones(5)], {"momentum": [torch.ones(5)]}, [2])

@@ -14,9 +14,9 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.state import snapshot
 from shoal.swarm.state.selection import STATE_PROTOCOL, StateServer
-from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, Spool, State, chunks_in, encode, make, read, spool_for
+from shoal.swarm.state.snapshot import CHUNKS_PROTOCOL, ChunkSource, Spool, State, chunks_in, encode, make, read, spool_for
 from shoal.swarm.state.sync import ModelDiffersError, StateQuery, begin_fetch, fetch_state
-from shoal.swarm.wire.envelope import pack
+from shoal.swarm.wire.envelope import CHUNK, pack
 from shoal.swarm.wire.messages import Answer, StateRequest
 
 SWARM, MODEL = "a" * 52, "0" * 64
@@ -245,16 +245,23 @@ def test_another_model_is_told_the_difference_and_another_swarm_nothing(network,
     assert fetch_state(network.host(), query(swarm="b" * 52), to(source.host)) is None
 
 
-def test_who_comes_while_two_snapshots_are_being_downloaded_gets_the_later_of_them(network, members):
+@pytest.mark.parametrize(("held", "taken"), [(True, [7, 8, 8]), (False, [7, 8, 9])], ids=["two downloads go on", "all ended"])
+def test_who_comes_while_two_snapshots_are_being_downloaded_gets_the_later_of_them(network, members, held, taken):
     (source,) = members(State(7, slow()), run=False)
-    taken = []
+    rounds, lasting = [], []
     for round in (7, 8, 9):
         source.state = at(round)
-        coming = begin_fetch(network.host(), query(), to(source.host))
+        host = network.host()
+        coming = begin_fetch(host, query(), to(source.host))
         while not coming.done():
             source.step()
-        taken.append(coming.result(60).round)
-    assert taken == [7, 8, 8]
+        state = coming.result(60)
+        rounds.append(state.round)
+        if held:
+            ((peer, addresses),) = to(source.host)
+            lasting.append(ChunkSource(host, SWARM, state.snapshot.id, peer, addresses))
+            host.submit(lasting[-1].take(0, memoryview(bytearray(CHUNK)))).result(60)
+    assert rounds == taken
 
 
 def test_one_copy_is_made_for_all_who_ask_for_the_same_weights(network, members, monkeypatch):

@@ -274,6 +274,28 @@ def test_who_is_back_in_a_group_is_waited_for_by_all_of_its_members(school):
     assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
 
 
+def test_who_is_passed_over_and_leads_in_vain_asks_the_others_before_it_leads_again(school):
+    """Nobody comes to it or tells it in which round they are: it would wait alone in each round that its rank gives to it."""
+    late, *others = three = school.peers(3, wait=2.0)
+    for peer in others:
+        for round in (0, 1):
+            peer.exchange._groups._view.late.missed(late.id, round, 1)
+            assert late.id not in peer.exchange._groups._view.order(0, round + 1)
+    led, round, later = [round for round in range(2, 32) if school.ranked(three, round)[0] is late][:3]
+    view, other = late.exchange._groups._view, others[0]
+    late.rounds[other.id] = round
+    assert late.start(led, 9.0).result() is None
+    handle = late.start(round, 4.0)
+    second = school.ranked(others, round)[0]
+    school.until(lambda: second.waiting(round) == 1)
+    assert school.values([handle, *(peer.start(round, 1.0) for peer in others)]) == [2.0] * 3
+    assert view.doubted
+    other.exchange._groups._view.late.misses.clear()
+    handle = other.start(later, 1.0)  # it takes it for the leader again, so it is
+    school.until(lambda: not view.doubted)
+    assert school.values([handle, late.start(later, 3.0)]) == [2.0, 2.0]
+
+
 def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_for(school):
     three = school.peers(3, wait=2.0)
     third = school.ranked(three)[-1]
