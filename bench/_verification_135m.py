@@ -71,11 +71,7 @@ CHEATS = {
     "the fine-tuned model's text, prefilled": Way("tuned", reads=True),
     "truncated, then filler": Way(half=True, reads=True),
 }
-VARIANTS = {
-    "honest, one at a time": Way(batch=1),
-    "honest, 8 at a time": Way(batch=8),
-    "honest, 2 threads": Way(threads=2),
-}
+VARIANTS = {"honest, one at a time": Way(batch=1), "honest, 8 at a time": Way(batch=8), "honest, 2 threads": Way(threads=2)}
 WAYS = {HONEST: Way(), **CHEATS, **VARIANTS}
 
 

@@ -305,12 +305,7 @@ def run(hostile: float, case: str, seed: int, options: argparse.Namespace) -> Ro
     return row
 
 
-CASES = {
-    "none": "no peer exchange",
-    "few": "in a few ranges",
-    "unlimited": "in a few ranges, no limits",
-    "many": "in a range each",
-}
+CASES = {"none": "no peer exchange", "few": "in a few ranges", "unlimited": "in a few ranges, no limits", "many": "in a range each"}
 
 
 def table(found: Sequence[Row]) -> str:

@@ -12,27 +12,9 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from shoal.optim.methods import (
-    ALONE,
-    DEFAULT,
-    DEFAULT_LAG,
-    METHODS,
-    OVERLAPPED,
-    Method,
-    methods_of,
-    methods_with,
-    one_of,
-)
+from shoal.optim.methods import ALONE, DEFAULT, DEFAULT_LAG, METHODS, OVERLAPPED, Method, methods_of, methods_with, one_of
 from shoal.swarm.errors import MessageError, printable
 from shoal.swarm.wire.envelope import KIB, MAX_COUNT, Digest, Label, Message, PeerId, peek, unseal
 
@@ -119,10 +101,7 @@ class OuterSettings(BaseModel):
     lr: float | None = Field(default=None, gt=0, le=10, description="Outer learning rate.")
     momentum: float | None = Field(default=None, ge=0, lt=1, description="Outer momentum.")
     fragments: int | None = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description=f"{_OVERLAPPING}: parts of the model, by layer, sent one after another.",
+        default=None, ge=1, le=1024, description=f"{_OVERLAPPING}: parts of the model, by layer, sent one after another."
     )
     lag: Lag = Field(
         default=None,
@@ -130,8 +109,7 @@ class OuterSettings(BaseModel):
         "number below every, 0 to wait for each exchange, or auto (each mean is applied once it is there).",
     )
     weights: Literal["equal", "tokens", "rate"] | None = Field(
-        default=None,
-        description="Weight of a peer in the mean: equal, tokens, or rate (tokens times tokens over steps).",
+        default=None, description="Weight of a peer in the mean: equal, tokens, or rate (tokens times tokens over steps)."
     )
     buffers: Literal["ignore", "average"] = Field(
         default="ignore", description="Buffers such as BatchNorm's statistics: each peer its own (ignore), or their mean (average)."

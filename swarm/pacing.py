@@ -469,10 +469,7 @@ class TrafficMeter:
     __slots__ = ("_bulk", "_clock", "_since", "pacer", "received", "sent", "upload", "ways")
 
     def __init__(
-        self,
-        upload: BandwidthLimiter | None = None,
-        pacer: Pacer | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, upload: BandwidthLimiter | None = None, pacer: Pacer | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.sent = 0
         self.received = 0

@@ -16,12 +16,7 @@ from shoal.optim.rl import LOSSES
 
 ROOT = Path(__file__).resolve().parent.parent
 TOPS = ("optim", "swarm", "verification", "node")
-MAY_IMPORT = {
-    "optim": {"optim"},
-    "verification": {"verification"},
-    "swarm": {"swarm", "optim"},
-    "node": set(TOPS),
-}
+MAY_IMPORT = {"optim": {"optim"}, "verification": {"verification"}, "swarm": {"swarm", "optim"}, "node": set(TOPS)}
 # Which packages a package may import from the same top-level folder: everywhere in it, inside functions and for type checkers too.
 # A package may import its own modules, and every package may use the modules in FREE.
 PACKAGES = {
@@ -94,7 +89,7 @@ FREE = {
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim"}
 MIN_LINES = 60  # of a module of node or verification that only one other imports
-MAX_FILES, MAX_LINES, MAX_OPTIONS, MAX_PRODUCT_LINES = 40, 800, 45, 54_121
+MAX_FILES, MAX_LINES, MAX_OPTIONS, MAX_PRODUCT_LINES = 40, 800, 45, 54_098
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]

@@ -25,13 +25,7 @@ from shoal.node.tasks.text import GPT, Document
 ENDINGS = (".txt", ".rst", ".md", ".dict")
 SHARE = Path("/usr/share")
 PACKED = (".gz", ".dz")  # dictzip is gzip that can be read from the middle
-PLACES = (
-    "doc/linux-doc*/**/*",
-    "doc/python3.*/html/_sources/**/*",
-    "dictd/*.dict.dz",
-    "games/fortunes/*",
-    "doc/rust*-doc/**/*",
-)
+PLACES = ("doc/linux-doc*/**/*", "doc/python3.*/html/_sources/**/*", "dictd/*.dict.dz", "games/fortunes/*", "doc/rust*-doc/**/*")
 PACKAGES = "python3.11-doc dict-gcide fortunes linux-doc-6.1"
 PIECE = 128 * 1024
 MOST_OF_A_FILE = 16 * 2**20  # so that a dictionary does not outweigh all else

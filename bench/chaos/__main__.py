@@ -40,13 +40,7 @@ from shoal.node.console import ExitCode, dumps, log_to_stderr
 @click.option("--codec", metavar="CODEC", help="Number format on the wire.  [default: the method's]")
 @click.option("--robust", metavar="RULE", help="Defence: clipped-gossip or centered-clip.  [default: none]")
 @click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of examples/swarm.toml.")
-@click.option(
-    "--task",
-    "hooks",
-    metavar="text|MODULE:CLASS|FILE.py:CLASS",
-    default="text",
-    help="The task to train.",
-)
+@click.option("--task", "hooks", metavar="text|MODULE:CLASS|FILE.py:CLASS", default="text", help="The task to train.")
 @click.option("--option", "task_options", multiple=True, metavar="KEY=VALUE", help="Set an option of the task, such as width=256.")
 @click.option("--device", default="auto", show_default=True, help="Device of the nodes: auto, cpu, cuda, cuda:1 ..., xpu or mps.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders and logs here.  [default: a temporary one]")

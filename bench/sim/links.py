@@ -9,11 +9,7 @@ from shoal.node.config.settings import ConfigError
 from tests.sim.network import Links
 
 BYTES_OF_MBIT = 1e6 / 8
-NETS = {
-    "lan": (0.2, 0.1, 1000.0),
-    "wan": (40.0, 10.0, 100.0),
-    "home": (25.0, 25.0, 20.0),
-}
+NETS = {"lan": (0.2, 0.1, 1000.0), "wan": (40.0, 10.0, 100.0), "home": (25.0, 25.0, 20.0)}
 """Milliseconds one way, milliseconds of jitter at most on top, megabits a second that a peer sends at most, in all its streams."""
 JITTER = 0.25  # of the delay, where that is given in numbers
 

@@ -23,17 +23,7 @@ from shoal.node.rl.environment import Env, Option, Policy, Question
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.task import Claimed, RLTask
 from shoal.node.verify.audit import Finding, Made, NotCalibrated, NotCheckable, SwarmNetwork, VerifyError, digest, snapshot
-from shoal.node.verify.checker import (
-    ACTIVATIONS,
-    SAMPLING,
-    Checker,
-    ProvenGroup,
-    examine,
-    make_claim,
-    policy_label,
-    prove,
-    write,
-)
+from shoal.node.verify.checker import ACTIVATIONS, SAMPLING, Checker, ProvenGroup, examine, make_claim, policy_label, prove, write
 from shoal.node.verify.material import (
     DTYPES,
     Agreed,
@@ -48,15 +38,7 @@ from shoal.node.verify.material import (
 )
 from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest import Terms
-from shoal.verification.calibration import (
-    FEWEST,
-    RATE,
-    Calibration,
-    CalibrationError,
-    Pair,
-    load_calibration,
-    save_calibration,
-)
+from shoal.verification.calibration import FEWEST, RATE, Calibration, CalibrationError, Pair, load_calibration, save_calibration
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Signed
 from shoal.verification.fingerprints.fingerprint import Evidence

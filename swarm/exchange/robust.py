@@ -128,10 +128,7 @@ class LossCheck:
         if not (math.isfinite(mean) and math.isfinite(alone)):
             return f"with it the loss on this node's own batches, {mine:.4g}, is no longer finite"
         with self._lock:
-            passed = [
-                self._mean.passes(key.fragment, mean - mine, mine),
-                self._alone.passes(key.fragment, alone - mine, mine),
-            ]
+            passed = [self._mean.passes(key.fragment, mean - mine, mine), self._alone.passes(key.fragment, alone - mine, mine)]
             odd = sum(self._bad) >= ODD and (passed[0] or self._tolerates(mean - mine, mine))
             self._bad.append(not all(passed))
             self._changes.append(mean - mine)

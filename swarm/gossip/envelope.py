@@ -177,12 +177,7 @@ def make_announcement(swarm: str, body: Body, identity: Identity) -> tuple[BodyA
     """Return the announcement of a body that has to be fetched, and the bytes to gossip."""
     digest = hashlib.sha256(body.data).digest()
     announcement = BodyAnnouncement(
-        swarm=swarm,
-        peer=identity.peer_id,
-        encoding=body.encoding,
-        size=body.size,
-        nbytes=len(body.data),
-        sha256=digest,
+        swarm=swarm, peer=identity.peer_id, encoding=body.encoding, size=body.size, nbytes=len(body.data), sha256=digest
     )
     data = make_envelope(swarm, make_body(announcement, identity))
     assert data is not None  # an announcement is small

@@ -294,8 +294,7 @@ class Stream:
             if now - since >= chunk_timeout:
                 moves = "sent" if left else "took"
                 raise NetworkError(
-                    f"peer {short(self.peer_id)} {moves} no byte for {chunk_timeout:g} s in the middle of a transfer.",
-                    "timeout",
+                    f"peer {short(self.peer_id)} {moves} no byte for {chunk_timeout:g} s in the middle of a transfer.", "timeout"
                 )
             wait = min(chunk_timeout / 4, 0.25, progress.next(now))
             done, pending = await asyncio.wait(pending, timeout=wait, return_when=asyncio.FIRST_COMPLETED)

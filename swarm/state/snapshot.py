@@ -523,13 +523,7 @@ async def fetch_digests(host: Host, swarm: str, header: StateHeader, sources: Se
 
 
 async def download(
-    host: Host,
-    swarm: str,
-    header: StateHeader,
-    digests: bytes,
-    sources: Sequence[Peer],
-    sink: ChunkSink,
-    wanted: Iterable[int],
+    host: Host, swarm: str, header: StateHeader, digests: bytes, sources: Sequence[Peer], sink: ChunkSink, wanted: Iterable[int]
 ) -> set[str]:
     """Fetch the chunks ``wanted`` that ``sink`` lacks from ``sources``; those that do not hold the snapshot are skipped.
 

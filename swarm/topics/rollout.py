@@ -134,15 +134,11 @@ def _pack_numbers(parts: tuple[bytes, ...] | None) -> bytes | None:
 
 # One byte string each on the wire: long msgpack arrays would have to be allocated before their content is seen.
 Texts = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_texts),
-    PlainSerializer(lambda texts: _pack_parts([text.encode("utf-8") for text in texts])),
+    tuple[str, ...], BeforeValidator(_texts), PlainSerializer(lambda texts: _pack_parts([text.encode("utf-8") for text in texts]))
 ]
 Numbers = Annotated[tuple[bytes, ...] | None, BeforeValidator(_numbers), PlainSerializer(_pack_numbers)]
 Finishes = Annotated[
-    tuple[Finish, ...],
-    BeforeValidator(_finishes),
-    PlainSerializer(lambda finishes: bytes(map(_FINISHES.index, finishes))),
+    tuple[Finish, ...], BeforeValidator(_finishes), PlainSerializer(lambda finishes: bytes(map(_FINISHES.index, finishes)))
 ]
 
 # The name of a question, here and elsewhere.

@@ -79,14 +79,7 @@ def make_exchange(
     trial = TRIAL_S if outer.check_loss else 0.0
     timeouts = ExchangeTimeouts(outer.wait_s, trial=trial)
     if outer.row.group == "everyone":
-        return GroupExchange(
-            context,
-            timeouts,
-            fragments=fragments,
-            max_group=MAX_GROUP,
-            follow=outer.row.follows,
-            screen=screen,
-        )
+        return GroupExchange(context, timeouts, fragments=fragments, max_group=MAX_GROUP, follow=outer.row.follows, screen=screen)
     return PairExchange(context, timeouts, fragments=fragments, overlap=overlap, departed=directory.departed, screen=screen)
 
 

@@ -56,12 +56,7 @@ log = logging.getLogger(__name__)
 class PairSelector:
     """Selects this peer's partner in a round from the members in view with the same model. ``fragments``: sent in turn."""
 
-    def __init__(
-        self,
-        context: PeerContext,
-        departed: Callable[[], Mapping[str, Member]] = dict,
-        fragments: int = 1,
-    ) -> None:
+    def __init__(self, context: PeerContext, departed: Callable[[], Mapping[str, Member]] = dict, fragments: int = 1) -> None:
         self._context, self._departed = context, departed
         self.passed = PassedOver(fragments)
         self._unreached: dict[str, float] = {}
