@@ -33,7 +33,7 @@ from shoal.optim.exchange.base import Contribution, RoundKey
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext, RoundTracker, TrainingTime
 from shoal.swarm.exchange.contribution import ExchangeAttempt, ExchangeBase, ExchangeHandle, encode_contribution
-from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, DecisionLog, GroupLeader, moved
+from shoal.swarm.exchange.group.leader import COSTLY, LEADER_PROTOCOL, DecisionLog, GroupLeader, moved
 from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Attempt, Outcome, PeerStreams, Reduction
 from shoal.swarm.exchange.group.roster import HeartbeatChannel, LivenessView, Roster, open_roster, ready_message
 from shoal.swarm.p2p.stream import Stream, first_of, short, stop
@@ -69,6 +69,8 @@ class _RoundState:
     """The answer of a peer that is itself in the group of another leader."""
     moved_to: int = 0
     """A later round in which the swarm is with this fragment."""
+    turned_away: bool = False
+    """A better leader passes this node over: nobody would come to it."""
     needed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once training waits for the outcome."""
 
@@ -155,7 +157,10 @@ class GroupMember:
             if len(leaders) < 2:
                 pending.attempt.stats.pass_over(key, self._view.here() - {self._context.me})
                 return
+            pending.turned_away = False
             for peer in leaders[:TRIED]:
+                if peer == self._context.me and pending.turned_away:
+                    continue
                 await self._try(pending, peer, self._view.addresses(peer))
                 hint, pending.elsewhere = pending.elsewhere, None
                 if hint is not None and hint.leader is not None and not pending.entered:
@@ -268,6 +273,8 @@ class GroupMember:
         if receipt.verdict == "passed":
             most = self._view.evidence.furthest(leader, receipt.round, asyncio.get_running_loop().time())
             pending.moved_to = max(pending.moved_to, self._rounds.within(receipt.round, key.round, most))
+        elif receipt.verdict == "busy" and receipt.reason == COSTLY:
+            pending.turned_away = self._view.doubted = True
         elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):
             pending.elsewhere = receipt
         elif receipt.verdict == "refuse":

@@ -301,6 +301,7 @@ MAX_PENDING = 64  # rounds for which members are collected at once
 MAX_WAITING = 256  # members waiting here, over all rounds
 MAX_ROUNDS = 2  # rounds of a fragment for which one peer waits: the next, while the end of its last stream is not noticed
 CROWDED = "too many wait for this node"
+COSTLY = "exchanges with this peer held training for too long"
 LOOK_S = 0.25  # seconds between two looks at the members
 PROBE_S = 1.0  # seconds after which missing members are probed
 
@@ -405,7 +406,7 @@ class GroupLeader:
         if leader not in (None, self._context.me) and peer != self._context.me:
             return self._elsewhere(ready.round, leader)
         if self._view.costly.at(peer, ready.round):
-            return reply("busy", "exchanges with this peer held training for too long")
+            return reply("busy", COSTLY)
         pending = self._pending.get((ready.round, ready.fragment))
         usual = self._usual.get(ready.fragment)
         if usual is not None:

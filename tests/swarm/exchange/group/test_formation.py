@@ -296,6 +296,17 @@ def test_who_is_passed_over_and_leads_in_vain_asks_the_others_before_it_leads_ag
     assert school.values([handle, late.start(later, 3.0)]) == [2.0, 2.0]
 
 
+def test_who_is_turned_away_as_too_costly_does_not_wait_for_those_who_come_to_nobody(school):
+    costly, *others = three = school.peers(3, wait=500.0)
+    for peer in others:
+        for round in (0, 1):
+            peer.exchange._groups._view.costly.missed(costly.id, round, 1)
+    leads = {round: school.ranked(three, round)[0] is costly for round in range(2, 32)}
+    turned_away = next(round for round in leads if not leads[round])
+    for round in (turned_away, next(later for later in leads if leads[later] and later > turned_away)):
+        assert costly.start(round, 9.0).result() is None
+
+
 def test_two_are_enough_when_the_wait_is_over_and_the_third_is_then_not_waited_for(school):
     three = school.peers(3, wait=2.0)
     third = school.ranked(three)[-1]
