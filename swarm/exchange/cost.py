@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-ROUND_TRIPS, PAIR_ROUND_TRIPS = 8.5, 5.0  # of a group, whose streams are new; and of a pair, whose partners keep theirs
+ROUND_TRIPS, PAIR_ROUND_TRIPS = 6.5, 5.0  # of a group, and of a pair, whose partners are agreed beforehand; both keep their streams
 HANDLING = 3e-8  # seconds a byte that is sent: encryption, digests, copies, the mean, and what pacing leaves of a fast link
 PACED = 0.8  # of a slow link, that bulk takes which is paced
 PAIRED = 0.67  # of a link, that a round of pairs in fragments takes at most: their partners are as busy with others

@@ -243,15 +243,12 @@ def shapes_digest(shapes: Sequence[Shape]) -> bytes:
 
 @dataclass
 class _Held:
-    """A snapshot in the cache."""
+    """A snapshot in the cache. ``readers``: streams on which it is being downloaded; ``read``: a download of it has ended."""
 
     snapshot: Snapshot
-    asked: float
-    """Time of the last request for it."""
+    asked: float  # time of the last request for it
     readers: int = 0
-    """Streams on which it is being downloaded."""
     read: bool = False
-    """A download has ended, so that it need not wait for its first."""
 
     def busy(self, now: float) -> bool:
         return self.readers > 0 or (not self.read and now - self.asked <= BUSY_S)

@@ -69,8 +69,7 @@ class _RoundState:
     """The answer of a peer that is itself in the group of another leader."""
     moved_to: int = 0
     """A later round in which the swarm is with this fragment."""
-    turned_away: bool = False
-    """A better leader passes this node over: nobody would come to it."""
+    turned_away: bool = False  # by a better leader: nobody would come to this node
     needed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once training waits for the outcome."""
 
@@ -240,8 +239,8 @@ class GroupMember:
             if leader != self._context.me:  # otherwise no peer failed: no other member came
                 self._context.look()  # it may have said that it leaves
                 pending.attempt.failed(leader, error)
-            elif not pending.entered and self._view.ahead(ready.round) and not self._leader.sought:
-                self._view.doubted = True
+            elif not pending.entered and not self._leader.sought:
+                self._view.doubted |= any(member.round > ready.round for member in self._view.members().values())
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
             self._rounds.leave(ready.round, ready.fragment)

@@ -54,10 +54,6 @@ class LivenessView:
         rounds = {peer: member.round for peer, member in self.members().items()}
         return {peer for peer in self.here() if rounds.get(peer, 0) <= round}
 
-    def ahead(self, round: int) -> set[str]:
-        """Return the peers whose records state a later round than ``round``."""
-        return self.here() - self._behind(round)
-
     def hoped(self, round: int) -> set[str]:
         """Return the peers in view, this node included, that are not passed over in ``round``."""
         return {peer for peer in self.here() if not (self.late.at(peer, round) or self.costly.at(peer, round))}

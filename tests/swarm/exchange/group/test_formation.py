@@ -81,7 +81,8 @@ def test_a_slow_peer_is_left_out_after_the_wait_and_goes_where_it_is_told(school
     for peer in four:
         peer.rounds = {other.id: 2 for other in others}
     late = slow.start(1, 7.0, fragment=1)
-    school.until(lambda: slow.exchange.next_round == 5)
+    school.until(lambda: sum(peer.waiting(4, fragment=1) for peer in four) == 1)
+    assert slow.exchange.next_round == 5
     assert school.values([*(peer.start(4, 3.0, fragment=1) for peer in others), late]) == [4.0] * 4
 
 
