@@ -217,10 +217,9 @@ def report(options: argparse.Namespace) -> int:
     found = [row for row in known if row["steps"] == longest[row["text"], row["model"]]]  # the others chose settings
     picture = ""
     if options.figure is not None:
+        # Of the model with the most rows: the losses of others differ.
         ((most, _),) = Counter((row["text"], row["model"]) for row in found).most_common(1)
-        write_figure(
-            [row for row in found if (row["text"], row["model"]) == most], options.figure
-        )  # one model's: losses of others differ
+        write_figure([row for row in found if (row["text"], row["model"]) == most], options.figure)
         here = Path(os.path.relpath(options.figure, options.into.parent))
         sheet = here.with_suffix(".csv")
         picture = f"![{ALT}]({here.as_posix()})\n\nThe numbers of the picture: [{sheet.name}]({sheet.as_posix()}).\n\n"

@@ -33,7 +33,7 @@ class LivenessView:
         self._silent: dict[str, float] = {}
         """Those that did not even answer as leaders: their processes sleep or are gone."""
         self.doubted = False
-        """Whether others may pass this node over: it led in vain while they are further, and none has come to it since."""
+        """Whether others may pass this node over: one said so, or it led in vain while they are further; none came to it since."""
         self.late, self.costly, self._warned = PassedOver(fragments), PassedOver(fragments), PassedOver(fragments)
         """Those for which rounds waited in vain, and which for a while none waits for; and those whose exchanges cost more training
         time than they gave, and which for a while are in no group here."""
@@ -66,7 +66,7 @@ class LivenessView:
         up.
         """
         self._silent = self._unrenewed(self._silent)
-        last = {*self._silent, *([self._context.me] if self.doubted else [])}
+        last = self._silent.keys() | ({self._context.me} if self.doubted else set())
         return sorted(order(seed, round, self.hoped(round)), key=lambda peer: peer in last)  # sorted keeps the order of equals
 
     def mark_absent(self, peers: Iterable[str]) -> None:
