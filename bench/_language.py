@@ -39,6 +39,8 @@ FAMILIES: dict[str, dict[str, int]] = {
 WIDTH, LAYERS, VOCABULARY = 128, 4, 512
 BATCH, WARM_LR = 64, 2e-3
 SMALL_LR, SMALL_TOKENS = 3e-4, 8
+HF_WARM_LR, WRITTEN = 5e-5, 16
+ROWS = 128  # at once on a GPU
 
 
 class Families:
@@ -166,14 +168,25 @@ def tiny_world(settings: Settings, seed: int) -> World:
 
 
 @functools.lru_cache(maxsize=1)
-def _language(policy: str, env: str, folder: str, solved: int) -> tuple[Policy, Env]:
-    made = environment(env)
-    return (small(made, Path(folder), solved) if policy == "small" else load_policy(policy, made, 0)), made
+def prepare(settings: Settings) -> tuple[Policy, Env]:
+    """Return what all nodes begin with."""
+    env, folder = environment(settings.env), settings.base
+    if settings.solved:
+        _teach(settings, env.made)
+    if settings.policy == "small":
+        policy: Policy = _policy(*_loaded(folder))
+    else:
+        policy = load_policy(f"hf:{folder}" if settings.solved else settings.policy, env, 0)
+        policy.max_tokens = WRITTEN
+    if settings.device != "cpu":
+        policy.module.to(settings.device)
+        policy._rows = ROWS  # type: ignore[attr-defined]
+    return policy, env
 
 
 def language_world(settings: Settings, seed: int) -> World:
     """The same model and questions for all nodes."""
-    policy, env = _language(settings.policy, settings.env, str(settings.base), settings.solved)
+    policy, env = prepare(settings)
     asked = questions(env, seed, QUESTIONS)
     right = tuple(str(question.answer) for question in asked)
     policies = tuple(
@@ -182,20 +195,27 @@ def language_world(settings: Settings, seed: int) -> World:
     return World(right, ("",) * len(right), policies, policies[0].judge)
 
 
-# The small model
+# What learns from solved questions first
 
 
-def small(env: Env, folder: Path, solved: int) -> HF:
-    """Load the small model of ``folder``, or make it there from ``solved`` batches of solved questions."""
+def _teach(settings: Settings, env: Environment) -> None:
+    """Make the model in ``settings.base`` from batches of solved questions, if it is not there yet."""
+    folder = settings.base
+    if (folder / "config.json").exists():
+        return
+    is_small = settings.policy == "small"
+    policy = _untrained(env) if is_small else HF(*_loaded(Path(settings.policy.removeprefix("hf:"))), lr=SMALL_LR)
+    policy.module.to(settings.device)
+    _learn_solved(policy, env, settings.solved, WARM_LR if is_small else HF_WARM_LR)
+    policy.module.save_pretrained(folder)  # type: ignore[operator]
+    policy._tokenizer.save_pretrained(folder)
+
+
+def _loaded(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not (folder / "config.json").exists():
-        policy = _untrained(env.made)
-        _learn_solved(policy, env.made, solved)
-        policy.module.save_pretrained(folder)  # type: ignore[operator]
-        policy._tokenizer.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    return _policy(model, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def _policy(model: Any, tokenizer: Any) -> HF:
@@ -229,14 +249,14 @@ def _untrained(env: Environment) -> HF:
     return _policy(transformers.LlamaForCausalLM(config), tokenizer)
 
 
-def _learn_solved(policy: HF, env: Environment, batches: int) -> None:
+def _learn_solved(policy: HF, env: Environment, batches: int, lr: float) -> None:
     """Show right answers, each question once, none of a world or held out but by chance."""
-    optimizer = torch.optim.AdamW(policy.module.parameters(), lr=WARM_LR, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.module.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
     for step in range(batches):
         shown = [env.question(HELD_OUT - 1, step * BATCH + number) for number in range(BATCH)]
         logs, mask = policy.log_probs([one.prompt for one in shown], [policy.encode(str(one.answer), True) for one in shown], 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = WARM_LR * min(1.0, (step + 1) / 50) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / batches)))
+            group["lr"] = lr * min(1.0, (step + 1) / 50) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / batches)))
         optimizer.zero_grad()
         torch.autograd.backward(-(logs * mask).sum() / mask.sum())
         optimizer.step()

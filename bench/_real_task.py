@@ -50,7 +50,8 @@ def split(blocks: list[str]) -> tuple[list[str], list[str]]:
 
 
 class RealText(Task):
-    """Task with ``base``: a folder with a model; ``data``: files; ``lora``: rank of an adapter, 0: all weights are trained.
+    """Task with ``base``: a folder with a model; ``data``: files, with ``most`` characters of each; ``lora``: rank of an adapter, 0: all
+    weights are trained.
 
     ``parts``: a batch is those of so many nodes together, as data parallel training has it: the mean of their gradients is the
     gradient of that batch.
@@ -58,10 +59,10 @@ class RealText(Task):
 
     def __init__(
         self, base: str = "", data: str = "", lora: int = 0, context: int = 64, batch: int = 2, lr: float = 1e-4, held: int = 64,
-        parts: int = 0,
+        parts: int = 0, most: int = FILE,
     ) -> None:  # fmt: skip
         self.base, self.data, self.lora, self.context, self.batch, self.lr, self.held = base, data, lora, context, batch, lr, held
-        self.parts, self.tokens_of = parts, lru_cache(maxsize=None)(self._tokens_of)
+        self.parts, self.most, self.tokens_of = parts, most, lru_cache(maxsize=None)(self._tokens_of)
 
     def model(self) -> nn.Module:
         """Return the model; only weights with a gradient are exchanged."""
@@ -77,7 +78,7 @@ class RealText(Task):
 
     def _text(self, part: int | None, of: int) -> list[str]:
         """Return the blocks of a part of the training text; None: of what is held out."""
-        held, rest = split(read(self.data))
+        held, rest = split(read(self.data, self.most))
         return held if part is None else rest[len(rest) * part // of : len(rest) * (part + 1) // of]
 
     def _encoded(self, text: str) -> list[int]:
@@ -127,12 +128,11 @@ class RealText(Task):
 
 
 class FreshText(RealText):
-    """The same with our own transformer, from random weights. ``base``: a folder with a tokenizer (`learn`); ``size``: of `SIZES`;
-    ``most``: characters of each file."""
+    """The same with our own transformer, from random weights. ``base``: folder of a tokenizer (`learn`); ``size``: of `SIZES`."""
 
-    def __init__(self, size: str = "1m", most: int = FILE, **options: Any) -> None:
+    def __init__(self, size: str = "1m", **options: Any) -> None:
         super().__init__(**options)
-        (self.layers, self.width, self.heads, self.vocabulary), self.most = SIZES[size], most
+        self.layers, self.width, self.heads, self.vocabulary = SIZES[size]
 
     def model(self) -> nn.Module:
         """Return a fresh one."""

@@ -72,6 +72,7 @@ class Settings:
     temperature: float = 1.0
     env: str = "families"
     base: Path = Path()
-    """small: the folder of the model that all nodes begin with."""
+    """The folder of the model that all nodes begin with, if it learnt from solved questions."""
     solved: int = 0
-    """small: batches of solved questions that it learnt from."""
+    """Batches of them."""
+    device: str = "cpu"

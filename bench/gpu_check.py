@@ -28,9 +28,10 @@ from typing import Any
 import torch
 
 from shoal.node.config.device import resolve_device
+from shoal.node.config.settings import OwnTraining, Precision
 from shoal.node.task import Shard, iterator_of, to_device
 from shoal.node.tasks.text import TextTask
-from shoal.node.training.inner_step import make_inner
+from shoal.node.training.inner_step import DTYPES, make_inner
 from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone
 from shoal.swarm.manifest import OuterSettings, TrainSettings
@@ -86,8 +87,9 @@ def measured(name: str, what: Callable[[], str]) -> Step:
     return Step(name, passed, time.monotonic() - began, said)
 
 
-def node_steps(task: TextTask, device: torch.device) -> Iterator[None]:
-    trainer = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=0), device=device)
+def node_steps(task: TextTask, device: torch.device, precision: Precision = "float32") -> Iterator[None]:
+    own = OwnTraining(precision=precision)
+    trainer = Trainer(task, OuterSettings(method="none"), TrainSettings(steps=0), own=own, device=device)
     trainer.connect(Alone(), "run", SHARD)
     try:
         while True:
@@ -97,14 +99,15 @@ def node_steps(task: TextTask, device: torch.device) -> Iterator[None]:
         trainer.close()
 
 
-def plain_steps(task: TextTask, device: torch.device) -> Iterator[None]:
+def plain_steps(task: TextTask, device: torch.device, precision: Precision) -> Iterator[None]:
     torch.manual_seed(0)
     model = task.model().to(device)
     inner = make_inner(task, TrainSettings(), model)
     batches, pin = iterator_of(task.batches(SHARD), SHARD), device.type == "cuda"
     while True:
         batch = [tensor.contiguous().pin_memory() if pin else tensor for tensor in next(batches)]
-        loss: Any = task.loss(model, to_device(batch, device))
+        with torch.autocast(device.type, dtype=DTYPES[precision]) if precision in DTYPES else contextlib.nullcontext():
+            loss: Any = task.loss(model, to_device(batch, device))
         loss.backward()
         inner.step()
         inner.zero_grad()
@@ -129,12 +132,12 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def rates(task: TextTask, device: torch.device, seconds: float) -> str:
+def rates(task: TextTask, device: torch.device, precision: Precision, seconds: float) -> str:
     """Tokens a second of a node and of plain PyTorch, in turn, twice."""
     found: dict[str, list[float]] = {"node": [], "plain PyTorch": []}
     for _ in range(2):
-        for name, steps in (("node", node_steps(task, device)), ("plain PyTorch", plain_steps(task, device))):
-            found[name].append(tokens_per_s(steps, task.batch * task.context, device, seconds))
+        for name, steps in (("node", node_steps), ("plain PyTorch", plain_steps)):
+            found[name].append(tokens_per_s(steps(task, device, precision), task.batch * task.context, device, seconds))
     best = {name: max(values) for name, values in found.items()}
     every = "; ".join(f"{name}: {', '.join(f'{value:,.0f}' for value in values)}" for name, values in found.items())
     return f"{every} tokens/s. A node makes {best['node'] / best['plain PyTorch']:.3f} of plain PyTorch's."
@@ -195,8 +198,10 @@ def main() -> None:
         (folder / "text").mkdir()
         for number in range(60):  # documents, of which each node has some and some are held out
             (folder / "text" / f"{number}.txt").write_text(f"The quick brown fox {number} jumps over the lazy dog. " * 50)
-        task = TextTask(data=str(folder / "text"), layers=6, width=384, heads=6, context=128, batch=16)
-        pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+        text = str(folder / "text")
+        task = TextTask(data=text, layers=6, width=384, heads=6, context=128, batch=16)
+        large = TextTask(data=text, layers=12, width=768, heads=12, context=512, batch=16)
+        pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "-n", "4"]
         demo = [*SHOAL, "demo", "--peers", "2", "--rounds", "4", "--every", "10", "--no-compare", "--json", "--device", kind]
         both = ["--gpus", "all", "--parallel"]
         trace = options.out.with_name(f"{options.out.stem}-trace.json")
@@ -213,7 +218,10 @@ def main() -> None:
         plan: list[tuple[str, Callable[[str], Step]]] = [
             (name, partial(run, commands=commands, limit_s=limit_s)) for name, limit_s, commands in programs
         ]
-        plan.append(("tokens a second", partial(measured, what=partial(rates, task, device, options.seconds))))
+        small_rates = partial(rates, task, device, "float32", options.seconds)
+        large_rates = partial(rates, large, device, "bfloat16", options.seconds)
+        plan.append(("tokens a second", partial(measured, what=small_rates)))
+        plan.append(("tokens a second, 85M parameters in bfloat16", partial(measured, what=large_rates)))
         plan.append(("profile of ten steps", partial(measured, what=partial(profile, task, device, trace))))
         steps = []
         for name, what in plan:

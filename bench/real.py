@@ -69,10 +69,10 @@ def swarm(chosen: argparse.Namespace, method: str, *, start_when: int = 1, steps
     """Return the flags of the first node: those of its swarm."""
     options = {
         "base": str(Path(chosen.model).resolve()), "lora": chosen.lora, "context": chosen.context, "batch": chosen.batch,
-        "lr": chosen.lr, "held": chosen.held, "parts": chosen.nodes if ddp else 0,
+        "lr": chosen.lr, "held": chosen.held, "parts": chosen.nodes if ddp else 0, "most": chosen.most,
     }  # fmt: skip
     if chosen.from_scratch:
-        options |= {"size": chosen.from_scratch, "most": chosen.most}
+        options |= {"size": chosen.from_scratch}
     settings = {
         "swarm.start_when": start_when, "swarm.shards": chosen.nodes, "train.steps": steps or chosen.steps,
         "train.seed": chosen.seed, "train.schedule": chosen.schedule, "train.eval_every": chosen.eval, "outer.every": chosen.every,
@@ -309,7 +309,7 @@ def arguments() -> argparse.Namespace:
     which.add_argument("--model", help="folder of a causal language model")
     which.add_argument("--from-scratch", choices=sorted(SIZES), help="our own transformer of this size, with a BPE tokenizer")
     parser.add_argument("--data", default="", help="text files, separated by commas: best as many as nodes")
-    parser.add_argument("--most", type=int, default=FILE, help="characters of each file, with --from-scratch")
+    parser.add_argument("--most", type=int, default=FILE, help="characters of each file")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--lora", type=int, default=0, help="rank of an adapter, which alone is trained and sent; 0: all weights")
     parser.add_argument("--steps", type=int, default=60)

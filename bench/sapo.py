@@ -21,12 +21,13 @@ Transformers (bench/_language.py): tiny is that of `shoal demo --task rl`, warm 
 greedy answers to held-out questions, and its loss is "positive". `small` and `hf:DIR` are language models:
 
     python bench/sapo.py --policy small --rounds 60 --seeds 2 --resume FILE --figure docs/sapo-language.svg --json
-    python bench/sapo.py --policy hf:DIR --env chain_sum --rounds 60 --seeds 2 --resume FILE --json
+    python bench/sapo.py --policy hf:DIR --solved 40 --base FOLDER --device cuda --at-once 6 --rounds 100 --seeds 2 --json
 
 Their "cumulative" is the mean reward of what a node wrote in a round, summed over the rounds, as in the paper, and "final" is of
 greedy answers to held-out questions. "interval" is that of Student's t for the mean, at 95 %; "sums" are those of the seeds.
 "seconds" are those of the processor for a round of all nodes, "parts" where they go, "tokens_s" the tokens written in a second of
-writing. With --resume each run is a line of FILE, and not made again.
+writing. With --resume each run is a line of FILE, and not made again. `hf:DIR` first learns from --solved batches of solved
+questions, all its weights, and is kept in --base; then only an adapter learns.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import platform
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +52,7 @@ from torch import Tensor
 if not __package__:  # run as a file: the folder above is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench._language import Learner, language_world, tiny_world
+from bench._language import Learner, language_world, prepare, tiny_world
 from bench._world import Completion, Group, Settings, World
 from shoal.optim.rl import LOSSES, Candidate, Completions, group_advantages, policy_loss, select
 
@@ -179,6 +183,12 @@ def run(make: Callable[[int], World], seed: int, rounds: int, share: tuple[int, 
     return {"history": history, "final": final, "parts": parts, "tokens": sum(one.tokens for one in learners)}
 
 
+def run_one(settings: Settings, seed: int, rounds: int, case: Mapping[str, Any]) -> dict[str, Any]:
+    """One run, in a process of its own or not."""
+    torch.set_num_threads(1)
+    return run(partial(WORLDS.get(settings.policy, language_world), settings), seed, rounds, **case)
+
+
 def row_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return a row of the table, from the runs with each seed."""
     sums = [sum(run["history"]) for run in runs]
@@ -247,8 +257,12 @@ def main() -> None:
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="at which transformers write")
     parser.add_argument("--env", default="families", help="of language models, as of `shoal up`, or six families of reasoning-gym")
-    parser.add_argument("--base", type=Path, default=Path("runs/sapo-small"), help="small: where its beginning is kept")
-    parser.add_argument("--solved", type=count, default=900, help="small: batches of solved questions that it begins with")
+    parser.add_argument(
+        "--base", type=Path, default=Path("runs/sapo-small"), help="where what learnt from solved questions is kept"
+    )
+    parser.add_argument("--solved", type=count, help="batches of solved questions to begin with  [default: small 900, hf: none]")
+    parser.add_argument("--device", default="cpu", help="of language models")
+    parser.add_argument("--at-once", type=count, default=1, help="runs of language models at once")
     parser.add_argument(
         "--overlap", type=float, default=1.0, help="linear: length of a question's shared features, its own one being 1"
     )
@@ -260,13 +274,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.nodes < 2:
         parser.error("--nodes must be at least 2: a node alone has nobody to learn from")
-    torch.set_num_threads(1)
     options.loss = options.loss or ("positive" if options.policy == "tiny" else "sapo")
     language = options.policy not in WORLDS
-    world = WORLDS.get(options.policy, language_world)
+    options.solved = options.solved or (900 if options.policy == "small" else 0)
     settings = Settings(
         policy=options.policy, nodes=options.nodes, loss=LOSSES[options.loss], rate=options.rate, overlap=options.overlap,
-        temperature=options.temperature, env=options.env, base=options.base, solved=options.solved,
+        temperature=options.temperature, env=options.env, base=options.base, solved=options.solved, device=options.device,
     )  # fmt: skip
     cases: dict[str, dict[str, Any]] = {
         f"{own}/{foreign}": {"share": (own, foreign)} for own, foreign in SHARES[: 3 if language else 4]
@@ -280,15 +293,26 @@ def main() -> None:
         about |= {"env": options.env, "temperature": options.temperature, "solved": options.solved}
     made = options.resume.read_text(encoding="utf-8").splitlines() if options.resume and options.resume.exists() else []
     found = {(run["row"], run["seed"]): run for run in map(json.loads, made) if run["about"] == about}
-    for seed in range(options.seeds):
-        for name, case in cases.items():
-            if (name, seed) in found:
-                continue
-            one = run(lambda seed: world(settings, seed), seed, options.rounds, late=options.late, behind=options.behind, **case)
-            found[name, seed] = {"about": about, "row": name, "seed": seed, **one}
-            if options.resume is not None:
-                with options.resume.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(found[name, seed]) + "\n")
+    faults = {"late": options.late, "behind": options.behind}
+    left = [(name, seed) for seed in range(options.seeds) for name in cases if (name, seed) not in found]
+
+    def keep(name: str, seed: int, one: dict[str, Any]) -> None:
+        found[name, seed] = {"about": about, "row": name, "seed": seed, **one}
+        if options.resume is not None:
+            with options.resume.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found[name, seed]) + "\n")
+
+    if options.at_once == 1 or not language:
+        for name, seed in left:
+            keep(name, seed, run_one(settings, seed, options.rounds, {**cases[name], **faults}))
+    else:
+        prepare(settings)  # so that they do not all do it
+        with ProcessPoolExecutor(options.at_once, multiprocessing.get_context("spawn")) as pool:
+            work = {
+                pool.submit(run_one, settings, seed, options.rounds, {**cases[name], **faults}): (name, seed) for name, seed in left
+            }
+            for done in as_completed(work):
+                keep(*work[done], done.result())
     rows, curves = {}, {}
     print("            cumulative     sd   final", file=sys.stderr)
     for name in cases:

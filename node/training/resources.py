@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 GB = 10**9
 POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
 _INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
-EXCESS = 1.2  # between the planned memory of a device and what is held: beyond it the plan was wrong
+EXCESS, LIBRARIES = 1.2, 128 << 20
+"""Between the planned memory of a device and what is held, as a factor, and bytes: cuBLAS keeps 70 MB. Beyond both the plan was wrong."""
 
 
 class MemoryBudgetError(ShoalError):
@@ -177,7 +178,7 @@ class DevicePlan:
             said += f"; with activations, gradients and exchange the next ones will take up to {later / GB:.2f}"
             if self._room is not None and later > self._room:
                 said += f", more than the {self._room / GB:.2f} that are there, so raise train.accumulate, or set train.recompute"
-        if taken > EXCESS * planned:
+        if taken > EXCESS * planned + LIBRARIES:
             said += ": other parts of the task, or another optimizer than it seems, keep the rest, so less is left for activations"
         elif EXCESS * taken < planned:
             said += ": that is less, so a larger model or batch than the plan allows may fit"

@@ -237,7 +237,8 @@ class Int8Codec(DenseCodec):
 
     def restore(self, codes: Tensor, values: Tensor) -> None:
         """Divide by 127 before scaling, so that the largest value is exact. The code -128, which is never sent, counts as -127."""
-        values.copy_(codes.view(torch.int8).view(values.shape)).clamp_(min=-127).div_(127)
+        # By a tensor: CUDA divides by a number as it multiplies by its reciprocal, and the last bit is another than a CPU's.
+        values.copy_(codes.view(torch.int8).view(values.shape)).clamp_(min=-127).div_(values.new_full((1,), 127.0))
 
 
 class SignCodec(DenseCodec):

@@ -26,7 +26,9 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding, self.norm = torch.nn.Embedding(40, 48), torch.nn.BatchNorm1d(96)
-        self.up, self.down, self.out = torch.nn.Linear(48, 96), torch.nn.Linear(96, 48), torch.nn.Linear(48, 40)
+        # A bias before a norm has the gradient 0: of what rounding makes of it Adam takes whole steps, others on each device.
+        self.up, self.down = torch.nn.Linear(48, 96, bias=False), torch.nn.Linear(96, 48)
+        self.out = torch.nn.Linear(48, 40)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -94,8 +96,10 @@ def trained(setup, place, *devices):
 
 def compare(setup, places=("cpu", "device")):
     expected = trained(setup, places[0] if places[0] != "device" else "cpu", "cpu")
+    # On a card a last bit may become a step of the codec, or of bfloat16.
+    off = 2e-2 if setup.dtype == torch.bfloat16 else 1e-2 if setup.codec is not None else 1e-4
     for place in places:
-        assert_same(trained(setup, place, "cuda"), expected)
+        assert_same(trained(setup, place, "cuda"), expected, rtol=off, atol=off)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -136,5 +140,5 @@ def test_so_it_does_with_slow_weights_in_files(tmp_path, setup):
 def test_a_run_goes_on_on_another_kind_of_device(method):
     setup = Setup(method, options={"buffers": "average"})
     expected = trained(setup, "cpu", "cpu", "cpu")
-    assert_same(trained(setup, "cpu", "cuda", "cpu"), expected)
-    assert_same(trained(setup, "device", "cpu", "cuda"), expected)
+    assert_same(trained(setup, "cpu", "cuda", "cpu"), expected, rtol=1e-4, atol=1e-4)
+    assert_same(trained(setup, "device", "cpu", "cuda"), expected, rtol=1e-4, atol=1e-4)
