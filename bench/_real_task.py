@@ -50,8 +50,8 @@ def split(blocks: list[str]) -> tuple[list[str], list[str]]:
 
 
 class RealText(Task):
-    """Task with ``base``: a folder with a model; ``data``: files, with ``most`` characters of each; ``lora``: rank of an adapter, 0: all
-    weights are trained.
+    """Task with ``base``: a folder with a model; ``data``: files, ``most`` characters of each; ``lora``: rank of an adapter, or 0:
+    all weights are trained.
 
     ``parts``: a batch is those of so many nodes together, as data parallel training has it: the mean of their gradients is the
     gradient of that batch.

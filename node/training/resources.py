@@ -20,7 +20,7 @@ GB = 10**9
 POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
 _INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
 EXCESS, LIBRARIES = 1.2, 128 << 20
-"""Between the planned memory of a device and what is held, as a factor, and bytes: cuBLAS keeps 70 MB. Beyond both the plan was wrong."""
+"""Factor and bytes between the planned memory of a device and what is held, beyond which the plan was wrong: cuBLAS keeps 70 MB."""
 
 
 class MemoryBudgetError(ShoalError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,10 +83,25 @@ class FlopCount:
     """The one whose block is being run, by any thread: a GPU's backward pass has a thread of its own."""
 
     def __init__(self) -> None:
-        from torch.utils.flop_counter import FlopCounterMode  # only where a device's peak is known
+        from torch.utils.flop_counter import FlopCounterMode, flop_registry  # only where a device's peak is known
 
-        self.flops = 0
-        self._mode = FlopCounterMode(display=False)
+        self.flops, self.known = 0, True
+        self._mode = FlopCounterMode(
+            display=False, custom_mapping={operator: self._guarded(count) for operator, count in flop_registry.items()}
+        )
+
+    def _guarded(self, count: Callable[..., int]) -> Callable[..., int]:
+        """Return ``count``, but where it fails, as torch 2.11's does for grouped queries, training goes on and nothing is known."""
+
+        def guarded(*args: Any, **kwargs: Any) -> int:
+            try:
+                return count(*args, **kwargs)
+            except Exception:
+                self.known = False
+                return 0
+
+        guarded._get_raw = True  # type: ignore[attr-defined]  # torch: tensors, for ``count`` takes their shapes itself
+        return guarded
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -145,7 +160,11 @@ class Throughput:
         self.steps += 1
         self.tokens += tokens
         if self._count is not None:
-            self._flops_per_token, self._count = self._count.flops / tokens, None
+            if self._count.known:
+                self._flops_per_token = self._count.flops / tokens
+            else:
+                self._peak = None
+            self._count = None
 
     def report(self, seconds: float) -> Rates:
         """Note that the steps since the last report took ``seconds``, without waiting; return the usual recent rates."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils import flop_counter
 
 from shoal.node.checkpoint import store
 from shoal.node.checkpoint import store as checkpoint
@@ -289,6 +290,20 @@ def flops_of(model, batch):
 def test_flops_are_those_of_forward_and_backward():
     """A product of (8, 32) and (32, 16) takes 2 * 8 * 32 * 16; backward takes one for the weight, and none for the input."""
     assert flops_of(nn.Linear(32, 16, bias=False), torch.randn(8, 32)) == 2 * (2 * 8 * 32 * 16)
+
+
+def test_a_product_that_cannot_be_counted_ends_no_training(monkeypatch):
+    def fails(*shapes, **others):
+        raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+
+    monkeypatch.setitem(flop_counter.flop_registry, torch.ops.aten.mm, fails)
+    throughput = Throughput(torch.device("cpu"), torch.float32, peak=lambda device, dtype: 1e12)
+    model = nn.Linear(32, 16, bias=False)
+    for _ in range(2):
+        with throughput.step():
+            model(torch.randn(8, 32)).sum().backward()
+        throughput.stepped(8)
+    assert throughput.report(1.0).mfu is None
 
 
 def test_flops_are_counted_once_in_the_first_step_and_scale_with_tokens():

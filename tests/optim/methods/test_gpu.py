@@ -96,10 +96,15 @@ def trained(setup, place, *devices):
 
 def compare(setup, places=("cpu", "device")):
     expected = trained(setup, places[0] if places[0] != "device" else "cpu", "cpu")
-    # On a card a last bit may become a step of the codec, or of bfloat16.
-    off = 2e-2 if setup.dtype == torch.bfloat16 else 1e-2 if setup.codec is not None else 1e-4
     for place in places:
-        assert_same(trained(setup, place, "cuda"), expected, rtol=off, atol=off)
+        assert_same(trained(setup, place, "cuda"), expected, **within(setup))
+
+
+def within(setup):
+    """On a card a last bit may become a step of the codec, another value that is sent, or a step of bfloat16."""
+    coarse = setup.codec is not None or setup.method == "sparseloco"
+    off = 4e-2 if setup.dtype == torch.bfloat16 else 1e-2 if coarse else 1e-4
+    return {"rtol": off, "atol": off}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -140,5 +145,5 @@ def test_so_it_does_with_slow_weights_in_files(tmp_path, setup):
 def test_a_run_goes_on_on_another_kind_of_device(method):
     setup = Setup(method, options={"buffers": "average"})
     expected = trained(setup, "cpu", "cpu", "cpu")
-    assert_same(trained(setup, "cpu", "cuda", "cpu"), expected, rtol=1e-4, atol=1e-4)
-    assert_same(trained(setup, "device", "cpu", "cuda"), expected, rtol=1e-4, atol=1e-4)
+    assert_same(trained(setup, "cpu", "cuda", "cpu"), expected, **within(setup))
+    assert_same(trained(setup, "device", "cpu", "cuda"), expected, **within(setup))
