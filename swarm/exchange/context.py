@@ -53,7 +53,7 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, median_high, median_low
 from typing import TYPE_CHECKING
@@ -263,10 +263,12 @@ class TrainingTime:
         return max(LATE * self._round_s(fragment), LATE_S)
 
     def spent(
-        self, peer: str, round: int, fragment: int, held: float, *, whole: bool, took: float = 0.0, nbytes: int = 0
-    ) -> dict[str, int]:
+        self, peer: str, round: int, fragment: int, held: float, *, whole: bool, took: float = 0.0, nbytes: int = 0,
+        beside: Sequence[tuple[float, float]] = (),
+    ) -> dict[str, int]:  # fmt: skip
         """Note that an exchange of ``nbytes`` bytes each way with ``peer`` held training for ``held`` of the seconds that it
-        ``took``; ``whole``: it was not given up. Return who is passed over for how many rounds: it, or the first, now measured.
+        ``took``; ``whole``: it was not given up. ``beside``: both of the others in it; where most took half as long or more, the
+        line is this node's own. Return who is passed over for how many rounds: it, or the first, now measured.
         """
         before = dict(self.holds)
         self.holds[peer] = held
@@ -275,12 +277,13 @@ class TrainingTime:
         usual = max(OFTEN * median_low(before.values()), FREE_S) if before else math.inf  # over a satellite the first ones are dear
         others = [seconds for other, seconds in self.took.items() if other != peer]
         often = median_low(others) if others else 0.0
-        free = max(usual, often)
+        own_held, own_took = [2 * median_low(part) for part in zip(*beside, strict=True)] or (0.0, 0.0)
+        free = max(usual, often, own_held)
         if whole:
             self.took[peer] = max(took, held)
-        costs = {peer: max(held - free, 0.0) if whole or not before else held}
+        costs = {peer: max(held - free, 0.0) if whole or not before or held <= own_held else held}
         if others:  # training went on for rounds in which this fragment was not sent, so that nobody else was met with it
-            costs[peer] += max(took - held - max(self.period(fragment), often), 0.0) / self._fragments
+            costs[peer] += max(took - held - max(self.period(fragment), often, own_took), 0.0) / self._fragments
         if len(before) == 1 and peer not in before:
             costs |= {first: max(seconds - max(OFTEN * held, FREE_S), 0.0) for first, seconds in before.items()}
         return {one: rounds for one, cost in costs.items() if (rounds := self.cost(one, round, fragment, cost))}

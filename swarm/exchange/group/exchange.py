@@ -26,6 +26,7 @@ import logging
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shoal.optim.codecs.mod4 import check_no_pair
 from shoal.optim.exchange.averaging import TRUSTING, UpdateScreen
@@ -345,13 +346,15 @@ class GroupMember:
         now = asyncio.get_running_loop().time()
         if hold.since is None or now - hold.since > 2 * hold.budget:  # this node itself slept meanwhile
             return
-        for peer, at in (dict.fromkeys(sorted(hold.unheard), now) | dict(reduction.arrived)).items():
-            self._spent(peer, key, max(at - hold.since, 0.0), hold.nbytes, whole=True, took=at - hold.began)
-        for peer in sorted(hold.late):
-            self._spent(peer, key, hold.budget, hold.nbytes, whole=False)
+        came = dict.fromkeys(sorted(hold.unheard), now) | dict(reduction.arrived)
+        each = {peer: (max(at - hold.since, 0.0), at - hold.began) for peer, at in came.items()}
+        each |= dict.fromkeys(sorted(hold.late), (hold.budget, hold.since - hold.began + hold.budget))
+        for peer, (held, took) in each.items():
+            beside = [times for other, times in each.items() if other != peer]
+            self._spent(peer, key, held, hold.nbytes, whole=peer not in hold.late, took=took, beside=beside)
 
-    def _spent(self, peer: str, key: RoundKey, held: float, nbytes: int, *, whole: bool, took: float = 0.0) -> None:
-        for one in self._time.spent(peer, key.round, key.fragment, held, whole=whole, took=took, nbytes=nbytes):
+    def _spent(self, peer: str, key: RoundKey, held: float, nbytes: int, **how: Any) -> None:
+        for one in self._time.spent(peer, key.round, key.fragment, held, nbytes=nbytes, **how):
             log.info("round %d: %s held training for too long", key.round, short(one))
             self._view.mark_costly(one, key.round)
 

@@ -282,3 +282,14 @@ def test_who_is_waited_for_in_vain_is_passed_over():
     assert time.cost("peer", 0, 0, 0.5) == 0
     assert time.cost("peer", 1, 0, 1.0) == math.ceil((0.5 - 2 * GIVES + 1.0) / (2 * GIVES))
     assert time.cost("other", 1, 0, 0.9) == 0
+
+
+def test_what_most_of_a_group_took_is_the_own_lines():
+    time = timed({0: 10.0})
+    for one in ("one", "other", "third"):
+        time.spent(one, 0, 0, 0.1, whole=True, took=0.1)
+    near, far = (0.1, 0.1), (4.5, 6.0)
+    assert time.spent("peer", 1, 0, 8.0, whole=True, took=9.0, beside=[far, far]) == {}
+    assert time.spent("peer", 1, 0, 8.0, whole=False, took=9.0, beside=[far, far]) == {}
+    assert time.spent("peer", 1, 0, 8.0, whole=True, took=9.0, beside=[near, far]).keys() == {"peer"}  # one more does not excuse it
+    assert time.spent("fourth", 1, 0, 8.0, whole=False, took=9.0, beside=[(3.9, 6.0)] * 2).keys() == {"fourth"}
