@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 GB = 10**9
 POOL, BODIES = 128 << 20, 64 << 20  # bytes of others' rollouts that wait, and of own bodies to be fetched, without a budget
 _INNER = 2  # times the parameters that an inner optimizer keeps: as Adam, because before the first step its state is empty
-EXCESS, LIBRARIES = 1.2, 128 << 20
-"""Factor and bytes between the planned memory of a device and what is held, beyond which the plan was wrong: cuBLAS keeps 70 MB."""
+EXCESS, LIBRARIES = 1.2, 128 << 20  # a device's memory is planned wrong beyond this factor and these bytes: cuBLAS keeps 70 MB
 
 
 class MemoryBudgetError(ShoalError):

@@ -86,9 +86,7 @@ class FlopCount:
         from torch.utils.flop_counter import FlopCounterMode, flop_registry  # only where a device's peak is known
 
         self.flops, self.known = 0, True
-        self._mode = FlopCounterMode(
-            display=False, custom_mapping={operator: self._guarded(count) for operator, count in flop_registry.items()}
-        )
+        self._mode = FlopCounterMode(display=False, custom_mapping={key: self._guarded(one) for key, one in flop_registry.items()})
 
     def _guarded(self, count: Callable[..., int]) -> Callable[..., int]:
         """Return ``count``, but where it fails, as torch 2.11's does for grouped queries, training goes on and nothing is known."""
@@ -140,12 +138,9 @@ class Throughput:
         self._peak = peak(device, dtype)
         self._flops_per_token: float | None = None
         self._steps, self._tokens = StepRate(), StepRate()
-        self.steps = 0
-        self.tokens = 0
-        """Inner steps and tokens of this run, from its own first step on."""
+        self.steps, self.tokens, self.busy_s = 0, 0, 0.0
+        """Inner steps and tokens of this run, from its own first step on, and the seconds spent in them."""
         self._reported = (0, 0)
-        self.busy_s = 0.0
-        """Seconds spent in inner steps."""
         self._count: FlopCount | None = None
 
     def step(self) -> AbstractContextManager[None]:
@@ -160,10 +155,7 @@ class Throughput:
         self.steps += 1
         self.tokens += tokens
         if self._count is not None:
-            if self._count.known:
-                self._flops_per_token = self._count.flops / tokens
-            else:
-                self._peak = None
+            self._flops_per_token, self._peak = self._count.flops / tokens, self._peak if self._count.known else None
             self._count = None
 
     def report(self, seconds: float) -> Rates:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.codecs.base import Shape, alike
-from shoal.optim.device import copies_beside, pinned_bytes, pinned_like, to_host, wait_for
+from shoal.optim.device import copies_beside, pinned_like, to_host, wait_for
 from shoal.optim.exchange.base import Exchange
 from shoal.optim.outer.rule import State
 from shoal.optim.schedule import RoundLength
@@ -249,10 +249,6 @@ class ModelWeights:
     def _comes_beside(self, index: int) -> bool:
         """Return whether the weights come from an accelerator to main memory by way of pinned memory."""
         return self.slow[index].device.type == "cpu" and copies_beside(self.params[index].device)
-
-    @property
-    def pinned(self) -> int:
-        return pinned_bytes(self._staging.values())
 
     def stage(self, part: Sequence[int]) -> list[Tensor]:
         """Return the staging of ``part`` as it is now: a model may have been moved, or cut otherwise, since it was used last."""

@@ -348,19 +348,10 @@ class LeadOptimizer:
         self._channel.send("sketch_of", fragment=fragment)
         return self._opt.sketch_of(fragment)
 
-    def adopt(
-        self,
-        slow: Sequence[Tensor],
-        *,
-        round: int,
-        into_model: bool = False,
-        shared: Mapping[str, Sequence[Tensor]] | None = None,
-        applied: Sequence[int] | None = None,
-        rebase: Collection[int] = (),
-    ) -> list[int]:
+    def adopt(self, slow: Sequence[Tensor], **how: Any) -> list[int]:
         """Adopt whole weights of the swarm on all ranks, as ``OuterOptimizer.adopt`` does."""
         self._channel.send("adopt")
-        return adopt(self._opt, slow, round=round, into_model=into_model, shared=shared, applied=applied, rebase=rebase)
+        return adopt(self._opt, slow, **how)
 
 
 def obey(opt: OuterOptimizer, name: str, fields: Mapping[str, Any]) -> None:

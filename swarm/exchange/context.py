@@ -266,10 +266,9 @@ class TrainingTime:
         self, peer: str, round: int, fragment: int, held: float, *, whole: bool, took: float = 0.0, nbytes: int = 0,
         beside: Sequence[tuple[float, float]] = (),
     ) -> dict[str, int]:  # fmt: skip
-        """Note that an exchange of ``nbytes`` bytes each way with ``peer`` held training for ``held`` of the seconds that it
-        ``took``; ``whole``: it was not given up. ``beside``: both of the others in it; where most took half as long or more, the
-        line is this node's own. Return who is passed over for how many rounds: it, or the first, now measured.
-        """
+        """Note that an exchange of ``nbytes`` each way with ``peer`` held training for ``held`` of its seconds, and those of others
+        ``beside`` it in a group: if most took half as long, the line is the own. ``whole``: it was not given up. Return who is
+        passed over for how many rounds: it, or the first, now measured."""
         before = dict(self.holds)
         self.holds[peer] = held
         if nbytes:

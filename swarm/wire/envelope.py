@@ -190,16 +190,11 @@ def chunks(payload: memoryview) -> Iterator[memoryview]:
 
 SIZE = 16
 
-_source: ContextVar[Callable[[int], bytes]] = ContextVar("nonces", default=secrets.token_bytes)
+NONCES: ContextVar[Callable[[int], bytes]] = ContextVar("nonces", default=secrets.token_bytes)  # a simulation sets its own
 
 
 def fresh_nonce() -> bytes:
-    return _source.get()(SIZE)
-
-
-def nonces_from(source: Callable[[int], bytes]) -> None:
-    """Take nonces from ``source(bytes)`` in this context and its tasks, for a simulation that can be repeated."""
-    _source.set(source)
+    return NONCES.get()(SIZE)
 
 
 KIB = 1024

@@ -36,7 +36,7 @@ from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.topics.status import Status
 from shoal.swarm.topics.tally import Receipts, Tally
-from shoal.swarm.wire.envelope import ENVELOPE, nonces_from, pack, seal, unpack
+from shoal.swarm.wire.envelope import ENVELOPE, NONCES, pack, seal, unpack
 from shoal.swarm.wire.messages import Announcement, Answer, GroupFormed, GroupReceipt, Offer, SeedRequest, SwarmsRequest
 from tests.clocks import until
 from tests.swarm.conftest import MODEL, SWARM, FakeHost, GroupPeer
@@ -225,7 +225,7 @@ class Answers(Pairs):
             await stream.send(sealed, 2)
 
         async def repeating():
-            nonces_from(bytes)
+            NONCES.set(bytes)
             matchmaker = self.exchange._matchmaker
             return await matchmaker.meet(ExchangeAttempt(mine()), matchmaker.rounds.hand_in(ROUND))
 
