@@ -252,11 +252,11 @@ class TrainingTime:
         return max(self.budget(0, fragment), SEVERAL * median_low(self._waits.values() or (0.0,)), self._spare)
 
     def waited(self, peer: str, seconds: float) -> float:
-        """Note for how long training waited for ``peer`` to come; return what that is beyond `OFTEN` times the usual."""
+        """Note that training waited ``seconds`` for ``peer`` to come; return those beyond `OFTEN` times the usual and the spare."""
         others = [waited for other, waited in self._waits.items() if other != peer]
-        self._waits[peer] = seconds
-        self._spare = max(self._spare - seconds, 0.0)
-        return max(seconds - OFTEN * median_low(others or (0.0,)), 0.0)
+        free = max(OFTEN * median_low(others or (0.0,)), self._spare)
+        self._waits[peer], self._spare = seconds, max(self._spare - seconds, 0.0)
+        return max(seconds - free, 0.0)
 
     def forming(self, fragment: int) -> float:
         """Return the seconds for which the first members of a group wait for the others."""

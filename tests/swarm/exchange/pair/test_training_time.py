@@ -158,7 +158,7 @@ def test_rare_waits_for_a_partner_are_spared_until_they_are_a_part_of_all_time()
     time = timed({0: 0.1})
     time.holds.update(one=0.01)
     assert time.awaiting(100.0, 0) == SPARE_S > time.budget(0, 0)
-    assert time.waited("one", 3.5) == 3.5
+    assert time.waited("one", 3.5) == 0.0  # it may itself have waited for one that is gone
     assert time.awaiting(100.0, 0) == SEVERAL * 3.5  # of a node that has met nobody else
     for peer in ("two", "three"):
         assert time.waited(peer, 0.0) == 0.0
@@ -174,6 +174,11 @@ def test_where_all_partners_come_late_it_is_usual_to_wait_and_no_cost():
     assert time.awaiting(0.0, 0) == SEVERAL * 2.0
     assert time.waited("late", OFTEN * 2.0) == 0.0
     assert time.waited("later", OFTEN * 2.0 + 1.0) == pytest.approx(1.0)
+
+
+def test_what_training_has_to_spare_for_late_partners_is_no_cost_of_theirs_until_it_is_used_up():
+    time = timed({0: 0.2})
+    assert [time.waited("one", seconds) for seconds in (3.0, 3.0, 3.0)] == [0.0, 2.0, 3.0]
 
 
 def test_no_round_waits_longer_than_its_patience_for_half_a_round():
