@@ -393,10 +393,10 @@ class Host:
                 ) from None
             why = connections.why(error, addresses[0] if addresses else "")
             raise NetworkError(f"peer {short(peer_id)} {why}.", "unreachable") from None
+        except TimeoutError:  # before its base OSError
+            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "unreachable") from None
         except (OSError, EOFError, ValueError) as error:
             raise NetworkError(f"cannot open a stream to peer {short(peer_id)} ({error}).", "unreachable") from None
-        except TimeoutError:
-            raise NetworkError(f"peer {short(peer_id)} did not open a stream within {timeout:.3g} s.", "timeout") from None
 
     def usable(self, stream: Stream) -> bool:
         """Return whether an earlier stream of `open` is as good as a new one: open, to a peer not denied, by the way of choice."""
