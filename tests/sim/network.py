@@ -240,7 +240,7 @@ class _Delayed(MemoryLink):
 
     def __init__(self, wire: Wire, source: SimHost, target: SimHost) -> None:
         super().__init__(wire.network.loop)
-        self._wire, self.NONCES, self._target = wire, source, target
+        self._wire, self._source, self._target = wire, source, target
         self.free = self._last = 0.0
         self._moving: deque[tuple[int, Callable[[], None]]] = deque()
         self._arrived = 0
@@ -249,9 +249,9 @@ class _Delayed(MemoryLink):
     def carry(self, nbytes: int, deliver: Callable[[], None]) -> None:
         """Deliver later, in the order of the calls."""
         network, now = self._wire.network, self._loop.time()
-        link: _Delayed | SimHost = self.NONCES if network.links.shared else self
+        link: _Delayed | SimHost = self._source if network.links.shared else self
         link.free = max(link.free, now) + nbytes / network.links.bandwidth
-        self._last = max(self._last, link.free + network.latency(self.NONCES, self._target))
+        self._last = max(self._last, link.free + network.latency(self._source, self._target))
         self._moving.append((nbytes, deliver))
         self._loop.call_at(self._last, self._arrive, context=NOTHING)  # of two at one time the loop may call either first
 
@@ -262,10 +262,10 @@ class _Delayed(MemoryLink):
     def release(self) -> None:
         """Deliver what has arrived, unless a partition separates the two."""
         wire = self._wire
-        while self._arrived and not wire.stalled and not wire.network.apart(self.NONCES.peer_id, self._target.peer_id):
+        while self._arrived and not wire.stalled and not wire.network.apart(self._source.peer_id, self._target.peer_id):
             self._arrived -= 1
             nbytes, deliver = self._moving.popleft()
-            wire.network.note(self._target.name, f"got {nbytes} on {wire.number} from {self.NONCES.name}")
+            wire.network.note(self._target.name, f"got {nbytes} on {wire.number} from {self._source.name}")
             deliver()
             if not nbytes:
                 wire.over()
