@@ -24,7 +24,7 @@ greedy answers to held-out questions, and its loss is "positive". `small` and `h
     python bench/sapo.py --policy hf:DIR --solved 40 --base FOLDER --device cuda --at-once 6 --rounds 100 --seeds 2 --json
 
 Their "cumulative" is the mean reward of what a node wrote in a round, summed over the rounds, as in the paper, and "final" is of
-greedy answers to held-out questions. "interval" is that of Student's t for the mean, at 95 %; "sums" are those of the seeds.
+greedy answers to held-out questions; 4/0 shows what 4/4 would be without the others. "interval" is that of Student's t for the mean, at 95 %; "sums" are those of the seeds.
 "seconds" are those of the processor for a round of all nodes, "parts" where they go, "tokens_s" the tokens written in a second of
 writing. With --resume each run is a line of FILE, and not made again. `hf:DIR` first learns from --solved batches of solved
 questions, all its weights, and is kept in --base; then only an adapter learns.
@@ -57,6 +57,7 @@ from bench._world import Completion, Group, Settings, World
 from shoal.optim.rl import LOSSES, Candidate, Completions, group_advantages, policy_loss, select
 
 SHARES = ((8, 0), (6, 2), (4, 4), (2, 6))
+LANGUAGE_SHARES = (*SHARES[:3], (4, 0))
 POISONED = (4, 4)
 GROUP = 8  # completions of a question
 RATE = 8.0
@@ -282,7 +283,7 @@ def main() -> None:
         temperature=options.temperature, env=options.env, base=options.base, solved=options.solved, device=options.device,
     )  # fmt: skip
     cases: dict[str, dict[str, Any]] = {
-        f"{own}/{foreign}": {"share": (own, foreign)} for own, foreign in SHARES[: 3 if language else 4]
+        f"{own}/{foreign}": {"share": (own, foreign)} for own, foreign in (LANGUAGE_SHARES if language else SHARES)
     }
     if not language:
         cases["poison"] = {"share": POISONED, "liar": options.nodes - 1}
