@@ -71,12 +71,12 @@ def test_a_language_model_is_measured_row_by_row_and_its_runs_are_kept(
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["policy"], result["loss"], result["env"]) == ("small", "sapo", "strings")
-    assert list(result["rows"]) == ROWS[:3]
+    assert list(result["rows"]) == [*ROWS[:3], "4/0"]
     for row in result["rows"].values():
         assert row["interval"] is None
         assert sum(row["parts"].values()) == pytest.approx(row["seconds"], abs=0.003)
         assert row["parts"]["write"] > 0 < row["tokens_s"]
-    assert [json.loads(line)["row"] for line in kept.read_text().splitlines()] == ROWS[:3]
+    assert [json.loads(line)["row"] for line in kept.read_text().splitlines()] == [*ROWS[:3], "4/0"]
     kept.write_text("".join(kept.read_text().splitlines(keepends=True)[:2]))  # as if it was cut off in the third
     again = json.loads(called(sapo.main, *options, "--resume", kept, "--json").stdout)["rows"]
     assert {name: again[name] for name in ("8/0", "6/2")} == {name: result["rows"][name] for name in ("8/0", "6/2")}
