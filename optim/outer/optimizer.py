@@ -19,38 +19,34 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 
-from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Codec
+from shoal.optim.codecs.base import BufferTailCodec, Codec
 from shoal.optim.codecs.mod4 import Mod4Codec
 from shoal.optim.device import accelerator_of, to_device, to_host
 from shoal.optim.exchange.base import Alone, Contribution, Exchange, Handle, Mean, NoPartner, OnDemand, RoundKey, differences
-from shoal.optim.outer.fragments import Fragment, Weight, equal, even, positions, possible, strided
-from shoal.optim.outer.in_flight import InFlight, PendingExchange, RoundInfo, Sent
+from shoal.optim.outer.fragments import Fragment, Weight, even, positions, possible, strided
+from shoal.optim.outer.in_flight import PendingExchange, RoundInfo, Sent
 from shoal.optim.outer.inner import (
-    AveragedBuffers,
     Exclude,
     Inner,
-    OuterGroups,
     accumulates,
-    all_parameters,
     apply_mean,
-    as_one,
     contribution_of,
     excluded,
     initialises,
     step_unless_overflow,
     trained,
 )
-from shoal.optim.outer.rule import START, AveragesEvenly, KeepsFast, RoundContext, Rule, State, assign
+from shoal.optim.outer.rule import START, AveragesEvenly, KeepsFast, RoundContext, State, assign
 from shoal.optim.outer.state import OuterState
-from shoal.optim.outer.weights import ModelWeights, Processes
-from shoal.optim.schedule import Apply, AutoLag, Delayed, Every, RoundLength, Schedule, Send, Steps, Streaming
+from shoal.optim.outer.weights import Processes
+from shoal.optim.schedule import Apply, Every, RoundLength, Schedule, Send, Streaming
 
 if TYPE_CHECKING:
     from typing import Self
@@ -158,85 +154,6 @@ class OuterOptimizer(OuterState):
             remedy = "hand in its exchange()" if hasattr(exchange, "exchange") else "such as session.exchange() or shoal.Alone()"
             raise TypeError(f"exchange must be an exchange, got {type(exchange).__name__}: {remedy}")
         return super().__new__(cls)
-
-    def __init__(
-        self,
-        inner: Inner,
-        exchange: Exchange,
-        *,
-        rule: Rule,
-        schedule: Schedule,
-        codec: Codec | None = None,
-        run: str = "run",
-        slow_device: torch.device | str | Path = "cpu",
-        on_round: Callable[[RoundInfo], None] | None = None,
-        fragments: Sequence[Fragment] | None = None,
-        weight: float | Weight = equal,
-        length: RoundLength | None = None,
-        buffers: Literal["ignore", "average"] = "ignore",
-        model: nn.Module | None = None,
-        exclude: Exclude = (),
-        ranks: Processes | None = None,
-    ) -> None:
-        inner = as_one(inner)
-        super().__init__(inner.param_groups, inner.defaults)  # some schedulers read the defaults
-        if isinstance(schedule, Streaming) and schedule.lag == "auto" and exchange.shards > 1:
-            schedule = replace(schedule, lag=min(1, schedule.every - 1))  # the processes of a peer would apply at different steps
-        self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
-        self._auto = AutoLag(schedule.every) if getattr(schedule, "lag", 0) == "auto" else None
-        codec = codec or exchange.codec or FLOAT32
-        self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
-        self.length = length or Steps()
-        every, own = all_parameters(inner), excluded(exclude, inner, model)
-        self._params = trained(inner, exchange, own)
-        self._frozen = [p for p in every if not p.requires_grad and p not in own]
-        self._count = len(every)
-        wrong = [p.dtype for p in self._params if not p.is_floating_point()]
-        if wrong or not self._params:
-            raise ValueError(
-                f"the outer optimizer averages floating-point parameters that require a gradient, got {wrong or 'none'}"
-            )
-        everything = list(range(len(self._params)))
-        self._parts = [everything] if fragments is None else positions(fragments, self._params)
-        if isinstance(schedule, Every | Streaming | Delayed) and len(self._parts) > getattr(schedule, "fragments", 1):
-            raise ValueError(f"this schedule sends one fragment, so of {len(self._parts)} fragments= most would never be averaged")
-        if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
-            raise ValueError('buffers must be "ignore", or "average" together with model=')
-        at = slow_device.absolute() if isinstance(slow_device, Path) else torch.device(slow_device)
-        if ranks is None:
-            self._weights = ModelWeights(self._params, model, at)
-        else:
-            self._weights = ranks.weights(self._params, model, at)
-            self.exchange, self.length = ranks.exchange(exchange), ranks.length(self.length)
-        self.slow = self._weights.slow
-        self._buffers = AveragedBuffers(model if buffers == "average" else None, exclude)
-        self.rule_state: State = self._weights.housed(rule.initial(self.slow))
-        place = {parameter: index for index, parameter in enumerate(self._params)}
-        groups = [[place[p] for p in group["params"] if p in place] for group in self.param_groups]
-        self.outer = OuterGroups(rule, self.slow, groups)
-        """The slow weights as an optimizer, whose groups hold the outer ``lr`` and ``momentum``, for schedulers of torch."""
-        self._codecs = [codec] + [codec.fresh() for _ in self._parts[1:]]
-        self.steps = 0
-        self.position = 0
-        """In the schedule: ``steps``, unless rounds are of another ``length``."""
-        self.round = 0
-        """Number of the next exchange; a peer that fell behind may set it forward to average with the others again."""
-        self.tokens = 0
-        """Tokens counted in all."""
-        self._sent_at = [(0, 0) for _ in self._parts]
-        """Steps and tokens when each fragment was sent last."""
-        self.applied = [-1] * len(self._parts)
-        """The last round that was applied to each fragment; -1: none yet."""
-        self._in_flight = InFlight(len(self._parts))
-        self._averaged = False
-        """True within ``averaged``."""
-        self._resumed = False
-        """True from the loading of state to the first exchange after it."""
-        self._listening: set[int] = set()
-        """Fragments whose next contribution does not count."""
-        self._note_weights()
-        self.exchange.attach(self)
-        self._note_weights()
 
     @property
     def parameters(self) -> list[Tensor]:

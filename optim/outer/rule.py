@@ -153,6 +153,7 @@ def move_on(fast: Sequence[Tensor], slow: Sequence[Tensor], sent: Iterable[Tenso
         f.sub_(then).add_(s)
 
 
+@torch.no_grad()
 def assign(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy as shallow
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.optim.codecs.base import Codec, Rejectable, Resendable, Shape
-from shoal.optim.exchange.base import RoundKey
+from shoal.optim.codecs.base import FLOAT32, Codec, Rejectable, Resendable, Shape
+from shoal.optim.exchange.base import Exchange, RoundKey
+from shoal.optim.outer.fragments import Fragment, Weight, equal, positions
 from shoal.optim.outer.in_flight import (
     InFlight,
     PendingExchange,
     Record,
+    RoundInfo,
     Sent,
     check_given,
     check_keys,
@@ -27,50 +31,113 @@ from shoal.optim.outer.in_flight import (
     settings_changed,
     settings_of,
 )
-from shoal.optim.outer.inner import SETTINGS, AveragedBuffers, OuterGroups, Stepped, Wrapper, all_parameters
+from shoal.optim.outer.inner import (
+    SETTINGS,
+    AveragedBuffers,
+    Exclude,
+    Inner,
+    OuterGroups,
+    Stepped,
+    Wrapper,
+    all_parameters,
+    as_one,
+    excluded,
+    trained,
+)
 from shoal.optim.outer.rule import START, Anchored, KeepsFast, RoundContext, Rule, State, assign, kind_of, same_memory
 from shoal.optim.outer.torch_form import TorchForm
-from shoal.optim.outer.weights import ModelWeights
-from shoal.optim.schedule import AutoLag, Delayed, RoundLength, Schedule
+from shoal.optim.outer.weights import ModelWeights, Processes
+from shoal.optim.schedule import AutoLag, Delayed, Every, RoundLength, Schedule, Steps, Streaming
 
 
 class OuterState(Wrapper):
-    """Base of ``OuterOptimizer``: the state that outlives a step, with what is in flight."""
+    """Base of ``OuterOptimizer``: what it is made of, and the state that outlives a step, with what is in flight."""
 
-    inner: torch.optim.Optimizer
-    outer: OuterGroups
-    rule: Rule
-    schedule: Schedule
-    run: str
-    slow: list[Tensor]
-    rule_state: State
-    codec: Codec
-    length: RoundLength
-    steps: int
-    position: int
-    round: int
-    tokens: int
-    applied: list[int]
-    _params: list[Tensor]
-    _parts: list[list[int]]
-    _weights: ModelWeights
-    _codecs: list[Codec]
-    _buffers: AveragedBuffers
-    _in_flight: InFlight
-    _auto: AutoLag | None
-    _frozen: list[Tensor]
-    _count: int
-    _sent_at: list[tuple[int, int]]
-    _averaged: bool
     _warned = False
     """True once a change of the model's weights outside a step was said."""
-    _resumed: bool
-    _listening: set[int]
-
     _versions: list[int] | None
     """Those of the model's weights when this last wrote or stepped them; None: unknown, so that any change is right."""
     restarts = 0
     """Times that ``restart_from_model`` was called."""
+
+    def __init__(
+        self,
+        inner: Inner,
+        exchange: Exchange,
+        *,
+        rule: Rule,
+        schedule: Schedule,
+        codec: Codec | None = None,
+        run: str = "run",
+        slow_device: torch.device | str | Path = "cpu",
+        on_round: Callable[[RoundInfo], None] | None = None,
+        fragments: Sequence[Fragment] | None = None,
+        weight: float | Weight = equal,
+        length: RoundLength | None = None,
+        buffers: Literal["ignore", "average"] = "ignore",
+        model: nn.Module | None = None,
+        exclude: Exclude = (),
+        ranks: Processes | None = None,
+    ) -> None:
+        inner = as_one(inner)
+        super().__init__(inner.param_groups, inner.defaults)  # some schedulers read the defaults
+        if isinstance(schedule, Streaming) and schedule.lag == "auto" and exchange.shards > 1:
+            schedule = replace(schedule, lag=min(1, schedule.every - 1))  # the processes of a peer would apply at different steps
+        self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
+        self._auto = AutoLag(schedule.every) if getattr(schedule, "lag", 0) == "auto" else None
+        codec = codec or exchange.codec or FLOAT32
+        self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
+        self.length = length or Steps()
+        every, own = all_parameters(inner), excluded(exclude, inner, model)
+        self._params = trained(inner, exchange, own)
+        self._frozen = [p for p in every if not p.requires_grad and p not in own]
+        self._count = len(every)
+        wrong = [p.dtype for p in self._params if not p.is_floating_point()]
+        if wrong or not self._params:
+            raise ValueError(
+                f"the outer optimizer averages floating-point parameters that require a gradient, got {wrong or 'none'}"
+            )
+        everything = list(range(len(self._params)))
+        self._parts = [everything] if fragments is None else positions(fragments, self._params)
+        if isinstance(schedule, Every | Streaming | Delayed) and len(self._parts) > getattr(schedule, "fragments", 1):
+            raise ValueError(f"this schedule sends one fragment, so of {len(self._parts)} fragments= most would never be averaged")
+        if buffers not in ("ignore", "average") or (buffers == "average" and model is None):
+            raise ValueError('buffers must be "ignore", or "average" together with model=')
+        at = slow_device.absolute() if isinstance(slow_device, Path) else torch.device(slow_device)
+        if ranks is None:
+            self._weights = ModelWeights(self._params, model, at)
+        else:
+            self._weights = ranks.weights(self._params, model, at)
+            self.exchange, self.length = ranks.exchange(exchange), ranks.length(self.length)
+        self.slow = self._weights.slow
+        self._buffers = AveragedBuffers(model if buffers == "average" else None, exclude)
+        self.rule_state: State = self._weights.housed(rule.initial(self.slow))
+        place = {parameter: index for index, parameter in enumerate(self._params)}
+        groups = [[place[p] for p in group["params"] if p in place] for group in self.param_groups]
+        self.outer = OuterGroups(rule, self.slow, groups)
+        """The slow weights as an optimizer, whose groups hold the outer ``lr`` and ``momentum``, for schedulers of torch."""
+        self._codecs = [codec] + [codec.fresh() for _ in self._parts[1:]]
+        self.steps = 0
+        self.position = 0
+        """In the schedule: ``steps``, unless rounds are of another ``length``."""
+        self.round = 0
+        """Number of the next exchange; a peer that fell behind may set it forward to average with the others again."""
+        self.tokens = 0
+        """Tokens counted in all."""
+        self._sent_at = [(0, 0) for _ in self._parts]
+        """Steps and tokens when each fragment was sent last."""
+        self.applied = [-1] * len(self._parts)
+        """The last round that was applied to each fragment; -1: none yet."""
+        self._in_flight = InFlight(len(self._parts))
+        self._averaged = False
+        """True within ``averaged``."""
+        self._resumed = False
+        """True from the loading of state to the first exchange after it."""
+        self._listening: set[int] = set()
+        """Fragments whose next contribution does not count."""
+        self._note_weights()
+        self.exchange.attach(self)
+        self._note_weights()
 
     def _note_weights(self) -> None:
         """Take the model's weights as they are now for this optimizer's own doing."""
@@ -206,11 +273,11 @@ class OuterState(Wrapper):
         self.outer.restore(groups)
         self.length.load_state_dict(length, counts["tokens"])
         self._codecs, self.codec = codecs, codecs[0]
-        in_place(self.slow, state["slow"])
+        assign(self.slow, state["slow"])
         self._weights.rounding = {int(i): t.to(self.slow[0], copy=True) for i, t in state.get("rounding", {}).items()}
         self.rule_state = rule_state  # a checkpoint from before the first round may lack state, which is then the initial one
         for name, tensors in state["rule"].items():
-            in_place(rule_state[name], tensors)
+            assign(rule_state[name], tensors)
         for fragment in range(len(self._parts)):
             self._in_flight.drop(fragment, self._codecs[fragment])
         self.steps, self.round, self.tokens, self.position = counts["steps"], counts["round"], counts["tokens"], position
@@ -220,7 +287,7 @@ class OuterState(Wrapper):
             self._auto.restore(arrivals)
         for pending, record in begun:
             if START in rule_state:
-                in_place(self._start_of(pending.part), record["tensors"]["start"])
+                assign(self._start_of(pending.part), record["tensors"]["start"])
             self._load_memory(self._codecs[pending.fragment], record)
             self._in_flight.add(pending)
         self._resumed, self._versions = True, None  # the model may be loaded before or after this
@@ -508,9 +575,3 @@ class OuterState(Wrapper):
 
 def _copied(tensor: Tensor, copy: bool) -> Tensor:
     return tensor.clone() if copy else tensor
-
-
-@torch.no_grad()
-def in_place(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
-    for own, their in zip(mine, theirs, strict=True):
-        own.copy_(their)
