@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,11 @@ from torch import Tensor, nn
 from shoal.optim.outer.inner import Combined
 from shoal.optim.outer.weights import local
 from shoal.optim.ranks.group import cut_like
+
+if TYPE_CHECKING:
+    from torch.optim import Muon
+else:
+    Muon = getattr(torch.optim, "Muon", torch.optim.Optimizer)  # it came with 2.9, and all else here needs no more than 2.7
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -126,7 +131,7 @@ OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps
 """Muon's own settings: a group has more of them once an outer optimizer wraps it, or it was loaded."""
 
 
-class WholeMuon(torch.optim.Muon):
+class WholeMuon(Muon):
     """``torch.optim.Muon`` whose step gathers one matrix at a time, so that it has the bits of one process, however it is cut.
 
     Torch's own would orthogonalise across processes, in bfloat16 sums of another order and with messages in every product. Each
@@ -134,12 +139,8 @@ class WholeMuon(torch.optim.Muon):
     processes call ``step`` at the same time, with the same gradients set.
     """
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of every parameter that has a gradient."""
         loss = None
         if closure is not None:
@@ -158,7 +159,7 @@ class WholeMuon(torch.optim.Muon):
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)  # type: ignore[arg-type]
         momentum, whole = state["momentum_buffer"], torch.nn.Parameter(_whole(parameter))
         whole.grad = _whole(parameter.grad)
-        once = torch.optim.Muon([whole], **options)
+        once = Muon([whole], **options)
         once.state[whole]["momentum_buffer"] = _whole(momentum)
         once.step()  # type: ignore[no-untyped-call]
         for mine, moved in ((parameter, whole.detach()), (momentum, once.state[whole]["momentum_buffer"])):
@@ -205,19 +206,11 @@ def muon(
     found = split(model, matrices)
     named: dict[str, Tensor] = dict(model.named_parameters())
     ours, others = ([named[name] for name in names] for names in (found.muon, found.adamw))
-    parts: list[torch.optim.Optimizer] = [_muon(ours, lr, momentum, weight_decay)]
+    kind = WholeMuon if any(hasattr(matrix, "full_tensor") for matrix in ours) else Muon
+    parts: list[torch.optim.Optimizer] = [kind(ours, lr=lr, momentum=momentum, weight_decay=weight_decay)]
     if others:
         # The fused kernel halves AdamW's time on the CPU; elsewhere torch chooses.
         fused = True if all(p.device.type == "cpu" for p in others) else None
         rate = lr if adamw_lr is None else adamw_lr
         parts.append(torch.optim.AdamW(others, lr=rate, betas=BETAS, weight_decay=weight_decay, fused=fused))
     return Combined(parts, order=list(named.values()))
-
-
-def _muon(matrices: list[Tensor], lr: float, momentum: float, weight_decay: float) -> torch.optim.Optimizer:
-    kind = torch.optim.Muon
-    if any(hasattr(matrix, "full_tensor") for matrix in matrices):
-        from shoal.optim.inner import WholeMuon
-
-        kind = WholeMuon
-    return kind(matrices, lr=lr, momentum=momentum, weight_decay=weight_decay)
