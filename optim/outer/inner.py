@@ -12,7 +12,7 @@ from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -275,13 +275,9 @@ class Combined(Wrapper):
             raise ValueError("add parameter groups to one of the inner optimizers before combining them")
         super().add_param_group(param_group)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step of each. ``closure`` is called once, by the first."""
-        loss: float | None = None
+        loss = None
         for number, one in enumerate(self.parts):
             if number == 0 and closure is not None:
                 loss = one.step(closure)
@@ -324,10 +320,6 @@ class Stepped(torch.optim.Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any] | None = None) -> None:
         super().__init__(params, defaults or {})
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do nothing but call ``closure``: what this optimizer stands for is stepped elsewhere."""
         return None if closure is None else closure()

@@ -43,7 +43,7 @@ from shoal.optim.outer.inner import (
     step_unless_overflow,
     trained,
 )
-from shoal.optim.outer.rule import START, AveragesEvenly, KeepsFast, RoundContext, State, assign
+from shoal.optim.outer.rule import START, AveragesEvenly, KeepsFast, RoundContext, State, assign, kind_of
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weights import Processes
 from shoal.optim.schedule import Apply, Every, RoundLength, Schedule, Send, Streaming
@@ -554,7 +554,7 @@ def config_diff(mine: OuterOptimizer, other: OuterOptimizer) -> str | None:
                 return f"{name} is {present[name]} and not {expected[name]}"
     for one, two in ((mine.rule, other.rule), (_sending(mine.schedule), _sending(other.schedule))):
         if type(one) is not type(two):
-            return f"it is {_name(one)} and not {_name(two)}"
+            return f"it is {kind_of(one)} and not {kind_of(two)}"
         for item in fields(one):  # type: ignore[arg-type]
             difference = _differ(item.name, getattr(one, item.name), getattr(two, item.name))
             if difference is not None and item.name not in mine.outer.defaults.keys() & other.outer.defaults.keys():
@@ -581,10 +581,6 @@ def _differ(what: str, one: object, two: object) -> str | None:
     return None if one == two else f"{what} is {one} and not {two}"
 
 
-def _name(thing: object) -> str:
-    return type(thing).__name__.removesuffix("Rule")
-
-
 def _shown(weight: Any) -> str:
     return getattr(weight, "__name__", str(weight))
 
@@ -592,7 +588,7 @@ def _shown(weight: Any) -> str:
 def _length(opt: OuterOptimizer) -> str:
     """Return the kind of the length, and its number if it is one; a function of seconds gives all peers the same."""
     public = {name: value for name, value in vars(opt.length).items() if not name.startswith("_")}
-    return " ".join([_name(opt.length), *(f"{value:g}" for value in public.values() if not callable(value))])
+    return " ".join([kind_of(opt.length), *(f"{value:g}" for value in public.values() if not callable(value))])
 
 
 def averaged_parameters(inner: Inner, exchange: Exchange, options: Options) -> list[Tensor]:

@@ -127,7 +127,7 @@ OUTER_STEP = ("DiLoCo", "Decoupled", "Eager")
 """Kinds of rules whose momentum is torch's SGD buffer over mean pseudo-gradients: each can continue another's."""
 
 
-def kind_of(rule: Rule) -> str:
+def kind_of(rule: object) -> str:
     return type(rule).__name__.removesuffix("Rule")
 
 
