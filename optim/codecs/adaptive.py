@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import NOT_FINITE, Checks, Codec, Packs, Shape, check_finite, check_payload, finite
+from shoal.optim.codecs.base import NOT_FINITE, Checks, Codec, Shape, check_payload, encoded, finite, packed, unpacked
 from shoal.optim.device import accelerator_of, to_device, wide
 
 Table = Sequence[Sequence[float]]
@@ -161,38 +161,23 @@ class AutoCodec:
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
         """Measure the candidates if that is due, then encode. ValueError for NaN or infinity."""
-        if accelerator_of(tensors) is not None and all(isinstance(codec, Packs) for codec in self.candidates):
-            checks = Checks()
-            return checks.read(self.packed(tensors, checks))
-        check_finite(tensors, "a tensor to be sent")
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        first, due = shapes != self._shapes, self._age >= self.every
-        choice = self._measure(tensors, shapes) if first else self._choice
-        payload = torch.zeros(self.nbytes(shapes), dtype=torch.uint8, device="cpu")
-        payload[: len(shapes)] = torch.tensor(choice, dtype=torch.uint8, device="cpu")
-        offset = _padded(len(shapes))
-        for tensor, index in zip(tensors, choice, strict=True):
-            part = self.candidates[index].encode([tensor])
-            payload[offset : offset + part.numel()] = part
-            offset += _padded(part.numel())
-        self._age = 1 if first or due else self._age + 1
-        self._shapes, self._choice = shapes, self._measure(tensors, shapes) if due and not first else choice
-        return payload
+        return encoded(self, tensors)
 
     @torch.no_grad()
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        """Encode on the device of the tensors, which is waited for where there is no choice yet. Only for such candidates."""
-        shapes, device = [tuple(tensor.shape) for tensor in tensors], tensors[0].device
+        """Encode on the device of the tensors, which is waited for where there is no choice yet."""
+        device = accelerator_of(tensors) or torch.device("cpu")
+        shapes, tensors = [tuple(tensor.shape) for tensor in tensors], [tensor.to(device) for tensor in tensors]
         checks.require(finite(tensors), f"a tensor to be sent {NOT_FINITE}")
         first, due = shapes != self._shapes, self._age >= self.every
-        choice = self._chosen(self._errors_there(tensors, shapes).tolist(), shapes) if first else self._choice
+        choice = self._chosen(self._errors(tensors, shapes).tolist(), shapes) if first else self._choice
         found = choice
         payload = Checks.payload(self.nbytes(shapes), device)
         self._last = weakref.ref(payload), choice
         payload[: len(shapes)] = to_device([torch.tensor(choice, dtype=torch.uint8, device="cpu")], device)[0]
         offset = _padded(len(shapes))
         for tensor, index in zip(tensors, choice, strict=True):
-            part = _packs(self.candidates[index]).packed([tensor], checks)
+            part = packed(self.candidates[index], [tensor], checks)
             payload[offset : offset + part.numel()] = part
             offset += _padded(part.numel())
         age = 1 if first or due else self._age + 1
@@ -205,20 +190,14 @@ class AutoCodec:
             self._shapes, self._choice, self._age = shapes, found, age
 
         if due and not first:
-            checks.values(self._errors_there(tensors, shapes), measured)
+            checks.values(self._errors(tensors, shapes), measured)
         checks.then(keep)
         return payload
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
         """Decode by the choice that the payload names; that of the last one of ``packed`` is known without a look at it."""
         last, choice = self._last
-        choice = choice if last() is payload else payload[: len(shapes)].tolist()
-        offset, tensors = _padded(len(shapes)), []
-        for shape, index in zip(shapes, choice, strict=True):
-            size = self.candidates[index].nbytes([shape])
-            tensors += _packs(self.candidates[index]).unpacked(payload[offset : offset + size], [shape], checks)
-            offset += _padded(size)
-        return tensors
+        return self._restored(payload, shapes, choice if last() is payload else payload[: len(shapes)].tolist(), checks)
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Decode by the choice that the payload names. ValueError if it names none, or one that does not fit."""
@@ -226,12 +205,15 @@ class AutoCodec:
         choice = payload[: len(shapes)].tolist()
         if max(choice, default=0) >= len(self.candidates):
             raise ValueError(f"the payload names codec {max(choice)}, there are {len(self.candidates)}")
+        return self._restored(payload, shapes, choice, Checks(later=False))
+
+    def _restored(self, payload: Tensor, shapes: Sequence[Shape], choice: Sequence[int], checks: Checks) -> list[Tensor]:
         offset, tensors = _padded(len(shapes)), []
         for shape, index in zip(shapes, choice, strict=True):
             size = self.candidates[index].nbytes([shape])
             if offset + size > payload.numel():
                 raise ValueError("the payload names codecs that need more bytes than it has")
-            tensors += self.candidates[index].decode(payload[offset : offset + size], [shape])
+            tensors += unpacked(self.candidates[index], payload[offset : offset + size], [shape], checks)
             offset += _padded(size)
         return tensors
 
@@ -255,37 +237,22 @@ class AutoCodec:
         requested = math.floor(self.bits * sum(map(math.prod, shapes)) / 32) * 4
         return max(requested, sum(map(min, self._sizes(shapes))))
 
-    def _errors_there(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor:
+    def _errors(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> Tensor:
         """Return the squared error of each tensor by each candidate, one after the other, on the device."""
         errors: list[Tensor] = []
         for tensor, shape in zip(tensors, shapes, strict=True):
-            for codec in map(_packs, self.candidates):
-                (decoded,) = codec.unpacked(codec.packed([tensor], Checks()), [shape], Checks())
-                errors.append((tensor.float() - decoded).to(wide(tensor.device)).square().sum())
-        return torch.stack(errors)
+            for codec in self.candidates:
+                (decoded,) = unpacked(codec, packed(codec, [tensor], Checks()), [shape], Checks())
+                errors.append((tensor.float() - decoded.to(tensor.device)).to(wide(tensor.device)).square().sum())
+        return torch.stack(errors) if errors else torch.empty(0, device="cpu")
 
     def _chosen(self, errors: list[float], shapes: Sequence[Shape]) -> list[int]:
-        """Return the choice that ``_measure`` makes, of the errors. ValueError for NaN or infinity."""
+        """Return the choice of the least sum of the errors. ValueError for NaN or infinity."""
         width = len(self.candidates)
         rows = [errors[first : first + width] for first in range(0, len(errors), width)]
         if not all(math.isfinite(row[0]) for row in rows):  # of float32, which loses nothing else
             raise ValueError(f"a tensor to be sent {NOT_FINITE}")
         return allocate(rows, self._sizes(shapes), self._budget(shapes))
-
-    def _measure(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[int]:
-        errors = []
-        for tensor, shape in zip(tensors, shapes, strict=True):
-            row = []
-            for codec in self.candidates:
-                (decoded,) = codec.decode(codec.encode([tensor]).to(tensor.device), [shape])
-                row.append(float((tensor.float() - decoded).to(wide(tensor.device)).square().sum()))
-            errors.append(row)
-        return allocate(errors, self._sizes(shapes), self._budget(shapes))
-
-
-def _packs(codec: Codec) -> Packs:
-    assert isinstance(codec, Packs)
-    return codec
 
 
 def _padded(size: int) -> int:

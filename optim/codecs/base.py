@@ -158,7 +158,7 @@ class Checks:
     def __init__(self, later: bool = True) -> None:
         self._later, self._conditions = later, dict[str, Tensor]()
         self._after: list[Callable[[], None]] = []
-        self._values: tuple[Tensor, Callable[[list[float]], None]] | None = None
+        self._values: Tensor | None = None
 
     def require(self, holds: Tensor, text: str) -> None:
         """Raise ValueError with ``text``, here or in ``read``, unless ``holds``, a bool scalar, is true."""
@@ -174,7 +174,7 @@ class Checks:
 
     def values(self, values: Tensor, take: Callable[[list[float]], None]) -> None:
         """Call ``take`` with numbers of the device that come with the payload, before what is done `then`."""
-        self._values = values, take
+        self._values, self._take = values, take
 
     @staticmethod
     def payload(nbytes: int, device: torch.device | str) -> Tensor:
@@ -183,27 +183,24 @@ class Checks:
 
     def read(self, payload: Tensor) -> Tensor:
         """Return ``payload``, made by `payload`, on the CPU. ValueError with the first text whose condition does not hold."""
-        host = payload if payload.device.type == "cpu" else self._read(payload)
+        host, answers, values = payload, list(self._conditions.values()), self._values
+        if payload.device.type != "cpu":
+            sizes = [payload.numel(), len(answers), 0 if values is None else values.nbytes]
+            whole = payload.as_strided((sum(sizes[:2]),), (1,))
+            if answers:
+                whole[sizes[0] :] = torch.stack(answers)
+            if values is not None:
+                whole = torch.cat([whole, values.view(torch.uint8)])
+            host, held, rest = torch.split(buffer(sum(sizes)).copy_(whole), sizes)  # the one wait
+            answers, values = list(held), None if values is None else rest.clone().view(values.dtype)
+        for text, holds in zip(self._conditions, answers, strict=True):
+            if not bool(holds):
+                raise ValueError(text)
+        if values is not None:
+            self._take(values.tolist())
         for do in self._after:
             do()
         return host
-
-    def _read(self, payload: Tensor) -> Tensor:
-        answers, size = list(self._conditions.values()), payload.numel()
-        whole = payload.as_strided((size + len(answers),), (1,))
-        if answers:
-            whole[size:] = torch.stack(answers)
-        if self._values is not None:
-            whole = torch.cat([whole, self._values[0].view(torch.uint8)])
-        host = buffer(whole.numel())
-        host.copy_(whole)  # the one wait
-        for text, holds in zip(self._conditions, host[size : size + len(answers)].tolist(), strict=True):
-            if not holds:
-                raise ValueError(text)
-        if self._values is not None:
-            values, take = self._values
-            take(host[size + len(answers) :].clone().view(values.dtype).tolist())
-        return host[:size]
 
 
 @runtime_checkable
@@ -217,6 +214,26 @@ class Packs(Protocol):
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
         """Return what ``decode`` does of a payload of one's own."""
         ...
+
+
+def encoded(codec: Packs, tensors: Sequence[Tensor]) -> Tensor:
+    """Return ``packed``'s payload on the CPU. What it raises is raised here."""
+    checks = Checks()
+    return checks.read(codec.packed(tensors, checks))
+
+
+def packed(codec: Codec, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
+    """Return the payload on the tensors' accelerator, if there is one and ``codec`` computes there, else on the CPU."""
+    if isinstance(codec, Packs) and accelerator_of(tensors) is not None:
+        return codec.packed(tensors, checks)
+    return codec.encode(tensors)
+
+
+def unpacked(codec: Codec, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
+    """Return the tensors of a payload; on an accelerator what ``decode`` would ask of it is in ``checks``."""
+    if isinstance(codec, Packs) and payload.device.type != "cpu":
+        return codec.unpacked(payload, shapes, checks)
+    return codec.decode(payload, shapes)
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -360,35 +377,24 @@ class BufferTailCodec:
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
         """Encode the head, zeros up to a multiple of 4 bytes, and the tail."""
-        if accelerator_of(tensors) is not None and isinstance(self.codec, Packs):
-            checks = Checks()
-            return checks.read(self.packed(tensors, checks))
-        head, tail = list(tensors[: -self.count]), list(tensors[-self.count :])
-        payload = self.codec.encode(head)
-        gap = payload.new_zeros(self._room([tuple(tensor.shape) for tensor in head]) - payload.numel())
-        return torch.cat([payload, gap, FLOAT32.encode(tail)])
+        return encoded(self, tensors)
 
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        """Encode on the tensors' device. Only for a head's codec that does."""
-        assert isinstance(self.codec, Packs)
-        head, tail = list(tensors[: -self.count]), list(tensors[-self.count :])
-        shapes = [tuple(tensor.shape) for tensor in head]
-        payload = Checks.payload(self.nbytes([tuple(tensor.shape) for tensor in tensors]), tensors[0].device)
-        payload[: self.codec.nbytes(shapes)] = self.codec.packed(head, checks)
-        payload[self._room(shapes) :] = FLOAT32.packed(tail, checks)
+        """Encode on the tensors' device."""
+        shapes, device = [tuple(tensor.shape) for tensor in tensors], accelerator_of(tensors) or torch.device("cpu")
+        payload, (head, _) = Checks.payload(self.nbytes(shapes), device), self._cut(shapes)
+        payload[: self.codec.nbytes(head)] = packed(self.codec, list(tensors[: -self.count]), checks)
+        payload[self._room(head) :] = packed(FLOAT32, list(tensors[-self.count :]), checks)
         return payload
-
-    def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
-        assert isinstance(self.codec, Packs)
-        head, tail = self._cut(shapes)
-        parts = self.codec.unpacked(payload[: self.codec.nbytes(head)], head, checks)
-        return parts + FLOAT32.decode(payload[self._room(head) :].clone(), tail)
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         if payload.numel() != self.nbytes(shapes):
             raise ValueError(f"payload has {payload.numel()} bytes, these shapes need {self.nbytes(shapes)} in {self.name}")
+        return self.unpacked(payload, shapes, Checks(later=False))
+
+    def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
         head, tail = self._cut(shapes)
-        parts = self.codec.decode(payload[: self.codec.nbytes(head)], head)
+        parts = unpacked(self.codec, payload[: self.codec.nbytes(head)], head, checks)
         return parts + FLOAT32.decode(payload[self._room(head) :].clone(), tail)
 
     def fresh(self) -> BufferTailCodec:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import NOT_FINITE, Checks, Codec, Packs, Shape, check_finite, finite
-from shoal.optim.device import accelerator_of
+from shoal.optim.codecs.base import NOT_FINITE, Checks, Codec, Shape, check_finite, encoded, finite, packed, unpacked
 
 
 class ErrorFeedback:
@@ -64,31 +63,17 @@ class ErrorFeedback:
 
         After ``load_state_dict`` of a state with a payload the first call returns that payload, and nothing changes.
         """
-        if self._again and self.payload is not None:
-            self._again = False
-            return self.payload.to("cpu", copy=True)
-        if accelerator_of(tensors) is not None and isinstance(self.codec, Packs):
-            checks = Checks()
-            return checks.read(self.packed(tensors, checks))
-        total = self._total(tensors)
-        payload = self.codec.encode(total)
-        error = [torch.sub(a, sent, out=sent) for a, sent in zip(total, self._decoded(payload, total), strict=True)]
-        check_finite(error, "a tensor to be sent, or its decoded form,")
-        self.error, self.payload = error, payload.clone()
-        return payload
+        return encoded(self, tensors)
 
     @torch.no_grad()
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        """Encode on the device of the tensors, where the payload is kept too. Only for a wrapped codec that does."""
-        assert isinstance(self.codec, Packs)
+        """Encode on the device of the tensors, where the payload is kept too."""
         if self._again and self.payload is not None:
             self._again = False
-            payload = Checks.payload(self.payload.numel(), tensors[0].device)
-            return payload.copy_(self.payload)
+            return Checks.payload(self.payload.numel(), tensors[0].device).copy_(self.payload)
         total = self._total(tensors)
-        payload = self.codec.packed(total, checks)
-        sent = self.codec.unpacked(payload, [tuple(tensor.shape) for tensor in total], Checks())
-        error = [torch.sub(a, decoded) for a, decoded in zip(total, sent, strict=True)]
+        payload = packed(self.codec, total, checks)
+        error = [torch.sub(a, sent, out=a) for a, sent in zip(total, self._decoded(payload, total), strict=True)]
         checks.require(finite(error), f"a tensor to be sent, or its decoded form, {NOT_FINITE}")
 
         def keep() -> None:
@@ -98,15 +83,15 @@ class ErrorFeedback:
         return payload
 
     def _total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        total = [tensor.detach().float() for tensor in tensors]
+        """Return the tensors plus the residual, in memory of their own."""
         if self.error is None:
-            return total
+            return [tensor.detach().to(torch.float32, copy=True) for tensor in tensors]
+        total = [tensor.detach().float() for tensor in tensors]
         self._check_shapes(total)
         return [torch.add(g, e.to(g.device), alpha=self.beta) for g, e in zip(total, self.error, strict=True)]
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
-        assert isinstance(self.codec, Packs)
-        return self.codec.unpacked(payload, shapes, checks)
+        return unpacked(self.codec, payload, shapes, checks)
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         return self.codec.decode(payload, shapes)
@@ -119,7 +104,7 @@ class ErrorFeedback:
         """Return the decoded values of the last ``encode``, on the devices of its tensors. ValueError if none awaits an outcome."""
         if self.payload is None or self.error is None:
             raise ValueError("nothing has been sent since the last outcome")
-        return self._decoded(self.payload, self.error)
+        return self._decoded(self.payload.clone(), self.error)
 
     @property
     def pending(self) -> bool:
@@ -167,11 +152,8 @@ class ErrorFeedback:
     def _decoded(self, payload: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         devices = {tensor.device for tensor in like}
         device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        shapes, there = [tuple(tensor.shape) for tensor in like], payload.to(device, copy=True)
-        if device.type != "cpu" and isinstance(self.codec, Packs):  # nothing is asked of one's own payload
-            decoded = self.codec.unpacked(there, shapes, Checks())
-        else:
-            decoded = self.codec.decode(there, shapes)
+        # Nothing is asked of one's own payload.
+        decoded = unpacked(self.codec, payload.to(device), [tuple(tensor.shape) for tensor in like], Checks())
         return [values.to(tensor.device) for values, tensor in zip(decoded, like, strict=True)]
 
     def _check_shapes(self, tensors: Sequence[Tensor]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shoal.optim.codecs.base import Checks, Shape, Stateless, check_payload
+from shoal.optim.codecs.base import Checks, Shape, Stateless, check_payload, encoded
 
 # A word holds the codes of one byte, each in a byte of its own.
 _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
@@ -113,8 +113,7 @@ class SectionCodec(Stateless, ABC):
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
         """Encode on the device of the tensors; only the payload is copied from a GPU."""
-        checks = Checks()
-        return checks.read(self.packed(tensors, checks))
+        return encoded(self, tensors)
 
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
         """Encode, on the device of the tensors."""
