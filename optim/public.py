@@ -1,5 +1,8 @@
 """Public names of `shoal.optim` that come with torch; those of the rules' modules are all that these define."""
 
+# ruff: noqa: F401
+# mypy: implicit-reexport
+
 from shoal.optim.codecs.adaptive import AutoCodec
 from shoal.optim.codecs.base import BFLOAT16, FLOAT16, FLOAT32, Codec
 from shoal.optim.codecs.error_feedback import ErrorFeedback
@@ -30,13 +33,3 @@ from shoal.optim.ranks.ranks import Ranks
 from shoal.optim.rules.diloco import *
 from shoal.optim.rules.gossip import *
 from shoal.optim.schedule import Apply, Delayed, Every, RoundLength, Schedule, Seconds, Send, Steps, Streaming, Tokens
-
-__all__ = [
-    "BFLOAT16", "E3M0", "FLOAT16", "FLOAT32", "INT8", "METHODS", "SIGN", "TOPK2", "Alone", "Apply", "AutoCodec", "CO2Rule",
-    "Codec", "Contribution", "DecoupledRule", "Delayed", "DiLoCoRule", "Distributed", "EagerRule", "ErrorFeedback", "Every",
-    "Exchange", "Faults", "GASLoCRule", "Handle", "LocalSGDRule", "Mean", "Method", "NoLoCoRule", "Options", "OuterOptimizer",
-    "Ranks", "RoundContext", "RoundInfo", "RoundKey", "RoundLength", "Rule", "Schedule", "Seconds", "Send", "Simulation",
-    "SpartaRule", "Stepped", "Steps", "Streaming", "Tokens", "by_rate", "by_steps", "by_tokens", "candidates", "codec_named",
-    "config_diff", "equal", "float_buffers", "groups", "hidden_matrices", "method_named", "methods_with", "muon", "order",
-    "partner_of", "rda", "strided", "weighted_mean",
-]  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.optim.codecs.base import NOT_FINITE, Checks, Codec, Shape, check_payload, encoded, finite, packed, unpacked
+from shoal.optim.codecs.base import NOT_FINITE, Checks, Codec, Shape, check_payload, encoded, finite, packed, padded, unpacked
 from shoal.optim.device import accelerator_of, to_device, wide
 
 Table = Sequence[Sequence[float]]
@@ -156,7 +156,7 @@ class AutoCodec:
         return [self.candidates[index].name for index in self._choice]
 
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        return _padded(len(shapes)) + self._budget(shapes)
+        return padded(len(shapes)) + self._budget(shapes)
 
     @torch.no_grad()
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -175,11 +175,11 @@ class AutoCodec:
         payload = Checks.payload(self.nbytes(shapes), device)
         self._last = weakref.ref(payload), choice
         payload[: len(shapes)] = to_device([torch.tensor(choice, dtype=torch.uint8, device="cpu")], device)[0]
-        offset = _padded(len(shapes))
+        offset = padded(len(shapes))
         for tensor, index in zip(tensors, choice, strict=True):
             part = packed(self.candidates[index], [tensor], checks)
             payload[offset : offset + part.numel()] = part
-            offset += _padded(part.numel())
+            offset += padded(part.numel())
         age = 1 if first or due else self._age + 1
 
         def measured(errors: list[float]) -> None:
@@ -208,13 +208,13 @@ class AutoCodec:
         return self._restored(payload, shapes, choice, Checks(later=False))
 
     def _restored(self, payload: Tensor, shapes: Sequence[Shape], choice: Sequence[int], checks: Checks) -> list[Tensor]:
-        offset, tensors = _padded(len(shapes)), []
+        offset, tensors = padded(len(shapes)), []
         for shape, index in zip(shapes, choice, strict=True):
             size = self.candidates[index].nbytes([shape])
             if offset + size > payload.numel():
                 raise ValueError("the payload names codecs that need more bytes than it has")
             tensors += unpacked(self.candidates[index], payload[offset : offset + size], [shape], checks)
-            offset += _padded(size)
+            offset += padded(size)
         return tensors
 
     def fresh(self) -> AutoCodec:
@@ -231,7 +231,7 @@ class AutoCodec:
         self._choice, self._age = choice, int(state_dict["age"])
 
     def _sizes(self, shapes: Sequence[Shape]) -> list[list[int]]:
-        return [[_padded(codec.nbytes([shape])) for codec in self.candidates] for shape in shapes]
+        return [[padded(codec.nbytes([shape])) for codec in self.candidates] for shape in shapes]
 
     def _budget(self, shapes: Sequence[Shape]) -> int:
         requested = math.floor(self.bits * sum(map(math.prod, shapes)) / 32) * 4
@@ -253,7 +253,3 @@ class AutoCodec:
         if not all(math.isfinite(row[0]) for row in rows):  # of float32, which loses nothing else
             raise ValueError(f"a tensor to be sent {NOT_FINITE}")
         return allocate(rows, self._sizes(shapes), self._budget(shapes))
-
-
-def _padded(size: int) -> int:
-    return (size + 3) // 4 * 4

@@ -115,6 +115,11 @@ class Stateless:
             raise ValueError(f"a codec without state was given the state of {state_dict.get('codec', 'another')}")
 
 
+def padded(size: int) -> int:
+    """Return the next multiple of 4 bytes, at which floats may begin."""
+    return (size + 3) // 4 * 4
+
+
 def check_payload(payload: Tensor, expected: int, name: str) -> Tensor:
     """Return ``payload``, aligned so that it can be viewed as wider numbers. ValueError unless it is ``expected`` bytes long."""
     if payload.dtype != torch.uint8 or payload.dim() != 1:
@@ -410,4 +415,4 @@ class BufferTailCodec:
         return shapes[: -self.count], shapes[-self.count :]
 
     def _room(self, head: Sequence[Shape]) -> int:
-        return (self.codec.nbytes(head) + 3) // 4 * 4
+        return padded(self.codec.nbytes(head))

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, BufferTailCodec, Codec, Shape, buffer, check_payload
-from shoal.optim.codecs.quantized import blocks, numel, pack, packed_bytes, unpack
+from shoal.optim.codecs.quantized import blocks, pack, packed_bytes, unpack
 from shoal.optim.device import to_host
 
 BLOCK, HALF, BITS, LEVELS = 64, 32, 4, 16
@@ -333,8 +333,8 @@ class PairMessage:
         """Return the tensors of the head from their blocks; views."""
         flat, at, tensors = rows.view(-1), 0, []
         for shape in self.shapes[: len(self.shapes) - self.tail]:
-            tensors.append(flat[at : at + numel(shape)].view(shape))
-            at += blocks(numel(shape), BLOCK) * BLOCK
+            tensors.append(flat[at : at + math.prod(shape)].view(shape))
+            at += blocks(math.prod(shape), BLOCK) * BLOCK
         return tensors
 
 
@@ -381,7 +381,7 @@ def check_no_pair(codec: Codec) -> None:
 
 
 def _count(shapes: Sequence[Shape]) -> int:
-    return sum(blocks(numel(shape), BLOCK) for shape in shapes)
+    return sum(blocks(math.prod(shape), BLOCK) for shape in shapes)
 
 
 def _gap(count: int, tail: int) -> int:
@@ -476,12 +476,16 @@ def _stream(seed: bytes, count: int) -> tuple[Tensor, Tensor]:
     """
     low, high = (int.from_bytes(seed[at : at + 4], "little") for at in (0, 4))
     x = torch.arange((min(count, SLAB) + 1) * BLOCK, dtype=torch.int64, device="cpu")
-    x = ((x ^ low) * 0x2C1B3C6D + high) & 0xFFFFFFFF
-    for factor in (0x7FEB352D, 0x68E31DA5):  # below 2^31, so that no product leaves int64
-        x = ((x ^ (x >> 16)) * factor) & 0xFFFFFFFF
-    x = x ^ (x >> 15)
+    x = mixed(((x ^ low) * 0x2C1B3C6D + high) & 0xFFFFFFFF)
     odd = (x[:BLOCK] & 254 | 1).float()
     return ((x[BLOCK:] >> 16).float() * 2.0**-16 - 0.5).view(-1, BLOCK), odd
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """Scramble 32-bit numbers (held in int64) by a bijection: two rounds of xorshift and multiply."""
+    for factor in (0x7FEB352D, 0x68E31DA5):  # below 2^31, so that no product leaves int64
+        numbers = ((numbers ^ (numbers >> 16)) * factor) & 0xFFFFFFFF
+    return numbers ^ (numbers >> 15)
 
 
 def _modulo(values: Tensor, number: int, room: Tensor) -> None:

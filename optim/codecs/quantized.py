@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shoal.optim.codecs.base import Checks, Shape, Stateless, check_payload, encoded
+from shoal.optim.codecs.base import Checks, Shape, Stateless, check_payload, encoded, padded
 
 # A word holds the codes of one byte, each in a byte of its own.
 _WORDS = {1: torch.int64, 2: torch.int32, 4: torch.int16}
@@ -105,11 +105,8 @@ class SectionCodec(Stateless, ABC):
     def read(self, section: Tensor, shape: Shape, checks: Checks) -> Tensor:
         """Decode one tensor. ``checks``: as for ``decode``."""
 
-    def _room(self, shape: Shape) -> int:
-        return (self.section(shape) + 3) // 4 * 4
-
     def nbytes(self, shapes: Sequence[Shape]) -> int:
-        return sum(self._room(shape) for shape in shapes)
+        return sum(padded(self.section(shape)) for shape in shapes)
 
     def encode(self, tensors: Sequence[Tensor]) -> Tensor:
         """Encode on the device of the tensors; only the payload is copied from a GPU."""
@@ -125,7 +122,7 @@ class SectionCodec(Stateless, ABC):
             for tensor, shape in zip(tensors, shapes, strict=True):
                 section = payload[offset : offset + self.section(shape)]
                 self.write(tensor.detach().to(payload.device, torch.float32), section, checks)
-                offset += self._room(shape)
+                offset += padded(self.section(shape))
         return payload
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -138,7 +135,7 @@ class SectionCodec(Stateless, ABC):
         with torch.no_grad():
             for shape in shapes:
                 tensors.append(self.read(payload[offset : offset + self.section(shape)], shape, checks))
-                offset += self._room(shape)
+                offset += padded(self.section(shape))
         return tensors
 
 
@@ -167,10 +164,6 @@ def check_received(scales: Tensor, checks: Checks) -> None:
     checks.require(((scales >= 0) & scales.isfinite()).all(), "the payload has a scale that is negative, infinite or no number")
 
 
-def numel(shape: Shape) -> int:
-    return math.prod(shape)
-
-
 class DenseCodec(SectionCodec):
     """Codec whose sections hold one float32 scale a block, then the codes of all values, row-major, ``width`` bits each."""
 
@@ -187,7 +180,7 @@ class DenseCodec(SectionCodec):
         """Fill ``values`` with the values of the packed codes at a scale of 1."""
 
     def section(self, shape: Shape) -> int:
-        return 4 * blocks(numel(shape), self.block) + packed_bytes(numel(shape), self.width)
+        return 4 * blocks(math.prod(shape), self.block) + packed_bytes(math.prod(shape), self.width)
 
     def _parts(self, section: Tensor, count: int) -> tuple[Tensor, Tensor]:
         at = 4 * blocks(count, self.block)
@@ -202,7 +195,7 @@ class DenseCodec(SectionCodec):
         check_sent(scales, checks)
 
     def read(self, section: Tensor, shape: Shape, checks: Checks) -> Tensor:
-        flat = torch.empty(numel(shape), dtype=torch.float32, device=section.device)
+        flat = torch.empty(math.prod(shape), dtype=torch.float32, device=section.device)
         scales, codes = self._parts(section, flat.numel())
         check_received(scales, checks)
         for first, values in slabs(flat, self.block):
@@ -284,11 +277,10 @@ class E3M0Codec(SectionCodec):
     name = "e3m0"
 
     def section(self, shape: Shape) -> int:
-        whole, rest = divmod(numel(shape), BLOCK)
+        whole, rest = divmod(math.prod(shape), BLOCK)
         return whole * BLOCK // 2 + (2 + packed_bytes(rest, 4) if rest else 0)
 
     def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
-        """Encode one tensor."""
         for first, values in slabs(tensor.reshape(-1), BLOCK):
             scales = values.abs().amax(dim=1).bfloat16()
             check_sent(scales, checks)
@@ -301,8 +293,7 @@ class E3M0Codec(SectionCodec):
             section[at : at + part.numel()].copy_(part.view(-1))
 
     def read(self, section: Tensor, shape: Shape, checks: Checks) -> Tensor:
-        """Decode one tensor."""
-        flat = torch.empty(numel(shape), dtype=torch.float32, device=section.device)
+        flat = torch.empty(math.prod(shape), dtype=torch.float32, device=section.device)
         for first, values in slabs(flat, BLOCK):
             at = first * BLOCK // 2
             if values.shape[1] == BLOCK:

@@ -16,7 +16,6 @@ from shoal.optim.codecs.quantized import (
     blocks,
     check_received,
     check_sent,
-    numel,
     pack,
     pack12,
     packed_bytes,
@@ -62,7 +61,7 @@ class TopK2Codec(SectionCodec):
         self.name = self.base if self.part == PART else f"{self.base}:{self.part:g}"
 
     def section(self, shape: Shape) -> int:
-        whole, rest = divmod(numel(shape), CHUNK)
+        whole, rest = divmod(math.prod(shape), CHUNK)
         return whole * _chunk_bytes(self._kept(CHUNK)) + (_chunk_bytes(self._kept(rest)) if rest else 0)
 
     def write(self, tensor: Tensor, section: Tensor, checks: Checks) -> None:
@@ -81,7 +80,7 @@ class TopK2Codec(SectionCodec):
 
     def read(self, section: Tensor, shape: Shape, checks: Checks) -> Tensor:
         """Decode one tensor; only the kept values are written."""
-        flat = torch.zeros(numel(shape), dtype=torch.float32, device=section.device)
+        flat = torch.zeros(math.prod(shape), dtype=torch.float32, device=section.device)
         whole, rest = divmod(flat.numel(), CHUNK)
         at = whole * _chunk_bytes(self._kept(CHUNK))
         if whole:
@@ -138,7 +137,7 @@ def _parts(section: Tensor, chunks: int, keep: int) -> tuple[Tensor, Tensor, Ten
 def _select(chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: Tensor, checks: Checks) -> None:
     """Encode rows of equal size."""
     magnitudes, places = chunks.abs().topk(keep, dim=1)
-    levels.copy_(torch.stack([_mean(half) for half in _halves(magnitudes)], dim=1))
+    levels.copy_(torch.stack([_mean(half) for half in magnitudes.tensor_split([(keep + 1) // 2], dim=1)], dim=1))
     check_sent(levels, checks)
     places = torch.where(magnitudes == 0, places[:, :1], places)
     indices.copy_(pack12(places))
@@ -147,12 +146,6 @@ def _select(chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: T
         signs.copy_(pack(negative.view(-1), 1).view(1, -1))  # a short chunk is the only row
     else:
         signs.copy_(pack(negative.view(-1), 1).view(len(chunks), -1))
-
-
-def _halves(kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the columns that become hi and those that become lo; the latter are empty if only one value is kept."""
-    half = (kept.shape[1] + 1) // 2
-    return kept[:, :half], kept[:, half:]
 
 
 def _mean(magnitudes: Tensor) -> Tensor:

@@ -325,26 +325,16 @@ def groups(seed: int, round: int, peers: Iterable[str], size: int = 2) -> list[t
 
 def partner_of(seed: int, round: int, me: str, peers: Iterable[str]) -> str | None:
     """Return the partner of ``me`` in the round, or None if the number of peers leaves it over."""
-    ordered = order(seed, round, {*peers, me})
-    return _beside(ordered, ordered.index(me))
-
-
-def _beside(ordered: list[str], place: int) -> str | None:
-    """Return the other member of the pair at that place, or None."""
-    other = place ^ 1
-    return ordered[other] if other < len(ordered) else None
+    (pair,) = (pair for pair in groups(seed, round, {*peers, me}) if me in pair)
+    return next((peer for peer in pair if peer != me), None)
 
 
 def candidates(seed: int, round: int, me: str, peers: Iterable[str]) -> list[str]:
     """Return the partner of ``me``, then every other peer in the order of the round, starting after ``me`` and wrapping around."""
-    ordered = order(seed, round, {*peers, me})
+    partner, ordered = partner_of(seed, round, me, peers), order(seed, round, {*peers, me})
     here = ordered.index(me)
     behind = ordered[here + 1 :] + ordered[:here]
-    partner = _beside(ordered, here)
-    if partner is not None:
-        behind.remove(partner)
-        behind.insert(0, partner)
-    return behind
+    return behind if partner is None else [partner, *(peer for peer in behind if peer != partner)]
 
 
 def common(held: Mapping[int, int]) -> tuple[int, int]:

@@ -321,16 +321,14 @@ class OuterState(Wrapper):
 
     def _loaded_codecs(self, state: Mapping[str, Any]) -> list[Codec]:
         """Return the fragments' codecs with the saved memory. ValueError for another codec's, or one of other tensors."""
-        saved = state.get("codecs")
-        return [self._loaded_codec(fragment, memory) for fragment, memory in enumerate(saved)] if saved else self._codecs
-
-    def _loaded_codec(self, fragment: int, memory: dict[str, Any]) -> Codec:
-        codec = self._codecs[fragment].fresh()
-        codec.load_state_dict(memory)
-        error = memory.get("error")
-        if error is not None and [tensor.shape for tensor in error] != self._sent_shapes(fragment):
-            raise ValueError(f"the saved memory of the codec {codec.name} is of other tensors than are sent now")
-        return codec
+        codecs: list[Codec] = []
+        for fragment, memory in enumerate(state.get("codecs") or ()):
+            codecs.append(codec := self._codecs[fragment].fresh())
+            codec.load_state_dict(memory)
+            error = memory.get("error")
+            if error is not None and [tensor.shape for tensor in error] != self._sent_shapes(fragment):
+                raise ValueError(f"the saved memory of the codec {codec.name} is of other tensors than are sent now")
+        return codecs or self._codecs
 
     @property
     def fragments(self) -> int:

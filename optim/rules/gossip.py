@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.codecs.base import FLOAT32, check_sends_weights
+from shoal.optim.codecs.mod4 import mixed
 from shoal.optim.device import to_device
 from shoal.optim.exchange.base import Exchange, OnDemand, RoundKey
 from shoal.optim.methods import DEFAULT_LAG, OVERLAPPED
@@ -188,9 +189,6 @@ class GASLoCRule:
             move_on(fast, slow, context.fast)
 
 
-MASK_32 = 0xFFFFFFFF
-
-
 def chosen(key: RoundKey, count: int, part: float) -> Tensor:
     """Return round(part * count) different positions below ``count``, ascending, int64 on the CPU.
 
@@ -207,16 +205,8 @@ def chosen(key: RoundKey, count: int, part: float) -> Tensor:
     low, length = edges[:-1], edges[1:] - edges[:-1]
     draws = torch.arange(wanted, dtype=torch.int64, device="cpu")
     for start in range(0, 16, 4):
-        draws = _mixed(draws ^ int.from_bytes(seed[start : start + 4], "little"))
+        draws = mixed((draws ^ int.from_bytes(seed[start : start + 4], "little")) & 0xFFFFFFFF)
     return low + draws % length
-
-
-def _mixed(values: Tensor) -> Tensor:
-    """Scramble 32-bit numbers (held in int64) by a bijection: two rounds of xorshift and multiply."""
-    for factor in (0x7FEB352D, 0x68E31DA5):  # below 2^31, so that no product leaves int64
-        values = values & MASK_32
-        values = ((values ^ (values >> 16)) * factor) & MASK_32
-    return values ^ (values >> 15)
 
 
 @dataclass(frozen=True)
