@@ -47,8 +47,7 @@ class AutoLag:
     """
 
     def __init__(self, every: int) -> None:
-        if every < 1:
-            raise ValueError(f"every must be at least 1 inner step, got {every}")
+        _check_every(every)
         self.every = every
         self._arrivals: deque[int] = deque(maxlen=WINDOW)
 
@@ -202,24 +201,18 @@ class RoundLength(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
-        ...
+        return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
         """Restore the state; ``tokens`` were counted by then. With the state of another kind of length a round begins there."""
-        ...
+        return
 
 
-class Steps:
+class Steps(RoundLength):
     """Rounds of the schedule's ``every`` inner steps: one position each."""
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
         yield position + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
-        """Do nothing."""
 
 
 def _target(position: int, every: int, part: float) -> int:
@@ -228,7 +221,7 @@ def _target(position: int, every: int, part: float) -> int:
     return max(position, start + min(math.floor(every * part), every))
 
 
-class Tokens:
+class Tokens(RoundLength):
     """Rounds of ``tokens`` tokens of this peer, as counted by ``OuterOptimizer.count``.
 
     The surplus of a batch counts for the next round, so that rounds are that long on average; a batch of several rounds is one.
@@ -242,7 +235,6 @@ class Tokens:
         self._began = 0
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
-        """Yield the positions that the tokens reach."""
         if tokens == 0:
             raise ValueError("no tokens were counted: call opt.count(tokens) before each opt.step(), or let rounds be steps")
         rounds, rest = divmod(tokens - self._began, self.tokens)
@@ -257,11 +249,10 @@ class Tokens:
         return {"began": self._began}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
-        """Continue the same round."""
         self._began = min(int(state_dict.get("began", tokens)), tokens)
 
 
-class Seconds:
+class Seconds(RoundLength):
     """Rounds of ``seconds`` seconds with any number of inner steps; a round ends after the step during which they ran out.
 
     Rounds end when ``clock`` is at a multiple of ``seconds``: peers whose clocks agree end theirs together, from the first one,
@@ -295,7 +286,6 @@ class Seconds:
         self._until = (math.floor(now / self._length + 0.5) + 1) * self._length
 
     def reached(self, position: int, schedule: Schedule, tokens: int) -> Iterator[int]:
-        """Yield the positions that the time reaches."""
         now = self._clock()
         if not now >= self._began:  # the first step, which also compiles and warms up, or the clock was set back
             self._begin(now)
@@ -307,12 +297,8 @@ class Seconds:
         if target > position and target % schedule.every == 0:
             self._begin(self._clock())  # after the exchange
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return no state: time goes on while a run is stopped."""
-        return {}
-
     def load_state_dict(self, state_dict: Mapping[str, Any], tokens: int) -> None:
-        """Begin a new round by the clock; the position stays."""
+        """Begin a new round by the clock, for time goes on while a run is stopped; the position stays."""
         self._began = self._until = self._length = math.nan
 
 

@@ -288,7 +288,6 @@ class FloatCodec(Stateless):
 
     @torch.no_grad()
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        """Round and copy on the tensors' device."""
         payload = Checks.payload(self.nbytes([tuple(tensor.shape) for tensor in tensors]), tensors[0].device)
         flat = payload.view(self.dtype)
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
@@ -385,7 +384,6 @@ class BufferTailCodec:
         return encoded(self, tensors)
 
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        """Encode on the tensors' device."""
         shapes, device = [tuple(tensor.shape) for tensor in tensors], accelerator_of(tensors) or torch.device("cpu")
         payload, (head, _) = Checks.payload(self.nbytes(shapes), device), self._cut(shapes)
         payload[: self.codec.nbytes(head)] = packed(self.codec, list(tensors[: -self.count]), checks)

@@ -97,7 +97,6 @@ class ErrorFeedback:
         return self.codec.decode(payload, shapes)
 
     def fresh(self) -> ErrorFeedback:
-        """Return the same codec with e = 0."""
         return ErrorFeedback(self.codec.fresh(), self.beta)
 
     def sent(self) -> list[Tensor]:

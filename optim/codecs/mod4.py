@@ -227,7 +227,6 @@ class PairMessage:
     @functools.cached_property
     @torch.no_grad()
     def payload(self) -> Tensor:
-        """The bytes that are sent, flat."""
         payload, count = buffer(self.nbytes), len(self.own)
         exponents, digests, codes = _parts(payload, count)
         payload[:SEED].numpy().data[:] = self.seed

@@ -113,7 +113,6 @@ class SectionCodec(Stateless, ABC):
         return encoded(self, tensors)
 
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
-        """Encode, on the device of the tensors."""
         shapes = [tuple(tensor.shape) for tensor in tensors]
         devices = {tensor.device for tensor in tensors}
         payload = Checks.payload(self.nbytes(shapes), devices.pop() if len(devices) == 1 else "cpu")

@@ -135,7 +135,6 @@ def _parts(section: Tensor, chunks: int, keep: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _select(chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: Tensor, checks: Checks) -> None:
-    """Encode rows of equal size."""
     magnitudes, places = chunks.abs().topk(keep, dim=1)
     levels.copy_(torch.stack([_mean(half) for half in magnitudes.tensor_split([(keep + 1) // 2], dim=1)], dim=1))
     check_sent(levels, checks)

@@ -211,7 +211,6 @@ class Pause:
         self._closed, self._seconds = closed, 0.0005
 
     def __call__(self) -> None:
-        """Wait once."""
         if self._closed.is_set():
             time.sleep(self._seconds)  # without it the caller would poll in a busy loop
         else:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def excluded(exclude: Exclude, inner: Inner, model: nn.Module | None) -> set[Ten
             continue
         if model is None:
             raise ValueError(f"to exclude {item!r} by name hand in model=, or exclude the parameters themselves")
-        named = [tensor for name, tensor in _named(model) if fits(name, item)]
+        every_name = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        named = [tensor for name, tensor in chain(*every_name) if fits(name, item)]
         if not named:
             raise ValueError(f"no parameter of the model fits {item!r}, which was to be excluded")
         meant |= every.intersection(named)
@@ -80,11 +82,6 @@ def fits(name: str, pattern: str) -> bool:
     """Return True if a parameter's or buffer's name is the pattern, lies in the module of that name, or matches it."""
     name = ".".join(part for part in name.split(".") if part not in _WRAPPED)
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def float_buffers(model: nn.Module) -> list[Tensor]:

@@ -43,7 +43,7 @@ from shoal.optim.outer.inner import (
     step_unless_overflow,
     trained,
 )
-from shoal.optim.outer.rule import START, AveragesEvenly, KeepsFast, RoundContext, State, assign, kind_of
+from shoal.optim.outer.rule import AveragesEvenly, KeepsFast, RoundContext, State, assign, kind_of
 from shoal.optim.outer.state import OuterState
 from shoal.optim.outer.weights import Processes
 from shoal.optim.schedule import Apply, Every, RoundLength, Schedule, Send, Streaming
@@ -282,10 +282,7 @@ class OuterOptimizer(OuterState):
         mean = self.exchange.start(Contribution(key, OnDemand(everything))).result()
         if mean is not None:
             assign([*self.slow, *self._buffers.now()], mean.tensors)
-        assign(self._weights.stage(self._weights.everything), self.slow)
-        self._weights.restart(self._weights.everything)
-        if START in self.rule_state:
-            assign(self.rule_state[START], self.slow)
+        self._start_from_slow()
         self._note_weights()
         self._report(key, mean, 0)
 

@@ -144,11 +144,14 @@ def pseudo_gradient(slow: Sequence[Tensor], fast: Sequence[Tensor]) -> list[Tens
     return [s - f for s, f in zip(slow, fast, strict=True)]
 
 
-def move_on(fast: Sequence[Tensor], slow: Sequence[Tensor], sent: Iterable[Tensor]) -> None:
-    """Replace what was ``sent`` in the fast weights by the new slow ones: fast <- fast + (slow - sent).
+def move_on(fast: Sequence[Tensor], slow: Sequence[Tensor], sent: Iterable[Tensor], lag: int) -> None:
+    """Replace what was ``sent`` in the fast weights by the new slow ones: fast <- fast + (slow - sent). Without a lag that is slow.
 
     What was learnt since then is kept. It is taken first, so that a weight that did not change since ends as exactly the slow one.
     """
+    if lag == 0:
+        assign(fast, slow)
+        return
     for f, s, then in zip(fast, slow, sent, strict=True):
         f.sub_(then).add_(s)
 

@@ -86,7 +86,7 @@ class OuterState(Wrapper):
         self.inner, self.exchange, self.rule, self.schedule = inner, exchange, rule, schedule
         self._auto = AutoLag(schedule.every) if getattr(schedule, "lag", 0) == "auto" else None
         codec = codec or exchange.codec or FLOAT32
-        self.codec, self.run, self.on_round, self.weight = codec, run, on_round, weight
+        self.run, self.on_round, self.weight = run, on_round, weight
         self.length = length or Steps()
         every, own = all_parameters(inner), excluded(exclude, inner, model)
         self._params = trained(inner, exchange, own)
@@ -272,7 +272,7 @@ class OuterState(Wrapper):
         self.inner.load_state_dict(state["inner"])  # nothing has been changed so far, nor has this if it raises
         self.outer.restore(groups)
         self.length.load_state_dict(length, counts["tokens"])
-        self._codecs, self.codec = codecs, codecs[0]
+        self._codecs = codecs
         assign(self.slow, state["slow"])
         self._weights.rounding = {int(i): t.to(self.slow[0], copy=True) for i, t in state.get("rounding", {}).items()}
         self.rule_state = rule_state  # a checkpoint from before the first round may lack state, which is then the initial one
@@ -329,6 +329,11 @@ class OuterState(Wrapper):
             if error is not None and [tensor.shape for tensor in error] != self._sent_shapes(fragment):
                 raise ValueError(f"the saved memory of the codec {codec.name} is of other tensors than are sent now")
         return codecs or self._codecs
+
+    @property
+    def codec(self) -> Codec:
+        """That of the first fragment; each of the others has its own of the same name."""
+        return self._codecs[0]
 
     @property
     def fragments(self) -> int:
@@ -395,7 +400,6 @@ class OuterState(Wrapper):
         for fragment, codec in enumerate(self._codecs):
             self._in_flight.drop(fragment, codec)
         self._codecs = [codec.fresh() for codec in self._codecs]
-        self.codec = self._codecs[0]
         self._weights.begin_anew()
         for name, tensors in self.rule.initial(self.slow).items():
             assign(self.rule_state[name], tensors)
@@ -458,13 +462,16 @@ class OuterState(Wrapper):
         self.round = round
         if into_model:
             self._codecs = [codec.fresh() for codec in self._codecs]
-            self.codec = self._codecs[0]
-            assign(self._weights.stage(self._weights.everything), self.slow)
-            self._weights.restart(self._weights.everything)
-            if START in self.rule_state:
-                assign(self.rule_state[START], self.slow)
+            self._start_from_slow()
         self._note_weights()
         return taken
+
+    def _start_from_slow(self) -> None:
+        """Let training, and the rule, go on from the slow weights."""
+        assign(self._weights.stage(self._weights.everything), self.slow)
+        self._weights.restart(self._weights.everything)
+        if START in self.rule_state:
+            assign(self.rule_state[START], self.slow)
 
     def go_back(self, round: int) -> None:
         """Go on in an earlier ``round``, where the other peers are; what is in flight ends in its own."""

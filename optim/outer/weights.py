@@ -44,12 +44,6 @@ def local(param: Tensor) -> Tensor:
         return part
 
 
-def check_whole(params: Iterable[Tensor], model: nn.Module | None) -> None:
-    """Raise ValueError if there are shards and no ``model`` to call ``reshard`` with."""
-    if model is None and any(hasattr(param, "to_local") for param in params):
-        raise ValueError("the parameters are cut into shards: hand in model=, or FSDP2 goes on with copies of weights that changed")
-
-
 def reshard(model: nn.Module | None) -> None:
     """Make FSDP2 gather the weights again in the next forward pass; it may hold whole copies from the last one."""
     for module in model.modules() if model is not None else ():
@@ -215,7 +209,10 @@ class ModelWeights:
     """
 
     def __init__(self, params: Sequence[Tensor], model: nn.Module | None, place: torch.device | Path) -> None:
-        check_whole(params, model)
+        if model is None and any(hasattr(param, "to_local") for param in params):
+            raise ValueError(
+                "the parameters are cut into shards: hand in model=, or FSDP2 goes on with copies of weights that changed"
+            )
         self.params, self.model = list(params), model
         self._place = place
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in self.params) else torch.float32
@@ -236,14 +233,15 @@ class ModelWeights:
         return self._buffer(index)
 
     def _buffer(self, index: int) -> Tensor:
-        slow = self.slow[index]
-        if index not in self._staging and isinstance(self._place, Path):
-            self._staging[index] = self._room(slow.shape, slow.dtype)
-        elif index not in self._staging and slow.device.type == "cpu" and copies_beside(self.params[index].device):
-            pending = [index, *(i for i in self.everything if i not in self._staging and i != index and self._comes_beside(i))]
-            self._staging |= dict(zip(pending, pinned_like([self.slow[i] for i in pending]), strict=True))
-        elif index not in self._staging:
-            self._staging[index] = torch.empty_like(slow)
+        if index not in self._staging:
+            slow = self.slow[index]
+            if isinstance(self._place, Path):
+                self._staging[index] = self._room(slow.shape, slow.dtype)
+            elif self._comes_beside(index):
+                pending = [index, *(i for i in self.everything if i not in self._staging and i != index and self._comes_beside(i))]
+                self._staging |= dict(zip(pending, pinned_like([self.slow[i] for i in pending]), strict=True))
+            else:
+                self._staging[index] = torch.empty_like(slow)
         return self._staging[index]
 
     def _comes_beside(self, index: int) -> bool:

@@ -110,13 +110,9 @@ class NoLoCoRule:
                 if context.members > 1 or context.weight == 0:  # without a partner there is no pull, nor must rounding be one
                     v.add_(s - mean_slow, alpha=self.gamma)
                 s.sub_(v)
-        if context.lag == 0:
-            assign(fast, slow)
-        elif self.sends_weights_only:
-            move_on(fast, slow, context.sent)
-        else:
-            then = zip(context.sent[: len(slow)], context.sent[len(slow) :], strict=True)
-            move_on(fast, slow, (s - g for s, g in then))
+        sent = context.sent
+        weights = sent if self.sends_weights_only else (s - g for s, g in zip(sent[: len(slow)], sent[len(slow) :], strict=True))
+        move_on(fast, slow, weights, context.lag)
 
 
 @dataclass(frozen=True)
@@ -133,10 +129,7 @@ class LocalSGDRule:
         self, slow: Sequence[Tensor], fast: Sequence[Tensor], mean: Sequence[Tensor], state: State, context: RoundContext
     ) -> None:
         assign(slow, mean)
-        if context.lag == 0:
-            assign(fast, slow)
-        else:
-            move_on(fast, slow, context.sent)
+        move_on(fast, slow, context.sent, context.lag)
 
 
 @dataclass(frozen=True)
@@ -183,10 +176,7 @@ class GASLoCRule:
             offset.add_(u - s).mul_(self.momentum)  # u - (u of the round before), times the momentum
             offset.add_(mean_u - u, alpha=self.mix)
             s.copy_(u).add_(offset)
-        if context.lag == 0:
-            assign(fast, slow)
-        else:
-            move_on(fast, slow, context.fast)
+        move_on(fast, slow, context.fast, context.lag)
 
 
 def chosen(key: RoundKey, count: int, part: float) -> Tensor:
