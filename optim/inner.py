@@ -1,12 +1,6 @@
-"""Muon and AdamW as one inner optimizer of a model.
-
-The repeated blocks of a model, such as the layers of a transformer.
-
-Which parameters of a model Muon trains: the matrices of its hidden layers. All else is AdamW's.
+"""Muon and AdamW as one inner optimizer of a model: Muon trains the matrices of its hidden layers, AdamW all else.
 
 The rule is that of Muon's author (https://kellerjordan.github.io/posts/muon/): no embeddings, no output layer, no vectors.
-
-Muon for matrices of which each process has a part (FSDP2, tensor parallel): torch's own steps, each on a whole matrix.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@
 A group is one question with its G completions. The paper's loss is GRPO's with an asymmetric clip and without a KL term, in which
 "old" is the receiver's own policy at the start of the update, also for foreign completions. Four more losses correct for the
 policy that wrote a completion; any function of `Completions` that returns one number per token can be used instead.
-`shoal.optim.rl` selects the foreign groups to learn from.
 
 Not to be confused with Soft Adaptive Policy Optimization (2511.20347), which has the same short name.
 

@@ -10,16 +10,12 @@ in which it is applied. (Ours.)
 Arrivals may differ much, as a partner that is behind sends later. Were all of them applied as late as nearly the latest, the peers
 that are ahead would train on means of a whole round ago, and gain nothing by it.
 
-Lengths of a round in inner steps, tokens or seconds: they map inner steps to positions of the schedule.
-
 A schedule cuts a round into ``every`` positions. If a round is ``every`` steps, the position is the number of inner steps. If it is
 tokens or seconds, the position is in proportion to them, and one inner step may reach no new position, or several: each is visited
 once, in order, so no action of the schedule is skipped or repeated, also with fragments and lags (a lag of 2 is then 2/every of a
 round). A step never goes beyond the end of its round.
 
     opt = NoLoCo(inner, exchange, length=Seconds(30, time.time), weight=by_tokens)      # peers of unequal speed
-
-The length of a round in seconds, computed by every peer from the speeds that all peers see.
 """
 
 from __future__ import annotations

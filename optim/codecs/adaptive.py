@@ -1,7 +1,5 @@
 """A codec that chooses another codec for each tensor, so that a payload of a given size has the least error.
 
-Selection of one choice for each layer, so that the sizes fit a budget and the sum of the errors is least.
-
 After L-GreCo (2210.17357), reversed: there the error is given and the size minimised, here the size is given, since a receiver must
 know it beforehand.
 """

@@ -1,10 +1,6 @@
 """The ``Codec`` protocol (tensors to bytes on the wire, and back), and the codecs of plain floats.
 
 A codec must know the size of a payload from the shapes alone, so that a receiver can refuse an oversized one before it allocates.
-
-The state of codecs with error feedback while a contribution is in flight.
-
-The codec for averaged buffers: BatchNorm's statistics follow the parameters in a contribution, in full precision.
 """
 
 from __future__ import annotations
@@ -361,7 +357,7 @@ class Resendable(Rejectable, Protocol):
 
 @dataclass(frozen=True)
 class BufferTailCodec:
-    """Codec that sends the last ``count`` tensors as float32, since running statistics stand no loss, and the rest by ``codec``."""
+    """Codec that sends the last ``count`` tensors as float32, since averaged buffers stand no loss, and the rest by ``codec``."""
 
     codec: Codec
     count: int

@@ -1,4 +1,4 @@
-"""Codecs that send every value, in 8 or 1 bits, with one float32 scale for each block of consecutive values of a tensor.
+"""Codecs that send every value, in 8, 4 or 1 bits, with one scale for each block of consecutive values of a tensor.
 
 For a payload's layout see ``DenseCodec``; a value takes 1 + 1/64 bytes with int8 and 1/8 + 1/256 with sign.
 
@@ -6,10 +6,6 @@ Packing of small integers without gaps: 1, 2 or 4 bits each, and pairs of 12 bit
 
 The first code is in the lowest bits of the first byte. Bytes of several codes are combined in one machine word, which requires a
 little-endian machine; PyTorch supports no other.
-
-Base of the block-wise codecs: each tensor has its own section of the payload and is processed in slabs.
-
-The codec e3m0: four bits a value, scales included, exactly an eighth of float32.
 """
 
 from __future__ import annotations
@@ -88,7 +84,7 @@ CPU_SLAB, GPU_SLAB = 2**18, 2**26
 
 
 class SectionCodec(Stateless, ABC):
-    """Stateless codec that encodes each tensor separately. Sections begin at multiples of 4 bytes; gaps are zero."""
+    """Stateless codec that encodes each tensor separately, in slabs. Sections begin at multiples of 4 bytes; gaps are zero."""
 
     name: str
     displacement = True

@@ -6,8 +6,6 @@
 ``int8``; ``e3m0+ef`` is e3m0 with error feedback; ``topk2+ef:0.95`` is SparseLoCo's, whose residual fades by 0.95 a round;
 ``topk2:0.1+ef`` keeps a tenth of the values in place of a 64th; ``auto:2`` spends 2 bits a value, more on some tensors than on
 others. The ``name`` of a codec is its one canonical spelling.
-
-Codecs under which an index is averaged over the peers that sent it, and not over all.
 """
 
 from __future__ import annotations

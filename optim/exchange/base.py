@@ -5,8 +5,6 @@ The implementations pass one test suite (tests/exchanges): ``Simulation`` (in on
 of a peer, never hangs and never returns a partly averaged tensor: if no peer answered in time, or a member could not commit, the
 result is ``None`` and the rule goes on with the own contribution alone.
 
-Tensors that are computed when they are taken, and read piece by piece, so that a contribution need not be held in memory.
-
 Pairing without a coordinator: every peer orders the peers it sees by hash(seed, round, peer id).
 
 Peers that see the same membership compute the same groups without a message. Peers that see different memberships disagree about
@@ -37,7 +35,7 @@ Item = Tensor | tuple[Tensor, Tensor]
 class OnDemand(Sequence[Tensor]):
     """Sequence of tensors that nobody may change: some are those handed in, others the difference of two, computed when taken.
 
-    The tensors handed in must stay as they are while this is in use.
+    So a contribution need not be held in memory. The tensors handed in must stay as they are while this is in use.
 
     Args:
         items: what it is made of.

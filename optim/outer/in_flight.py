@@ -1,7 +1,4 @@
-"""Contributions between their sending and the application of their means, and what is reported then.
-
-Checks of saved outer state before it is loaded.
-"""
+"""Contributions between their sending and the application of their means; checks of saved outer state before it is loaded."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 """The weights of a model as an outer optimizer sees them: slow ones, fast ones in staging, and those in the model itself.
 
-Access to sharded parameters (FSDP2, tensor parallel): the outer optimizer works on the local part only.
+Of sharded parameters (FSDP2, tensor parallel) that is the local part only.
 
 Sketches: a few numbers by which two peers compare their weights without sending them.
 
 ``sketch`` is made to find any difference at all; its sums are far from the norm where values have a mean, as the gains of a norm
 layer do. In ``projection`` random signs take the mean out, so that norms and distances are right on average.
-
-Tensors in files that are mapped into memory, of which the system keeps there what there is room for.
 """
 
 from __future__ import annotations
@@ -168,7 +166,8 @@ ALIGNED = 64  # bytes
 def in_file(folder: Path, like: Sequence[Tensor]) -> list[Tensor]:
     """Return zeros of the same types and shapes in a file of their own in ``folder``, which is made if it is missing.
 
-    The file has no name, so nothing is left of it when the tensors are gone, however the process ends.
+    It is mapped into memory, and the system keeps there what there is room for. It has no name, so nothing is left of it when the
+    tensors are gone, however the process ends.
 
     Raises:
         OSError: the folder cannot be written, or has no room for all of them.

@@ -12,9 +12,8 @@ are those of
 with f(z) = 1, or f(z) = 1 - s + s z^L if a part s of the displacement is applied at once (eager updates). It is stable while all
 roots lie inside the unit circle. AdamW's steps are not linear, so this is a guide, not a proof.
 
-Rules for means that arrive a whole round late, while the next round is computed: CO2-style and eager updates.
-
-Under ``Delayed`` each round ends with: wait for the mean of the round before, send the own displacement of this round, then apply.
+Under ``Delayed`` (CO2-style and eager updates) a mean arrives a whole round late: each round ends with: wait for the mean of the
+round before, send the own displacement of this round, then apply.
 
 Below the rules are the optimizers made of them, with documented defaults; ``Options`` are the arguments that all methods share.
 """
