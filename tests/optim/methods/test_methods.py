@@ -32,7 +32,8 @@ from shoal.optim import (
     float_buffers,
 )
 from shoal.optim.codecs.base import BufferTailCodec
-from tests.optim.outer.test_resume import equal, everything, flat
+from tests.optim.outer.test_resume import everything
+from tests.optim.training import equal
 
 PEERS, EVERY, STEPS = ["a", "b", "c"], 4, 13
 
@@ -121,7 +122,7 @@ def test_saved_at_any_inner_step_it_goes_on_to_the_same_bits(name):
         return saved, everything(run)
 
     first = Simulation(PEERS, size=3).run(straight)
-    assert all(tensor.isfinite().all() for tensor in flat([entry["outer"]["slow"] for entry in first["a"][1][1]["state"].values()]))
+    assert all(entry["outer"]["slow"].isfinite().all() for entry in first["a"][1][1]["state"].values())
     for at in range(0, STEPS, 2) if name != "streaming" else range(STEPS):
 
         def onwards(exchange, at=at):

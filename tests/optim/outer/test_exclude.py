@@ -21,6 +21,7 @@ from shoal.optim import (
     strided,
 )
 from shoal.swarm.training.session_setup import parameters_of
+from tests.optim.training import model, train
 
 
 class Body(nn.Module):
@@ -39,14 +40,6 @@ def make():
     return Body()
 
 
-def learn(net, opt, steps, peer=0):
-    for step in range(steps):
-        opt.zero_grad()
-        (net(torch.randn(6, 3, generator=torch.Generator().manual_seed(step))) - peer).square().mean().backward()
-        opt.count(6)
-        opt.step()
-
-
 WAYS = {"a module": ["head"], "a pattern": ["head.*"], "names": ["head.weight", "head.bias"], "parameters": None}
 
 
@@ -58,7 +51,7 @@ def test_what_is_excluded_stays_local_and_the_rest_is_averaged(name, way):
         method = method_named(name)
         short = {"every": 4} if method.knobs["every"] > 4 else {}
         opt = method.make(torch.optim.SGD(net.parameters(), lr=0.1), exchange, model=net, exclude=own, **short)
-        learn(net, opt, 8, peer=int(exchange.peer))
+        train(net, opt, 8, target=int(exchange.peer))
         opt.finish()
         with opt.averaged():
             return [p.detach().clone() for p in net.parameters()], opt, [p.detach().clone() for p in net.head.parameters()]
@@ -85,7 +78,7 @@ def test_it_is_not_sent_and_not_restored_by_averaged():
     opt = NoLoCo(
         torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, model=net, exclude=["head", "norm"], buffers="average", lag=0
     )
-    learn(net, opt, 2)
+    train(net, opt, 2)
     assert exchange.sent == [(3, 3), (3,)] * 3  # the buffers of the excluded module neither
     with opt.averaged():
         net.head.bias.data.fill_(7.0)
@@ -99,7 +92,7 @@ def test_a_frozen_one_that_is_excluded_may_be_trained_later():
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=2, model=net, exclude=["head"])
     net.head.requires_grad_(True)
     before = net.head.weight.detach().clone()
-    learn(net, opt, 2)
+    train(net, opt, 2)
     assert not torch.equal(before, net.head.weight)
 
 
@@ -358,27 +351,12 @@ KEEPS = {  # knobs with which a round without a partner changes no weight, or ke
 }
 
 
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-def descend(net, opt, steps, seed=0):
-    for step in range(steps):
-        opt.zero_grad()
-        inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(100 * seed + step), dtype=torch.float64)
-        net(inputs).square().mean().backward()
-        if hasattr(opt, "count"):
-            opt.count(6)
-        opt.step()
-
-
 @pytest.mark.parametrize("method", KEEPS)
 def test_without_a_partner_training_ends_where_the_inner_optimizer_alone_ends(method):
-    plain, wrapped = model(), model()
-    descend(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 8)
+    plain, wrapped = model(dtype=torch.float64), model(dtype=torch.float64)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 8)
     opt = METHODS[method].make(torch.optim.SGD(wrapped.parameters(), lr=0.1), Alone(), every=2, model=wrapped, **KEEPS[method])
-    descend(wrapped, opt, 8)
+    train(wrapped, opt, 8)
     opt.finish()
     assert {tensor.dtype for tensor in (*opt.slow, *wrapped.parameters())} == {torch.float64}
     for found, expected in zip(wrapped.parameters(), plain.parameters(), strict=True):
@@ -386,10 +364,10 @@ def test_without_a_partner_training_ends_where_the_inner_optimizer_alone_ends(me
 
 
 def test_with_lr_0_a_weight_keeps_all_its_bits():
-    net = model()
+    net = model(dtype=torch.float64)
     before = [p.detach().clone() for p in net.parameters()]
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=2, lr=0.0)
-    descend(net, opt, 4)
+    train(net, opt, 4)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before, strict=True))
 
 
@@ -405,9 +383,9 @@ def test_partners_are_sent_float32(method):
             return start(contribution)
 
         exchange.start = noting
-        net = model()
+        net = model(dtype=torch.float64)
         opt = METHODS[method].make(torch.optim.SGD(net.parameters(), lr=0.1), exchange, every=2, model=net, **KEEPS[method])
-        descend(net, opt, 6, seed=ord(exchange.peer))
+        train(net, opt, 6, first=100 * ord(exchange.peer))
         opt.finish(average=True)
         return [p.detach() for p in net.parameters()]
 

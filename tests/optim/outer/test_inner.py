@@ -20,18 +20,13 @@ from shoal.optim import (
     GASLoC,
     LocalSGD,
     NoLoCo,
-    OuterOptimizer,
     Simulation,
     SparseLoCo,
     StreamingDiLoCo,
     config_diff,
     method_named,
 )
-
-
-def make(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+from tests.optim.training import model, same, train, weights
 
 
 def split(net, lr=0.05):
@@ -40,43 +35,25 @@ def split(net, lr=0.05):
     return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(rest, lr=lr)]
 
 
-def learn(net, opt, steps, peer=0, first=0, after=lambda: None):
-    for step in range(first, first + steps):
-        opt.zero_grad()
-        (net(torch.randn(6, 3, generator=torch.Generator().manual_seed(step))) - peer).square().mean().backward()
-        if isinstance(opt, OuterOptimizer):
-            opt.count(6)
-        opt.step()
-        after()
-
-
-def weights(net):
-    return [p.detach().clone() for p in net.parameters()]
-
-
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def test_a_scheduler_goes_on_after_the_inner_optimizer_loaded_behind_the_wrapper():
-    net = make()
+    net = model()
     inner = torch.optim.SGD(net.parameters(), lr=1.0)
     opt = DiLoCo(inner, Alone(), every=100)
     schedule = StepLR(opt, 1, 0.1)
     inner.load_state_dict(inner.state_dict())
     assert opt.param_groups is inner.param_groups
-    learn(net, opt, 1)
+    train(net, opt, 1)
     schedule.step()
     assert inner.param_groups[0]["lr"] == pytest.approx(0.1)
     assert opt.state is inner.state
 
 
 def test_groups_and_state_that_are_replaced_are_those_of_the_inner_optimizer():
-    net = make()
+    net = model()
     inner = torch.optim.AdamW(net.parameters(), lr=1.0)
     opt = DiLoCo(inner, Alone(), every=100)
     opt.param_groups = [group | {"lr": 0.5} for group in opt.param_groups]
-    learn(net, opt, 1)
+    train(net, opt, 1)
     opt.state = copy.copy(opt.state)
     assert (inner.param_groups[0]["lr"], opt.state is inner.state, len(inner.state)) == (0.5, True, 4)
     several = DiLoCo(split(net), Alone())
@@ -86,26 +63,26 @@ def test_groups_and_state_that_are_replaced_are_those_of_the_inner_optimizer():
 
 
 def test_a_group_added_behind_the_wrapper_is_refused_before_a_step():
-    net, late = make(), nn.Parameter(torch.ones(2))
+    net, late = model(), nn.Parameter(torch.ones(2))
     inner = torch.optim.SGD(net.parameters(), lr=1.0)
     opt = DiLoCo(inner, Alone(), every=100)
-    learn(net, opt, 1)
+    train(net, opt, 1)
     inner.add_param_group({"params": [late]})
     before = weights(net)
     with pytest.raises(ValueError, match="would never be averaged"):
-        learn(net, opt, 1)
+        train(net, opt, 1)
     assert (opt.steps, same(before, weights(net))) == (1, True)
 
 
 @pytest.mark.parametrize("method", [NoLoCo, DiLoCo])
 def test_several_inner_optimizers_train_as_each_alone_and_are_averaged(method):
     def peer(exchange):
-        net = make()
+        net = model()
         opt = method(split(net), exchange, every=4)
-        learn(net, opt, 8, peer=int(exchange.peer))
+        train(net, opt, 8, target=int(exchange.peer))
         return [opt.slow, weights(net)]
 
-    alone, several = make(), make()
+    alone, several = model(), model()
     apart = split(alone)
     together = method(split(several), Alone(), every=100)
     for step in range(6):
@@ -114,7 +91,7 @@ def test_several_inner_optimizers_train_as_each_alone_and_are_averaged(method):
         alone(rows).square().mean().backward()
         for one in apart:
             one.step()
-    learn(several, together, 6)
+    train(several, together, 6)
     assert same(weights(alone), weights(several))
     found = Simulation(["0", "1"]).run(peer)
     assert method is NoLoCo or same(found["0"][0], found["1"][0])
@@ -123,14 +100,14 @@ def test_several_inner_optimizers_train_as_each_alone_and_are_averaged(method):
 
 def test_each_of_several_has_its_scheduler_and_its_saved_state():
     def run():
-        net = make()
+        net = model()
         inners = split(net)
         opt = NoLoCo(inners, Alone(), every=4, lag=0)
         schedules = [ExponentialLR(inners[0], 0.5), ExponentialLR(inners[1], 0.9)]
         return net, inners, opt, lambda: [schedule.step() for schedule in schedules]
 
     net, inners, opt, after = run()
-    learn(net, opt, 5, after=after)
+    train(net, opt, 5, after=after)
     rates = [group["lr"] for group in opt.param_groups]
     assert rates == [inners[0].param_groups[0]["lr"], inners[1].param_groups[0]["lr"]] == pytest.approx([0.05 / 32, 0.05 * 0.9**5])
     assert set(opt.state) == set(net.parameters())
@@ -139,12 +116,12 @@ def test_each_of_several_has_its_scheduler_and_its_saved_state():
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert [group["lr"] for group in others[0].param_groups + others[1].param_groups] == rates
     for one, other in ((net, opt), (again, resumed)):
-        learn(one, other, 5, first=5)
+        train(one, other, 5, first=5)
     assert same(weights(net), weights(again))
 
 
 def test_a_closure_is_called_once_for_all():
-    net, calls = make(), []
+    net, calls = model(), []
     opt = NoLoCo(split(net), Alone(), every=100, lag=0)
 
     def closure():
@@ -161,7 +138,7 @@ def test_a_closure_is_called_once_for_all():
 
 
 def test_what_cannot_be_combined_is_refused_and_a_state_that_does_not_fit_changes_nothing():
-    net = make()
+    net = model()
     every = list(net.parameters())
     with pytest.raises(ValueError, match="at least one"):
         NoLoCo([], Alone(), lag=0)
@@ -187,7 +164,7 @@ class AdamWScheduleFree(torch.optim.AdamW):
 @pytest.mark.parametrize("form", [lambda inner: inner, lambda inner: [inner]])
 def test_an_inner_optimizer_that_remembers_earlier_weights_is_refused(kind, form):
     with pytest.raises(ValueError, match=f"{kind.__name__} remembers earlier weights"):
-        NoLoCo(form(kind(make().parameters(), lr=0.1)), Alone(), lag=0)
+        NoLoCo(form(kind(model().parameters(), lr=0.1)), Alone(), lag=0)
 
 
 @pytest.mark.parametrize(
@@ -204,18 +181,18 @@ def test_an_inner_optimizer_that_remembers_earlier_weights_is_refused(kind, form
     ],
 )
 def test_a_wrong_argument_is_named_before_anything_is_made(wrong, sentence):
-    net = make()
+    net = model()
     with pytest.raises(TypeError, match=re.escape(sentence)):
         wrong(net, torch.optim.AdamW(net.parameters()))
 
 
 def test_an_inner_optimizer_that_loaded_an_outer_ones_state_is_refused():
     """As a script does that resumes before it wraps: the slow weights would be lost in silence."""
-    net = make()
+    net = model()
     outer = DiLoCo(torch.optim.AdamW(net.parameters()), Alone(), every=2)
-    learn(net, outer, 3)
+    train(net, outer, 3)
     bare = torch.optim.AdamW(net.parameters())
-    learn(net, bare, 1)
+    train(net, bare, 1)
     bare.param_groups[0].update({key: value for key, value in outer.state_dict()["param_groups"][0].items() if key != "params"})
     with pytest.raises(ValueError, match="the saved state of an outer one: load that into the outer optimizer, once it is made"):
         DiLoCo(bare, Alone())
@@ -226,7 +203,7 @@ def test_micro_batches_of_accelerate_are_no_steps_in_whichever_order_it_is_wrapp
     accelerate = pytest.importorskip("accelerate")
     ends = []
     for order in ("whole batches", "prepared first", "prepared last"):
-        net, rounds = make(), []
+        net, rounds = model(), []
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=1 if order == "whole batches" else 4)
         inner = torch.optim.SGD(net.parameters(), lr=0.1)
         options = {"every": 1, "lag": 0, "on_round": rounds.append}
@@ -255,24 +232,24 @@ def groups(net, lr=0.05):
 
 
 def test_a_scheduler_of_torch_drives_the_outer_rate_round_by_round():
-    rates, net = [], make()
+    rates, net = [], model()
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=2, lr=0.8, on_round=lambda info: schedule.step())
     schedule = CosineAnnealingLR(opt.outer, T_max=4)
-    learn(net, opt, 8, after=lambda: rates.append(opt.outer.param_groups[0]["lr"]))
+    train(net, opt, 8, after=lambda: rates.append(opt.outer.param_groups[0]["lr"]))
     expected = [0.8 * (1 + torch.cos(torch.tensor(torch.pi * done / 4)).item()) / 2 for done in (0, 1, 1, 2, 2, 3, 3, 4)]
     assert rates == pytest.approx(expected, abs=1e-7)
     slow = [tensor.clone() for tensor in opt.slow]
-    learn(net, opt, 2, first=8)  # at rate 0 the slow weights stay
+    train(net, opt, 2, first=8)  # at rate 0 the slow weights stay
     assert same(slow, opt.slow)
 
 
 @pytest.mark.filterwarnings("error")
 def test_the_scheduler_sees_that_steps_were_taken_and_hooks_may_drive_it():
-    net = make()
+    net = model()
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=2, lr=0.5, momentum=0.5)
     schedule = CyclicLR(opt.outer, 0.1, 0.5, step_size_up=2, base_momentum=0.3, max_momentum=0.6)
     opt.outer.register_step_post_hook(lambda *_: schedule.step())
-    learn(net, opt, 4)
+    train(net, opt, 4)
     assert opt.outer.param_groups[0]["lr"] == pytest.approx(0.5)
     assert opt.outer.param_groups[0]["momentum"] == pytest.approx(0.3)
 
@@ -286,15 +263,15 @@ def test_a_round_has_the_values_of_its_time(name):
     values = {"lr": 0.3} if name == "sparseloco" else {"lr": 0.3, "momentum": 0.2}
 
     def peer(exchange, by_groups):
-        net = make()
+        net = model()
         opt = SCHEDULED[name](torch.optim.SGD(net.parameters(), lr=0.05), exchange, every=2)
-        learn(net, opt, 4, peer=int(exchange.peer))
+        train(net, opt, 4, target=int(exchange.peer))
         opt.finish()
         if by_groups:
             opt.outer.param_groups[0].update(values)
         else:
             opt.outer = type(opt.outer)(replace(opt.rule, **values), opt.slow, [range(len(opt.slow))])
-        learn(net, opt, 4, peer=int(exchange.peer), first=4)
+        train(net, opt, 4, target=int(exchange.peer), first=4)
         opt.finish()
         return [*(tensor.clone() for tensor in opt.slow), *(p.detach().clone() for p in net.parameters())]
 
@@ -304,7 +281,7 @@ def test_a_round_has_the_values_of_its_time(name):
 
 def test_what_is_in_flight_is_applied_as_it_was_sent():
     def peer(exchange, change):
-        net = make()
+        net = model()
         opt = StreamingDiLoCo(
             torch.optim.SGD(net.parameters(), lr=0.0), exchange, every=4, fragments=1, lag=2, lr=1.0, momentum=0.0
         )
@@ -329,11 +306,11 @@ def test_groups_may_differ_and_each_is_as_in_an_optimizer_of_its_own(name):
     knobs = {"fragments": 1} if "fragments" in METHODS[name].knobs else {}
 
     def peer(exchange, lr):
-        net = make()
+        net = model()
         opt = method_named(name).make(groups(net), exchange, every=4, lr=0.6, model=net, **knobs)
         for group, rate in zip(opt.outer.param_groups, lr, strict=True):
             group["lr"] = rate
-        learn(net, opt, 4, peer=int(exchange.peer))
+        train(net, opt, 4, target=int(exchange.peer))
         opt.finish()
         return [tensor.clone() for tensor in opt.slow]
 
@@ -344,10 +321,10 @@ def test_groups_may_differ_and_each_is_as_in_an_optimizer_of_its_own(name):
 
 def test_a_plain_mean_stays_with_its_parameter_if_groups_differ():
     def peer(exchange, lr):
-        net = make()
+        net = model()
         opt = DecoupledDiLoCo(groups(net), exchange, every=2, lag=0, fragments=1, plain=[net[2].weight], lr=0.6)
         opt.outer.param_groups[0]["lr"] = lr
-        learn(net, opt, 2, peer=int(exchange.peer))
+        train(net, opt, 2, target=int(exchange.peer))
         return [tensor.clone() for tensor in opt.slow]
 
     mixed, equal = (Simulation(["0", "1"]).run(lambda e, lr=lr: peer(e, lr)) for lr in (0.1, 0.6))
@@ -355,7 +332,7 @@ def test_a_plain_mean_stays_with_its_parameter_if_groups_differ():
 
 
 def test_a_rule_without_rate_or_momentum_has_no_such_key():
-    net = make()
+    net = model()
     inner = groups(net)
     keys = {
         make: set(make(inner, Alone()).outer.param_groups[1]) - {"params"}
@@ -371,28 +348,28 @@ def test_a_rule_without_rate_or_momentum_has_no_such_key():
 
 
 def test_a_value_that_no_rule_takes_stops_the_step_that_would_use_it():
-    net = make()
+    net = model()
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=2)
     opt.outer.param_groups[0]["lr"] = -0.1
     with pytest.raises(ValueError, match=r"outer lr must not be negative, got -0\.1"):
-        learn(net, opt, 2)
+        train(net, opt, 2)
     opt = NoLoCo(groups(net), Alone(), every=1, lr=0.5, pull=0.5, lag=0)
     opt.outer.param_groups[0]["lr"] = 0.4
     with pytest.raises(ValueError, match="send unequally many tensors"):
-        learn(net, opt, 1)
+        train(net, opt, 1)
 
 
 @pytest.mark.parametrize("form", ["state_dict", "whole_state"])
 def test_the_present_values_are_saved_and_restored_with_a_scheduler_that_goes_on(form):
     def run():
-        net = make()
+        net = model()
         opt = DiLoCo(groups(net), Alone(), every=2, lr=0.8)
         return net, opt, StepLR(opt.outer, 1, 0.5)
 
     net, opt, schedule = run()
     after = lambda schedule: lambda info: schedule.step()  # noqa: E731
     opt.on_round = after(schedule)
-    learn(net, opt, 4)
+    train(net, opt, 4)
     again, other, resumed = run()
     other.on_round = after(resumed)
     again.load_state_dict(net.state_dict())
@@ -400,14 +377,14 @@ def test_the_present_values_are_saved_and_restored_with_a_scheduler_that_goes_on
     resumed.load_state_dict(schedule.state_dict())
     assert [group["lr"] for group in other.outer.param_groups] == [0.2, 0.2]
     assert other.outer.param_groups[0]["initial_lr"] == 0.8
-    learn(net, opt, 4, first=4)
-    learn(again, other, 4, first=4)
+    train(net, opt, 4, first=4)
+    train(again, other, 4, first=4)
     assert [group["lr"] for group in other.outer.param_groups] == [group["lr"] for group in opt.outer.param_groups] == [0.05, 0.05]
     assert same(net.parameters(), again.parameters())
 
 
 def test_peers_are_compared_by_their_present_values():
-    net = make()
+    net = model()
     one, other = DiLoCo(groups(net), Alone(), lr=0.5), DiLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), lr=0.5)
     assert config_diff(one, other) is None
     assert config_diff(one, DiLoCo(groups(net), Alone(), lr=0.5, momentum=0.0)) == "momentum is 0.6 and not 0.0"
@@ -420,7 +397,7 @@ def test_peers_are_compared_by_their_present_values():
 
 
 def test_a_schedule_by_the_round_number_is_that_of_the_others_for_a_late_peer():
-    net = make()
+    net = model()
     opt = DiLoCo(torch.optim.SGD(net.parameters(), lr=0.05), Alone(), every=1, lr=0.8)
     schedule = LambdaLR(opt.outer, lambda _: 0.5**opt.round)
     opt.adopt(opt.slow, round=3, into_model=True)

@@ -23,6 +23,7 @@ from shoal.optim import (
     method_named,
 )
 from shoal.optim.exchange.base import Exchange, Handle
+from tests.optim.training import model, same, train, weights
 
 
 class Partner(Exchange):
@@ -39,29 +40,6 @@ class Partner(Exchange):
         return type("Ready", (Handle,), {"done": lambda self: True, "result": lambda self, deadline=None: mean})()
 
 
-def model(dtype=torch.float32, seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
-
-
-def train(net, opt, steps, *, scheduler=None, first=0):
-    for step in range(first, first + steps):
-        inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
-        opt.zero_grad()
-        net(inputs).square().mean().backward()
-        opt.step()
-        if scheduler is not None:
-            scheduler.step()
-
-
-def weights(net):
-    return [p.detach().clone() for p in net.parameters()]
-
-
-def same(first, second):
-    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 @pytest.mark.parametrize(
     "scheduler",
     [
@@ -76,8 +54,8 @@ def test_a_scheduler_acts_on_it_as_on_the_inner_optimizer(inner, scheduler):
     plain, wrapped = model(), model()
     opt = inner(plain.parameters())
     outer = NoLoCo(inner(wrapped.parameters()), Alone(), every=100, lag=0)
-    train(plain, opt, 10, scheduler=scheduler(opt))
-    train(wrapped, outer, 10, scheduler=scheduler(outer))
+    train(plain, opt, 10, after=scheduler(opt).step)
+    train(wrapped, outer, 10, after=scheduler(outer).step)
     assert outer.param_groups is outer.inner.param_groups
     assert outer.param_groups[0]["lr"] == opt.param_groups[0]["lr"]
     assert same(weights(plain), weights(wrapped))
@@ -237,7 +215,7 @@ def test_a_bfloat16_model_has_float32_slow_weights_that_do_not_lose_small_change
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_averaged_shows_the_slow_weights_and_restores_the_fast_ones_bit_by_bit(dtype):
-    net = model(dtype)
+    net = model(dtype=dtype)
     opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=4, lag=0)
     train(net, opt, 6)
     net[0].bias.data[0] = float("nan")

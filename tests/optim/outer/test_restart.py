@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
-from shoal.optim import Alone, DiLoCo, NoLoCo, OuterOptimizer, Simulation, Stepped, method_named
+from shoal.optim import Alone, DiLoCo, NoLoCo, Simulation, Stepped, method_named
+from tests.optim.training import model, same, train
 
 KNOBS = {
     "noloco": {"every": 6, "fragments": 2, "lag": 2}, "gasloc": {"every": 6, "fragments": 2, "lag": 2},
@@ -17,32 +17,13 @@ KNOBS = {
 }  # fmt: skip
 
 
-def model(seed=0, dtype=torch.float32):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
-
-
 def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=0.05)
-
-
-def train(net, opt, first, steps):
-    for step in range(first, first + steps):
-        inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
-        net(inputs).square().mean().backward()
-        if isinstance(opt, OuterOptimizer):
-            opt.count(len(inputs))
-        opt.step()
-        opt.zero_grad()
 
 
 def held(net, opt):
     tensors = [*opt.slow, *net.parameters(), *(t for name in sorted(opt.rule_state) for t in opt.rule_state[name])]
     return [tensor.detach().clone() for tensor in tensors]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,7 +40,7 @@ def test_after_a_restart_it_is_as_a_new_one_from_these_weights(name, place, dtyp
         opt = method_named(name).make(sgd(net), exchange, model=net, **options)
         seed = 1000 * (1 + ord(exchange.peer))
         if rounds is None:
-            train(net, opt, seed, 24)
+            train(net, opt, 24, first=seed)
             overlaps = options.get("lag", 0) > 0 or name in ("co2", "eager")
             assert any(opt.in_flight(part) for part in range(opt.fragments)) is overlaps
             net.load_state_dict(model(5, dtype).state_dict())
@@ -69,7 +50,7 @@ def test_after_a_restart_it_is_as_a_new_one_from_these_weights(name, place, dtyp
             opt = method_named(name).make(sgd(net), exchange, model=net, **options)
             opt.round = rounds
         begun, round = held(net, opt), opt.round
-        train(net, opt, 500 + seed, 24)
+        train(net, opt, 24, first=500 + seed)
         return begun, held(net, opt), round
 
     found = Simulation(["a", "b"]).run(peer)
@@ -98,7 +79,7 @@ def load(net):
 def test_a_change_outside_a_step_is_said_once_with_the_remedy(then):
     net = model()
     opt = NoLoCo(sgd(net), Alone(), every=2, lag=0)
-    train(net, opt, 0, 3)
+    train(net, opt, 3)
     load(net)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -113,7 +94,7 @@ def test_a_change_outside_a_step_is_said_once_with_the_remedy(then):
             opt.adopt([t.clone() for t in opt.slow], round=opt.round)
         for _ in range(5):
             load(net)
-            train(net, opt, 3, 1)
+            train(net, opt, 1, first=3)
     said = [str(one.message) for one in found]
     assert len(said) == 1
     assert re.search(r"changed outside step\(\) \(4 of 4 tensors\).* call opt.restart_from_model\(\)", said[0])
@@ -125,14 +106,14 @@ def test_what_the_optimizer_and_its_callers_do_by_right_is_not_said(recwarn):
     opt = NoLoCo(sgd(net), Alone(), every=2, lag=0)
     load(net)
     net.load_state_dict(model(0).state_dict())  # as DDP does, which sends rank 0's weights, equal ones, to all
-    train(net, opt, 0, 3)
+    train(net, opt, 3)
     with opt.averaged(), opt.averaged():
         net(torch.ones(1, 3))
-    train(net, opt, 3, 1)
+    train(net, opt, 1, first=3)
     opt.adopt([t + 1 for t in opt.slow], round=opt.round, into_model=True)
-    train(net, opt, 4, 1)
+    train(net, opt, 1, first=4)
     opt.finish(average=True)
-    train(net, opt, 5, 1)
+    train(net, opt, 1, first=5)
     for before in (True, False):
         saved = opt.state_dict()
         if before:
@@ -140,16 +121,16 @@ def test_what_the_optimizer_and_its_callers_do_by_right_is_not_said(recwarn):
         opt.load_state_dict(saved)
         if not before:
             load(net)
-        train(net, opt, 6, 1)
+        train(net, opt, 1, first=6)
     load(net)
     opt.restart_from_model()
-    train(net, opt, 7, 3)
+    train(net, opt, 3, first=7)
     net.double().float()
-    train(net, opt, 9, 1)
+    train(net, opt, 1, first=9)
     other = model()
     inner, stepped = sgd(other), NoLoCo(Stepped(list(other.parameters())), Alone(), every=2, lag=0)
     for step in range(4):
-        train(other, inner, step, 1)
+        train(other, inner, 1, first=step)
         stepped.step()
     stepped.finish()
 
@@ -164,5 +145,5 @@ def test_what_the_optimizer_and_its_callers_do_by_right_is_not_said(recwarn):
         opt.step(closure)
     with pytest.raises(Interrupted), opt.averaged():
         raise Interrupted
-    train(net, opt, 10, 1)
+    train(net, opt, 1, first=10)
     assert not [str(w.message) for w in recwarn if "changed outside" in str(w.message)]

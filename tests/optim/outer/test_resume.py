@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shoal.optim import METHODS, Alone, DiLoCo, Mean, NoLoCo, SparseLoCo, Tokens, codec_named, method_named
 from shoal.optim.exchange.base import Handle
+from tests.optim.training import equal, same, train
 
 EVERY, STEPS = 3, 9
 
@@ -39,23 +40,6 @@ class Run:
             self.net[1](self.net[0](inputs.bfloat16()).float().tanh()).square().mean().backward()
             self.opt.step()
             self.scheduler.step()
-
-
-def flat(value):
-    """Return every tensor and number in a nested state, in order."""
-    if isinstance(value, dict):
-        return [leaf for key in sorted(value, key=str) for leaf in flat(value[key])]
-    if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in flat(item)]
-    return [value]
-
-
-def equal(first, second):
-    first, second = flat(first), flat(second)
-    return len(first) == len(second) and all(
-        a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 def everything(run):
@@ -224,39 +208,11 @@ def made(name="diloco", seed=0, dtype=torch.float32, inner=torch.optim.AdamW, **
     return net, opt
 
 
-def learn(net, opt, steps, first=0):
-    for step in range(first, first + steps):
-        opt.zero_grad()
-        rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
-        net(rows).square().mean().backward()
-        opt.count(6)
-        opt.step()
-
-
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def by_path(value):
-    if isinstance(value, dict):
-        return {f"{key}/{path}": leaf for key, part in value.items() for path, leaf in by_path(part).items()}
-    if isinstance(value, list | tuple):
-        return by_path(dict(enumerate(value)))
-    return {"": value}
-
-
-def alike(first, second):
-    one, two = by_path(first), by_path(second)
-    return one.keys() == two.keys() and all(
-        torch.equal(one[path], two[path]) if isinstance(one[path], torch.Tensor) else one[path] == two[path] for path in one
-    )
-
-
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(name, dtype, tmp_path):
     net, opt = made(name, dtype=dtype)
-    learn(net, opt, 9)
+    train(net, opt, 9)
     opt.finish()
     weights, state = get_state_dict(net, opt)
     assert set(state["state"]) == {"0.weight", "0.bias", "2.bias", "3.weight", "3.bias"}
@@ -268,10 +224,10 @@ def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(name,
     assert (fresh.steps, fresh.round) == (0, 0)
     dcp.load({"net": weights, "opt": state}, checkpoint_id=tmp_path, no_dist=True)
     set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=state)
-    assert alike(fresh.whole_state(), opt.whole_state())
-    learn(net, opt, 7, first=9)
-    learn(other, fresh, 7, first=9)
-    assert alike(fresh.whole_state(), opt.whole_state())
+    assert equal(fresh.whole_state(), opt.whole_state())
+    train(net, opt, 7, first=9)
+    train(other, fresh, 7, first=9)
+    assert equal(fresh.whole_state(), opt.whole_state())
     assert same(net.parameters(), other.parameters())
 
 
@@ -280,14 +236,14 @@ def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(name,
 def test_a_codec_s_residual_is_in_it_from_the_start(codec, steps, tmp_path):
     net, opt = made("sparseloco", codec=codec_named(codec))
     opt.exchange = Echo()
-    learn(net, opt, steps)
+    train(net, opt, steps)
     state = get_optimizer_state_dict(net, opt)
     dcp.save({"opt": state}, checkpoint_id=tmp_path, no_dist=True)
     other, fresh = made("sparseloco", codec=codec_named(codec))
     template = get_optimizer_state_dict(other, fresh)
     dcp.load({"opt": template}, checkpoint_id=tmp_path, no_dist=True)
     set_optimizer_state_dict(other, fresh, template)
-    assert alike(fresh.whole_state()["codecs"], opt.whole_state()["codecs"])
+    assert equal(fresh.whole_state()["codecs"], opt.whole_state()["codecs"])
     assert (fresh.codec.error is None) is (steps == 0)
 
 
@@ -306,31 +262,31 @@ def test_the_step_by_which_torch_makes_a_new_state_is_no_step(inner):
     assert same(before, net.parameters())
     assert bool(opt.state) is (inner is torch.optim.AdamW)
     opt.exchange = Alone()
-    learn(net, opt, 4)
+    train(net, opt, 4)
     assert (opt.steps, opt.round) == (4, 1)
 
 
 def test_a_step_at_rate_0_with_gradients_counts():
     net, opt = made()
     opt.param_groups[0]["lr"] = 0.0
-    learn(net, opt, 4)
+    train(net, opt, 4)
     assert (opt.steps, opt.round) == (4, 1)
 
 
 @pytest.mark.parametrize("options", [{"full_state_dict": True}, {"cpu_offload": True}])
 def test_the_options_of_torch_give_a_state_that_loads(options):
     net, opt = made()
-    learn(net, opt, 9)
+    train(net, opt, 9)
     options = StateDictOptions(**options)
     state = get_optimizer_state_dict(net, opt, options=options)
     other, fresh = made()
     set_optimizer_state_dict(other, fresh, state, options=options)
-    assert alike(fresh.whole_state(), opt.whole_state())
+    assert equal(fresh.whole_state(), opt.whole_state())
 
 
 def test_what_cannot_be_restored_is_refused_and_changes_nothing():
     net, opt = made()
-    learn(net, opt, 9)
+    train(net, opt, 9)
     other, fresh = made()
     before = fresh.whole_state()
     plain = torch.optim.AdamW(net.parameters(), lr=0.05).state_dict()
@@ -352,7 +308,7 @@ def test_what_cannot_be_restored_is_refused_and_changes_nothing():
     state["param_groups"][0]["params"].pop()
     with pytest.raises(ValueError, match="have 5 parameters, this optimizer 6"):
         fresh.load_state_dict(state)
-    assert alike(before["slow"], fresh.whole_state()["slow"])
+    assert equal(before["slow"], fresh.whole_state()["slow"])
     assert fresh.steps == 0
 
 
@@ -364,18 +320,18 @@ def test_several_inner_optimizers_are_one_in_it(tmp_path):
         return net, NoLoCo([torch.optim.Muon(parts[0], lr=0.05), torch.optim.AdamW(parts[1], lr=0.05)], Alone(), every=4, lag=0)
 
     net, opt = several()
-    learn(net, opt, 9)
+    train(net, opt, 9)
     dcp.save({"opt": get_optimizer_state_dict(net, opt)}, checkpoint_id=tmp_path, no_dist=True)
     other, fresh = several()
     state = get_optimizer_state_dict(other, fresh)
     dcp.load({"opt": state}, checkpoint_id=tmp_path, no_dist=True)
     set_optimizer_state_dict(other, fresh, state)
-    assert alike(fresh.whole_state(), opt.whole_state())
+    assert equal(fresh.whole_state(), opt.whole_state())
 
 
 def test_another_method_or_schedule_is_named():
     net, opt = made()
-    learn(net, opt, 9)
+    train(net, opt, 9)
     state = get_optimizer_state_dict(net, opt)
     other, fresh = made("noloco")
     with pytest.raises(ValueError, match="is of DiLoCo, not of NoLoCo"):

@@ -1,0 +1,49 @@
+"""A small model, its training by inner and outer optimizers, and the comparison of what they end with, bit by bit."""
+
+import torch
+from torch import nn
+
+from shoal.optim import OuterOptimizer
+
+
+def model(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def train(net, opt, steps, *, first=0, target=0.0, after=lambda: None):
+    """Take steps, each on the six rows that follow from its number."""
+    for step in range(first, first + steps):
+        rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(step)).to(next(net.parameters()).dtype)
+        opt.zero_grad()
+        (net(rows) - target).square().mean().backward()
+        if isinstance(opt, OuterOptimizer):
+            opt.count(6)
+        opt.step()
+        after()
+
+
+def weights(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def same(first, second):
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def by_path(value):
+    """Return every leaf of a nested state by its place; parameters that are keys are numbered."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
+        return {"": value}
+    keyed = {number if isinstance(key, torch.Tensor) else key: part for number, (key, part) in enumerate(value.items())}
+    return {f"{key}/{path}": leaf for key, part in keyed.items() for path, leaf in by_path(part).items()}
+
+
+def equal(first, second):
+    """Compare nested states."""
+    one, two = by_path(first), by_path(second)
+    return one.keys() == two.keys() and all(
+        same([one[path]], [two[path]]) if isinstance(one[path], torch.Tensor) else one[path] == two[path] for path in one
+    )
