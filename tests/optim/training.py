@@ -1,9 +1,22 @@
-"""A small model, its training by inner and outer optimizers, and the comparison of what they end with, bit by bit."""
+"""A small model, its training by inner and outer optimizers, and the comparison of what they send and end with, bit by bit."""
+
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from shoal.optim import OuterOptimizer
+from shoal.optim import Alone, OuterOptimizer
+
+
+class Recording(Alone):
+    """Exchange without partners that notes each contribution, with its tensors as they are."""
+
+    def __init__(self):
+        self.sent = []
+
+    def start(self, contribution):
+        self.sent.append(replace(contribution, tensors=[tensor.clone() for tensor in contribution.tensors]))
+        return super().start(contribution)
 
 
 def model(seed=0, dtype=torch.float32):

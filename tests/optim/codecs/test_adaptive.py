@@ -28,7 +28,7 @@ def best_by_trying_all(errors, sizes, budget):
     return min((total(errors, picks) for picks in every if total(sizes, picks) <= budget), default=None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tables())
 def test_allocation_is_the_best_there_is(case):
     errors, sizes, budget = case
@@ -42,7 +42,7 @@ def test_allocation_is_the_best_there_is(case):
     assert total(errors, picks) == best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tables(largest=10**6))
 def test_with_coarse_steps_it_fits_and_is_not_worse_than_greedy_or_uniform(case):
     errors, sizes, budget = case
@@ -184,7 +184,7 @@ def assert_close(actual, expected, atol=1e-5):
 
 
 @pytest.mark.parametrize("inner", LOSSY, **by_name)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(beta=st.sampled_from([1.0, 0.95, 0.5, 0.0]), seed=st.integers(0, 999), rounds=st.integers(1, 8))
 def test_sent_values_and_residual_add_up_to_the_input(inner, beta, seed, rounds):
     codec = ErrorFeedback(inner.fresh(), beta)

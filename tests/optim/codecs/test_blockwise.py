@@ -56,7 +56,7 @@ TENTH = codec_named("topk2:0.1")
 CODECS = [INT8, E3M0, SIGN, TOPK2, TENTH, codec_named("auto:3")]
 BLOCKWISE = [INT8, E3M0, SIGN, TOPK2, TENTH]
 by_name = {"ids": lambda codec: codec.name}
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 @pytest.mark.parametrize("codec", CODECS, **by_name)

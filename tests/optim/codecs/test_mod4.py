@@ -109,7 +109,7 @@ def test_what_one_gains_the_other_loses_to_the_last_bit(rounds):
     assert wrong < 0.2 * sum(float(a.square().sum()) for a in apart)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 70), max_size=2).map(tuple), max_size=4), scale=st.floats(1e-4, 1e4),
     distance=st.floats(0, 3), seed=st.integers(0, 999),
@@ -397,7 +397,7 @@ def test_bytes_that_nobody_sends_are_refused_in_a_sentence():
         codec_named("mod4").decode(theirs.payload, [(64, 64)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), exponent=st.integers(-127, 127) | st.none(), keep=st.booleans())
 def test_whatever_a_partner_sends_it_moves_nobody_further_than_twice_the_expected_distance(seed, exponent, keep):
     _, (mine, theirs) = pair([(30, 64), (3,)], 0.05, rounds=2)

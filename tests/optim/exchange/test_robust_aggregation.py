@@ -33,7 +33,6 @@ def mixed(contributions, shares):
     return sum(share * flat(tensors) for share, tensors in zip(shares, contributions, strict=True)) / sum(shares)
 
 
-@settings(deadline=None)
 @given(SEEDS, st.integers(1, 7))
 def test_distances_are_those_of_the_tensors(seed, count):
     random = torch.Generator().manual_seed(seed)
@@ -58,7 +57,6 @@ def test_the_largest_numbers_do_not_overflow():
     assert centered_clip(squared_distances([*quiet, huge]), 1.0)[4] == 0
 
 
-@settings(deadline=None)
 @given(SEEDS, st.floats(0, 30))
 def test_clipped_gossip_is_the_formula_and_its_step_is_bounded(seed, radius):
     random = torch.Generator().manual_seed(seed)
@@ -71,7 +69,6 @@ def test_clipped_gossip_is_the_formula_and_its_step_is_bounded(seed, radius):
     assert theirs <= GRID // 2
 
 
-@settings(deadline=None)
 @given(SEEDS, st.integers(1, 9))
 def test_without_attackers_and_with_a_large_radius_all_count_the_same(seed, count):
     random = torch.Generator().manual_seed(seed)
@@ -81,7 +78,7 @@ def test_without_attackers_and_with_a_large_radius_all_count_the_same(seed, coun
     assert clipped_gossip(7.0, math.inf) == clipped_gossip(7.0, 7.0) == GRID // 2
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SEEDS, st.integers(3, 9), st.floats(0.3, 3))
 def test_centered_clip_comes_to_rest_where_the_formula_does(seed, count, times):
     random = torch.Generator().manual_seed(seed)
@@ -94,7 +91,7 @@ def test_centered_clip_comes_to_rest_where_the_formula_does(seed, count, times):
     assert (again - result).norm() <= 0.03 * from_here[-1]  # 30 iterations come near, not quite there
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(SEEDS, st.sampled_from([(4, 1), (8, 2), (9, 2), (12, 3)]), st.floats(-4, 12), st.sampled_from(["apart", "together", "flip"]))
 def test_a_quarter_of_attackers_cannot_move_centered_clip_far(seed, sizes, magnitude, form):
     """It stays within twice the largest honest distance from the honest mean, whatever the attackers send."""

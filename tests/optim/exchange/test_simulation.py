@@ -51,7 +51,7 @@ def times(values, count):
     return lambda peer, round: values[(PEERS.index(peer) * count + round) % len(values)] / 2
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     peers=st.integers(1, 5), size=st.integers(1, 4), seed=st.integers(0, 1000),
     pauses=st.lists(st.integers(0, 10), min_size=1, max_size=20),

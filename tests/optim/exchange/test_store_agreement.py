@@ -41,7 +41,7 @@ def together(behave, peers=PEERS, shards=SHARDS, wait=0.2, store=None, rounds=1)
 PLANS = ["takes part", "absent", "never comes", "closed before", "closes while it waits", "closes before the vote", "has failed"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plans=st.lists(st.sampled_from(PLANS), min_size=PEERS * SHARDS, max_size=PEERS * SHARDS))
 def test_all_learn_the_same_members_and_the_same_outcome(plans):
     def behave(consensus, ticket, place):

@@ -21,7 +21,7 @@ from shoal.optim import (
     strided,
 )
 from shoal.swarm.training.session_setup import parameters_of
-from tests.optim.training import model, train
+from tests.optim.training import Recording, model, train
 
 
 class Body(nn.Module):
@@ -134,15 +134,6 @@ def test_peers_that_exclude_others_differ_and_fragments_are_cut_from_the_rest():
     assert [plain.parameters[index].shape for index in sorted(marked)] == [(2, 3), (2,)]
 
 
-class Recording(Alone):
-    def __init__(self):
-        self.sent = []
-
-    def start(self, contribution):
-        self.sent.append([tensor.clone() for tensor in contribution.tensors])
-        return super().start(contribution)
-
-
 class Adapted(nn.Module):
     """A frozen matrix with a trained adapter of rank 2, as LoRA has it, and a frozen integer."""
 
@@ -172,7 +163,7 @@ def test_only_the_adapter_is_sent_and_the_weights_are_those_of_an_optimizer_with
     only = method(torch.optim.AdamW([few.down, few.up], lr=0.01), Alone(), every=2)
     adapt(every, all_given, 6)
     adapt(few, only, 6)
-    assert [[tuple(tensor.shape) for tensor in sent] for sent in recorded.sent] == [[(2, 16), (16, 2)]] * 3
+    assert [[tuple(tensor.shape) for tensor in sent.tensors] for sent in recorded.sent] == [[(2, 16), (16, 2)]] * 3
     assert [tensor.numel() for tensor in all_given.slow] == [32, 32]
     assert all(a is b for a, b in zip(all_given.parameters, [every.down, every.up], strict=True))
     assert all(torch.equal(a, b) for a, b in zip(every.state_dict().values(), few.state_dict().values(), strict=True))
@@ -188,7 +179,7 @@ def test_what_is_unfrozen_later_is_refused_before_a_step_and_what_is_frozen_late
     with pytest.raises(ValueError, match="was frozen when the outer optimizer was made is trained now"):
         adapt(net, opt, 1)
     assert opt.steps == 1
-    assert [len(sent) for sent in recorded.sent] == [2]
+    assert [len(sent.tensors) for sent in recorded.sent] == [2]
     assert all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values(), strict=True))
 
 

@@ -82,7 +82,7 @@ rounds = st.lists(st.sampled_from(["yes", "no", "nobody"]), min_size=1, max_size
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(CODECS), rounds, st.integers(0, 999))
 def test_applied_values_and_residual_add_up_to_all_that_was_learnt(case, codec, outcomes, seed):
     world = Drifting(*CASES[case], codec_named(codec), outcomes, seed)
@@ -91,7 +91,7 @@ def test_applied_values_and_residual_add_up_to_all_that_was_learnt(case, codec, 
 
 
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from(CODECS), rounds, rounds, st.integers(0, 999))
 def test_a_state_saved_during_an_exchange_has_the_same_residual(case, codec, before, after, seed):
     world = Drifting(*CASES[case], codec_named(codec), before, seed)
@@ -107,7 +107,7 @@ def test_a_state_saved_during_an_exchange_has_the_same_residual(case, codec, bef
     again.finish()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.integers(0, 99))
 def test_nothing_is_lost_or_counted_twice_over_a_group_with_drops(lost_by_a, lost_by_b, seed):
     """SparseLoCo with beta 1: over both peers, slow weights plus residuals are all that both have learnt (halved if averaged)."""
@@ -255,7 +255,7 @@ def reference(plan):
 PLANS = st.lists(st.tuples(st.integers(1, 4 * ROUND), st.booleans(), st.booleans()), min_size=1, max_size=9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plan=PLANS, at=st.integers(0, STEPS))
 def test_whatever_arrives_is_applied_once_with_the_values_of_the_formulas_also_after_an_interruption(plan, at):
     exchange, infos, seen = Drawn(plan), [], []

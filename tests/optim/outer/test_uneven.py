@@ -14,7 +14,6 @@ from shoal.optim import (
     METHODS,
     Alone,
     DiLoCo,
-    Every,
     Faults,
     GASLoC,
     GASLoCRule,
@@ -70,7 +69,7 @@ def one_round(rule, slow, states, weights, met, moved):
     return total
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(swarms(), st.floats(0.1, 1.5), st.floats(0, 0.9), st.one_of(st.none(), st.floats(0, 0.3)))
 def test_the_sum_of_slow_weights_changes_by_the_weighted_pseudo_gradients_alone(swarm, lr, momentum, pull):
     count, size, all_weights, seed = swarm
@@ -88,7 +87,7 @@ def test_the_sum_of_slow_weights_changes_by_the_weighted_pseudo_gradients_alone(
         assert torch.allclose(sum(s[0] for s in slow), before - velocity, rtol=0, atol=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(swarms(), st.floats(0, 1))
 def test_gasloc_conserves_it_too_where_peers_count_differently(swarm, mix):
     count, size, all_weights, seed = swarm
@@ -257,17 +256,7 @@ def test_rounds_of_tokens_have_as_many_tokens_for_peers_with_other_batches():
         assert {members for _, members in counted} == {tuple(sorted(batches))}
 
 
-def test_a_schedule_of_one_position_has_rounds_of_seconds_too():
-    infos = []
-    clock = iter(np.arange(0.0, 100.0, 0.25))
-    opt = NoLoCo(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), Alone(), every=1, on_round=infos.append,
-                 length=Seconds(2.0, lambda: float(next(clock))), lag=0)  # fmt: skip
-    for _ in range(40):
-        opt.step()
-    assert opt.schedule == Every(1)
-    assert len(infos) in range(3, 6)
-
-
+WEIGHTED = pytest.mark.parametrize("options", [{}, {"weight": by_tokens}], ids=["equal", "weighted"])
 PAIRS, GROUPS = ("noloco", "local", "gasloc"), ("diloco", "eager", "co2", "sparseloco")
 
 
@@ -275,16 +264,15 @@ def tensors(value):
     return [torch.full((3,), value)]
 
 
-def test_a_peer_without_weight_takes_part_and_is_not_in_the_mean():
-    mean = weighted_mean([("c", 1.0, tensors(4.0)), ("a", 0.0, tensors(100.0)), ("b", 3.0, tensors(8.0))])
-    assert torch.equal(mean.tensors[0], torch.full((3,), 7.0))
-    assert (mean.weight, mean.members, mean.counted) == (4.0, ("a", "b", "c"), 2)
-
-
-def test_if_all_weights_are_0_all_count_the_same():
-    mean = weighted_mean([("b", 0.0, tensors(4.0)), ("a", 0.0, tensors(8.0))])
-    assert torch.equal(mean.tensors[0], torch.full((3,), 6.0))
-    assert (mean.weight, mean.members, mean.counted) == (2.0, ("a", "b"), 2)
+@pytest.mark.parametrize(
+    ("stated", "values", "expected"),
+    [((1.0, 0.0, 3.0), (4.0, 100.0, 8.0), (7.0, 4.0, 2)), ((0.0, 0.0), (4.0, 8.0), (6.0, 2.0, 2))],
+)
+def test_a_peer_without_weight_takes_part_and_is_not_in_the_mean_unless_all_are_without(stated, values, expected):
+    parts = [(peer, weight, tensors(value)) for peer, weight, value in zip("abc", stated, values, strict=False)]
+    mean = weighted_mean(parts[::-1])
+    assert torch.equal(mean.tensors[0], torch.full((3,), expected[0]))
+    assert (mean.weight, mean.counted, mean.members) == (*expected[1:], tuple("abc"[: len(stated)]))
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan")])
@@ -317,9 +305,8 @@ def trained(method, peers, listening=(), rounds=1, **options):
 
 # (Alone, sparseloco does not send, and so loses nothing to its codec.)
 @pytest.mark.parametrize("method", [*PAIRS, *GROUPS[:-1]])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_others_go_on_as_if_it_were_not_there(method, weighted):
-    options = {"weight": by_tokens} if weighted else {}
+@WEIGHTED
+def test_the_others_go_on_as_if_it_were_not_there(method, options):
     alone = trained(method, ["a"], **options)["a"][0]
     slow, _, members = trained(method, ["a", "b"], listening=("b",), **options)["a"]
     assert torch.allclose(slow, alone, rtol=0, atol=1e-6)
@@ -327,9 +314,8 @@ def test_the_others_go_on_as_if_it_were_not_there(method, weighted):
 
 
 @pytest.mark.parametrize("method", GROUPS)
-@pytest.mark.parametrize("weighted", [False, True])
-def test_in_a_group_it_holds_what_the_others_hold(method, weighted):
-    options = {"weight": by_tokens} if weighted else {}
+@WEIGHTED
+def test_in_a_group_it_holds_what_the_others_hold(method, options):
     found = trained(method, ["a", "b", "c"], listening=("c",), rounds=3, **options)
     if method != "eager":  # each is ahead of the group by its own pseudo-gradient there
         assert torch.allclose(found["c"][0], found["a"][0], rtol=0, atol=1e-6)
@@ -338,17 +324,17 @@ def test_in_a_group_it_holds_what_the_others_hold(method, weighted):
     assert torch.allclose(once["a"][0], pair["a"][0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_with_a_partner_it_takes_the_partners_mean(weighted):
-    found = trained("local", ["a", "b"], listening=("b",), **({"weight": by_tokens} if weighted else {}))
+@WEIGHTED
+def test_with_a_partner_it_takes_the_partners_mean(options):
+    found = trained("local", ["a", "b"], listening=("b",), **options)
     assert torch.equal(found["b"][0], found["a"][0])
 
 
 @pytest.mark.parametrize("method", [*PAIRS, *GROUPS])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_two_newcomers_average_like_any_two(method, weighted):
-    found = trained(method, ["a", "b"], listening=("a", "b"), **({"weight": by_tokens} if weighted else {}))
-    usual = trained(method, ["a", "b"], **({"weight": lambda tokens, steps: 1.0} if weighted else {}))
+@WEIGHTED
+def test_two_newcomers_average_like_any_two(method, options):
+    found = trained(method, ["a", "b"], listening=("a", "b"), **options)
+    usual = trained(method, ["a", "b"], **({"weight": lambda tokens, steps: 1.0} if options else {}))
     for peer in "ab":
         assert torch.allclose(found[peer][0], usual[peer][0], rtol=0, atol=1e-6)
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim.rl import (
@@ -27,11 +27,6 @@ PER = pytest.mark.parametrize("per", ["token", "completion"])
 EVERY = pytest.mark.parametrize("name", sorted(LOSSES))
 # In 64ths, so that sums and shifts of them are exact.
 REWARDS = st.lists(st.integers(-640, 640).map(lambda n: n / 64), min_size=1, max_size=9)
-
-
-def drawn(*strategies):
-    """Make a Hypothesis test without a time limit, since the very first case is slow and machines are busy."""
-    return lambda test: settings(deadline=None)(given(*strategies)(test))
 
 
 def reference(name, per, new, old, behaviour, advantages, mask):
@@ -92,7 +87,7 @@ def close(found, expected, atol=1e-12):
 
 @EVERY
 @PER
-@drawn(SEEDS)
+@given(SEEDS)
 def test_loss_and_gradient_equal_the_reference(name, per, seed):
     batch = random_batch(seed, spread=1.5)
     parts = (batch.new, batch.old, batch.behaviour, batch.advantages, batch.mask)
@@ -102,13 +97,13 @@ def test_loss_and_gradient_equal_the_reference(name, per, seed):
     close(slope, torch.tensor(expected_slope, dtype=torch.float64))
 
 
-@drawn(REWARDS, st.integers(-640, 640).map(lambda n: n / 64))
+@given(REWARDS, st.integers(-640, 640).map(lambda n: n / 64))
 def test_advantages_do_not_change_when_all_rewards_of_a_group_rise(rewards, shift):
     values, group = torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), dtype=torch.int64)
     close(group_advantages(values + shift, group), group_advantages(values, group), atol=1e-9)
 
 
-@drawn(st.lists(REWARDS, min_size=1, max_size=4), st.randoms())
+@given(st.lists(REWARDS, min_size=1, max_size=4), st.randoms())
 def test_advantages_have_mean_0_and_spread_1_in_each_group_wherever_its_members_stand(groups, random):
     entries = [(place, reward) for place, rewards in enumerate(groups) for reward in rewards]
     random.shuffle(entries)
@@ -150,7 +145,7 @@ def test_equal_rewards_give_exactly_no_advantage(value, size):
 
 @EVERY
 @PER
-@drawn(SEEDS)
+@given(SEEDS)
 def test_a_group_without_spread_adds_nothing_to_the_gradient(name, per, seed):
     batch = random_batch(seed, rows=6)
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.5], dtype=torch.float64)
@@ -164,7 +159,7 @@ def test_a_group_without_spread_adds_nothing_to_the_gradient(name, per, seed):
 
 @EVERY
 @PER
-@drawn(SEEDS, st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
+@given(SEEDS, st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
 def test_what_stands_in_the_padding_never_matters(name, per, seed, rubbish):
     batch = random_batch(seed)
     spoiled = [part.detach().masked_fill(~batch.mask, rubbish) for part in (batch.new, batch.old, batch.behaviour)]
@@ -179,7 +174,7 @@ def test_what_stands_in_the_padding_never_matters(name, per, seed, rubbish):
 
 @EVERY
 @PER
-@drawn(SEEDS)
+@given(SEEDS)
 def test_more_padding_on_either_side_and_empty_completions_change_nothing(name, per, seed):
     batch = random_batch(seed)
     pad = partial(torch.nn.functional.pad, pad=(2, 1, 0, 2))
@@ -194,7 +189,7 @@ def test_more_padding_on_either_side_and_empty_completions_change_nothing(name, 
 
 @EVERY
 @PER
-@drawn(SEEDS, st.permutations(range(5)))
+@given(SEEDS, st.permutations(range(5)))
 def test_the_order_of_completions_does_not_matter(name, per, seed, order):
     batch = random_batch(seed)
     parts = (batch.new.detach(), batch.old, batch.mask, batch.advantages, batch.behaviour)
@@ -206,7 +201,7 @@ def test_the_order_of_completions_does_not_matter(name, per, seed, order):
 
 @EVERY
 @PER
-@drawn(SEEDS, st.integers(1, 4))
+@given(SEEDS, st.integers(1, 4))
 def test_losses_of_micro_batches_add_up(name, per, seed, cut):
     batch = random_batch(seed)
     parts = (batch.new.detach(), batch.old, batch.mask, batch.advantages, batch.behaviour)
@@ -219,7 +214,7 @@ def test_losses_of_micro_batches_add_up(name, per, seed, cut):
 
 
 @EVERY
-@drawn(SEEDS)
+@given(SEEDS)
 def test_at_ratio_1_the_gradient_is_that_of_reinforce(name, seed):
     batch = random_batch(seed)
     batch = replace(batch, old=batch.new.detach(), behaviour=None)
@@ -232,7 +227,7 @@ def test_at_ratio_1_the_gradient_is_that_of_reinforce(name, seed):
 
 
 @PER
-@drawn(SEEDS)
+@given(SEEDS)
 def test_the_losses_coincide_on_what_the_own_policy_wrote(per, seed):
     batch = replace(random_batch(seed), behaviour=None)
     value, slope = loss_and_slope(batch, sapo, per=per)
@@ -245,7 +240,7 @@ def test_the_losses_coincide_on_what_the_own_policy_wrote(per, seed):
     assert loss_and_slope(better, positive, per=per)[0] == loss_and_slope(better, sapo, per=per)[0]
 
 
-@drawn(SEEDS)
+@given(SEEDS)
 def test_an_uncapped_weight_and_no_clip_give_the_importance_weighted_estimate(seed):
     batch = random_batch(seed)
     open_loss = partial(decoupled, cap=math.inf, low=1.0, high=math.inf)
@@ -273,7 +268,7 @@ def test_the_clip_holds_only_what_has_gone_far_enough(ratio, advantage, loss, sl
     assert found_slope.item() == pytest.approx(slope, abs=1e-12)
 
 
-@drawn(SEEDS)
+@given(SEEDS)
 def test_nothing_is_pulled_further_than_the_clip(seed):
     batch = random_batch(seed, spread=3.0)
     gain = -sapo(batch) / batch.advantages[:, None]
@@ -332,7 +327,7 @@ def test_no_tokens_no_loss():
         assert not slope.any()
 
 
-@drawn(st.lists(st.floats(-5, 5), min_size=1, max_size=20), st.floats(-700, 700))
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=20), st.floats(-700, 700))
 def test_effective_sample_size(logs, shift):
     weights = [math.exp(log) for log in logs]
     expected = sum(weights) ** 2 / sum(weight**2 for weight in weights)

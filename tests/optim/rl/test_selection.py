@@ -3,7 +3,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.optim.rl import REASONS, Candidate, has_spread, select
@@ -24,16 +24,11 @@ OPTIONS = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-def drawn(*strategies):
-    """Make a Hypothesis test without a time limit, since the very first case is slow and machines are busy."""
-    return lambda test: settings(deadline=None)(given(*strategies)(test))
-
-
 def crowd(size, senders=1):
     return [Candidate(str(number), str(number % senders), 0, (0.0, 1.0)) for number in range(size)]
 
 
-@drawn(CANDIDATES, OPTIONS)
+@given(CANDIDATES, OPTIONS)
 def test_what_is_picked_is_fit_and_everything_else_is_accounted_for(candidates, options):
     picked = select(candidates, round=7, **options)
     chosen = [candidates[place] for place in picked.places]
@@ -47,7 +42,7 @@ def test_what_is_picked_is_fit_and_everything_else_is_accounted_for(candidates, 
         assert len(chosen) == options["count"]
 
 
-@drawn(CANDIDATES, OPTIONS, st.randoms())
+@given(CANDIDATES, OPTIONS, st.randoms())
 def test_the_order_in_which_groups_came_does_not_matter(candidates, options, random):
     first, shuffled = select(candidates, round=7, **options), random.sample(candidates, len(candidates))
     second = select(shuffled, round=7, **options)
@@ -55,7 +50,7 @@ def test_the_order_in_which_groups_came_does_not_matter(candidates, options, ran
     assert first.left == second.left
 
 
-@drawn(CANDIDATES, OPTIONS)
+@given(CANDIDATES, OPTIONS)
 def test_a_group_without_spread_changes_nothing_but_its_count(candidates, options):
     dull = [Candidate(f"dull-{number}", "anna", 7, (1.0,) * number) for number in range(4)]
     without, with_them = select(candidates, round=7, **options), select(candidates + dull, round=7, **options)

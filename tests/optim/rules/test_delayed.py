@@ -238,6 +238,18 @@ def test_what_was_in_flight_when_the_state_was_saved_is_sent_again_and_nothing_i
     assert resumed.slow[0].tolist() == [-16, 32]
 
 
+def rests(rate, momentum, lag, nesterov=True, fresh=0.0):
+    """Return whether slow weights come to rest of which a part ``fresh`` counts at once, and the others ``lag`` rounds late."""
+    slow, velocity = [1.0] * (lag + 1), 0.0
+    for _ in range(3000):
+        g = fresh * slow[-1] + (1 - fresh) * slow[-1 - lag]
+        velocity = momentum * velocity + g
+        slow.append(slow[-1] - rate * ((g + momentum * velocity) if nesterov else velocity))
+        if abs(slow[-1]) > 1e6:
+            break
+    return max(map(abs, slow[-30:])) < 1
+
+
 @pytest.mark.parametrize(
     ("nesterov", "lag", "momentum", "table"),
     [(True, 0, 0.9, 1.357), (True, 1, 0.0, 1.0), (True, 1, 0.2, 0.805), (True, 1, 0.5, 0.56), (True, 1, 0.9, 0.25),
@@ -250,14 +262,7 @@ def test_the_stability_limits_are_those_of_the_tables_and_of_the_recursion_itsel
     assert found == pytest.approx(table, abs=0.006)
     for factor, stable in ((0.97, True), (1.03, False)):
         rate = factor * found
-        slow, velocity = [1.0] * (lag + 1), 0.0
-        for _ in range(3000):
-            g = slow[-1 - lag]
-            velocity = momentum * velocity + g
-            slow.append(slow[-1] - rate * ((g + momentum * velocity) if nesterov else velocity))
-            if abs(slow[-1]) > 1e6:
-                break
-        assert bool(max(map(abs, slow[-30:])) < 1) is stable
+        assert rests(rate, momentum, lag, nesterov) is stable
         assert bool(largest_root(rate, momentum, lag, nesterov=nesterov) < 1) is stable
 
 
@@ -267,14 +272,7 @@ def test_an_eager_part_widens_the_region(share, momentum):
     found = limit(momentum, 1, nesterov=True, fresh=share)
     assert found > limit(momentum, 1, nesterov=True)
     for factor, stable in ((0.97, True), (1.03, False)):
-        slow, velocity = [1.0, 1.0], 0.0
-        for _ in range(3000):
-            g = share * slow[-1] + (1 - share) * slow[-2]
-            velocity = momentum * velocity + g
-            slow.append(slow[-1] - factor * found * (g + momentum * velocity))
-            if abs(slow[-1]) > 1e6:
-                break
-        assert bool(max(map(abs, slow[-30:])) < 1) is stable
+        assert rests(factor * found, momentum, 1, fresh=share) is stable
 
 
 def test_warnings_name_the_knob():

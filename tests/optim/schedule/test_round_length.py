@@ -19,7 +19,6 @@ from shoal.optim import (
     NoLoCo,
     OuterOptimizer,
     Seconds,
-    Send,
     Simulation,
     Steps,
     Streaming,
@@ -30,6 +29,7 @@ from shoal.optim import (
 from shoal.optim.exchange.base import Exchange, Handle, Mean
 from shoal.optim.rules.diloco import DiLoCoRule
 from shoal.optim.schedule import GRID, LONGEST_S, SHORTEST_S, STEPS, WINDOW, AutoLag, agreed_seconds
+from tests.optim.training import Recording
 
 
 class Clock:
@@ -204,16 +204,11 @@ def test_a_run_of_tokens_resumed_at_any_step_ends_with_the_same_bits(batches, da
 
 
 def test_seconds_resumed_in_mid_round_neither_skip_nor_repeat_anything():
-    sent = []
-
-    class Recorder(Alone):
-        def start(self, contribution):
-            sent.append((contribution.key.round, contribution.key.fragment))
-            return super().start(contribution)
+    exchange = Recording()
 
     def peer(clock):
         weights, opt = make(Streaming(6, 3, 1), Seconds(6.0, clock), 3)
-        opt.exchange = Recorder()
+        opt.exchange = exchange
         return weights, opt
 
     clock = Clock(100.0)
@@ -230,6 +225,7 @@ def test_seconds_resumed_in_mid_round_neither_skip_nor_repeat_anything():
     for _ in range(40):
         later.now += 0.75
         advance(weights, opt, [1])
+    sent = [(one.key.round, one.key.fragment) for one in exchange.sent]
     assert sent == [(round, round % 3) for round in range(len(sent))]
     assert len(sent) > 15
 
@@ -270,27 +266,14 @@ def test_a_delayed_method_keeps_one_round_of_delay():
 
 
 def test_an_optimizer_that_counts_weighs_only_if_asked_to():
-    weights = []
-
-    class Spy(Alone):
-        def start(self, contribution):
-            weights.append((contribution.weight, len(contribution.tensors)))
-            return super().start(contribution)
-
+    exchange = Recording()
     for options in ({}, {"weight": by_tokens}):
         parameter = torch.nn.Parameter(torch.ones(1))
-        opt = NoLoCo(torch.optim.SGD([parameter], lr=0.1), Spy(), every=2, **options, lag=0)
+        opt = NoLoCo(torch.optim.SGD([parameter], lr=0.1), exchange, every=2, **options, lag=0)
         for _ in range(2):
             opt.count(7)
             opt.step()
-    assert weights == [(1.0, 1), (14.0, 2)]
-
-
-def test_the_schedule_protocol_names_the_positions_of_a_round():
-    for schedule in (Every(7), Streaming(7, 2, 1), Delayed(7, 2)):
-        assert schedule.every == 7
-        sends = [a for step in range(1, 8) for a in schedule.at(step) if isinstance(a, Send)]
-        assert len(sends) == getattr(schedule, "fragments", 1)
+    assert [(sent.weight, len(sent.tensors)) for sent in exchange.sent] == [(1.0, 1), (14.0, 2)]
 
 
 # -- seconds that all peers agree on -------------------------------------------------------------------------------------
