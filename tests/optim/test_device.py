@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,16 +14,6 @@ from shoal.optim.device import copies_beside, current_device, pieces, to_host, w
 from shoal.optim.outer.weights import projection, sketch, sketches
 
 CPU = torch.device("cpu")
-
-
-class Refuses:
-    """Plays a device on which torch makes no float64."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __call__(self, *args, **kwargs):
-        raise self.error
 
 
 @pytest.fixture
@@ -41,14 +32,14 @@ def forgotten():
     ids=["mps", "xpu"],
 )
 def test_a_device_without_float64_is_known_by_a_trial(error, forgotten, monkeypatch):
-    monkeypatch.setattr(torch, "ones", Refuses(error))
+    monkeypatch.setattr(torch, "ones", Mock(side_effect=error))
     assert wide(torch.device("mps")) == torch.float32
     monkeypatch.undo()
     assert wide(CPU) == torch.float64
 
 
 def test_another_failure_is_not_taken_for_a_lack_of_float64(forgotten, monkeypatch):
-    monkeypatch.setattr(torch, "ones", Refuses(RuntimeError("CUDA error: an illegal memory access was encountered")))
+    monkeypatch.setattr(torch, "ones", Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered")))
     with pytest.raises(RuntimeError, match="illegal memory"):
         wide(torch.device("cuda", 0))
 

@@ -117,18 +117,6 @@ def test_half_precision_rounds_to_nearest(codec, digits, tensors):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-@given(tensors=lists(), change=st.integers(-9, 9).filter(bool))
-def test_a_payload_of_the_wrong_size_is_refused(codec, tensors, change):
-    tensors = [t.clamp(-60000, 60000) for t in tensors]
-    payload = codec.encode(tensors)
-    size = max(0, payload.numel() + change)
-    if size == payload.numel():
-        return
-    with pytest.raises(ValueError, match=rf"payload has {size} bytes, these shapes need {payload.numel()} in {codec.name}"):
-        codec.decode(torch.zeros(size, dtype=torch.uint8), shapes_of(tensors))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_encode_never_aliases(codec, dtype):
     tensors = [torch.arange(6, dtype=dtype).reshape(2, 3), torch.ones(4, dtype=dtype)]
@@ -139,13 +127,6 @@ def test_encode_never_aliases(codec, dtype):
     assert torch.equal(payload, kept)
     payload.zero_()
     assert all((tensor == 77).all() for tensor in tensors)
-
-
-def test_any_layout_and_a_parameter_can_be_encoded():
-    weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
-    (back,) = FLOAT32.decode(FLOAT32.encode([weight.T]), [(3, 2)])
-    assert back.tolist() == weight.T.tolist()
-    assert not back.requires_grad
 
 
 def test_bytes_are_little_endian_in_row_major_order():

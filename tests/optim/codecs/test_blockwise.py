@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shoal.optim import E3M0, INT8, SIGN, TOPK2, codec_named
+from shoal.optim import BFLOAT16, E3M0, FLOAT16, FLOAT32, INT8, SIGN, TOPK2, codec_named
 from shoal.optim.codecs.quantized import pack12
 
 SHAPES = st.one_of(
@@ -54,6 +54,7 @@ def energy(x):
 
 TENTH = codec_named("topk2:0.1")
 CODECS = [INT8, E3M0, SIGN, TOPK2, TENTH, codec_named("auto:3")]
+ALL = [*CODECS, FLOAT32, FLOAT16, BFLOAT16]
 BLOCKWISE = [INT8, E3M0, SIGN, TOPK2, TENTH]
 by_name = {"ids": lambda codec: codec.name}
 few = settings(max_examples=40)
@@ -241,7 +242,7 @@ def test_a_hostile_payload_is_refused_or_finite(codec, tensors, data):
         assert all(t.isfinite().all() for t in back)
 
 
-@pytest.mark.parametrize("codec", CODECS, **by_name)
+@pytest.mark.parametrize("codec", ALL, **by_name)
 @pytest.mark.parametrize("wrong", [-4, -1, 1, 4, 10**6])
 def test_a_payload_of_the_wrong_size_or_kind_is_refused(codec, wrong):
     shapes = [(300, 7), (64, 64)]
@@ -298,7 +299,7 @@ def test_topk_leaves_zeros_alone_when_little_else_is_there(above):
     assert torch.equal(y, z)
 
 
-@pytest.mark.parametrize("codec", CODECS, **by_name)
+@pytest.mark.parametrize("codec", ALL, **by_name)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layout_type_and_neighbours_do_not_matter(codec, kind):
     codec = codec.fresh()  # one that counts its rounds might measure anew in between

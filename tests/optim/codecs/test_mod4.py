@@ -51,6 +51,18 @@ def rows(message):
     return torch.from_numpy(in_blocks(message.tensors())).float()
 
 
+def widths(message):
+    """The expected distances of a message's blocks."""
+    return 2.0 ** (message.exponents.double() / 4)
+
+
+def both_ways(mine, theirs):
+    """Two readings of each other, and how far each moves."""
+    here, there = mine.read(theirs.payload), theirs.read(mine.payload)
+    bits = here.bits, there.bits
+    return here, there, mine.move(here, bits[1]), theirs.move(there, bits[0])
+
+
 def pair(shape, distance, seed=0, rounds=1):
     """Two peers' codecs after some exchanges, and their last messages; values are about 1."""
     generator = torch.Generator().manual_seed(seed)
@@ -100,9 +112,7 @@ def test_a_payload_is_what_the_formulas_make_of_the_weights():
 @pytest.mark.parametrize("rounds", [1, 2, 6])
 def test_what_one_gains_the_other_loses_to_the_last_bit(rounds):
     _, (mine, theirs) = pair([(64, 64), (100,)], 0.01, rounds=rounds)
-    here, there = mine.read(theirs.payload), theirs.read(mine.payload)
-    bits = here.bits, there.bits
-    gains, losses = mine.move(here, bits[1]), theirs.move(there, bits[0])
+    *_, gains, losses = both_ways(mine, theirs)
     assert all(torch.equal(a, -b) for a, b in zip(gains, losses, strict=True))
     apart = [b.double() - a.double() for a, b in zip(mine.tensors(), theirs.tensors(), strict=True)]
     wrong = sum(float((g.double() - a).square().sum()) for g, a in zip(gains, apart, strict=True))
@@ -125,15 +135,14 @@ def test_any_shapes_and_distances(shapes, scale, distance, seed):
         messages.append(codec.post(tensors))
         assert messages[-1].payload.numel() == codec.nbytes(shapes)
     mine, theirs = messages
-    here, there = mine.read(theirs.payload), theirs.read(mine.payload)
+    here, _, gains, losses = both_ways(mine, theirs)
+    values, kept = mine.read(theirs.payload).values, here.kept
     exact = theirs.read(theirs.payload).values
     far = (rows(theirs) - rows(mine)).abs().amax(1) >= C * 2.0 ** (theirs.exponents / 4) * (1 - 1 / LEVELS)
-    assert torch.equal(here.values[~far & here.kept], exact[~far & here.kept])
-    assert torch.equal(here.values[~here.kept], rows(mine)[~here.kept])
+    assert torch.equal(values[~far & kept], exact[~far & kept])
+    assert torch.equal(values[~kept], rows(mine)[~kept])
     if distance < 1:
-        assert here.kept.all()
-    bits = here.bits, there.bits
-    gains, losses = mine.move(here, bits[1]), theirs.move(there, bits[0])
+        assert kept.all()
     assert [tuple(g.shape) for g in gains] == shapes
     if not far.any():
         assert all(torch.equal(a, -b) for a, b in zip(gains, losses, strict=True))
@@ -153,11 +162,9 @@ def test_blocks_that_are_too_far_are_refused_by_both():
     far = Mod4Codec()
     far.expect("run:0:0", [torch.full((256, 256), 0.01)])
     away = far.post([theirs.tensors()[0] + torch.where(torch.arange(256)[:, None] < 128, 2.0, 0.0)])
-    here, there = mine.read(away.payload), away.read(mine.payload)
+    here, _, gains, losses = both_ways(mine, away)
     assert not here.kept[:512].any()  # 128 rows of 4 blocks: by the digest, or by twice the own range
     assert here.kept[512:].all()
-    bits = here.bits, there.bits
-    gains, losses = mine.move(here, bits[1]), away.move(there, bits[0])
     assert not gains[0][:128].any()
     assert all(torch.equal(a, -b) for a, b in zip(gains, losses, strict=True))
     assert torch.equal(mine.seen(mine.read(away.payload))[0][:128], mine.tensors()[0][:128])
@@ -180,23 +187,23 @@ def test_ranges_follow_what_was_measured():
     assert (2.0 ** (mine.exponents / 4)).mean() == pytest.approx(0.05 * 1.5 * 1.09 * 1.09, rel=0.15)  # two times rounded up
     read = mine.read(theirs.payload)
     read.kept[3] = False
-    used = 2.0 ** (mine.exponents.double() / 4)
+    used = widths(mine)
     codec.learn(mine, read)
     codec.accepted()
     apart = (rows(theirs) - rows(mine)).double().square().mean(1).sqrt()
     codec.expect("run:1:0", [torch.zeros(64, 64)])
-    after = 2.0 ** (codec.post(mine.tensors()).exponents.double() / 4)
+    after = widths(codec.post(mine.tensors()))
     expected = 1.1 * torch.where(torch.arange(64) == 3, 1.5 * used, apart)
     assert (after / expected).log2().abs().max() < 0.5  # by two roundings to a quarter of an octave, and the lattice
     codec.expect("run:1:0", [torch.full((64, 64), 10.0)])
-    by_motion = 2.0 ** (codec.post(mine.tensors()).exponents.double() / 4)
+    by_motion = widths(codec.post(mine.tensors()))
     rho = math.sqrt(float(apart.square().sum()) / (64 * 0.05**2))
     assert by_motion.mean() == pytest.approx(10.0 * rho, rel=0.3)
 
 
 def test_the_word_of_a_wide_range_spreads_and_grows_by_half_at_most():
     (codec, other), (mine, theirs) = pair((64, 64), 0.05)
-    used = 2.0 ** (mine.exponents.double() / 4)
+    used = widths(mine)
     after = []
     for factor in (1.0, 1.5, 3.0, 1e6):
         other.expect("run:0:0", [torch.full((64, 64), 0.05 * factor)])
@@ -204,8 +211,8 @@ def test_the_word_of_a_wide_range_spreads_and_grows_by_half_at_most():
         read = mine.read(wide.payload)
         codec.learn(mine, read)
         codec.expect("run:1:0", [torch.zeros(64, 64)])
-        after.append(2.0 ** (codec.post(mine.tensors()).exponents.double() / 4))
-        word = torch.minimum(0.7 * 2.0 ** (wide.exponents.double() / 4), 1.5 * used)
+        after.append(widths(codec.post(mine.tensors())))
+        word = torch.minimum(0.7 * widths(wide), 1.5 * used)
         seen = torch.where(read.kept, read.distance, 1.5 * used)
         assert (after[-1] / (1.1 * torch.maximum(seen, word))).log2().abs().max() < 0.5
     assert after[1].mean() > 1.1 * after[0].mean()
@@ -220,7 +227,7 @@ def test_alone_the_range_widens_as_a_random_walk_and_no_further_than_fourfold():
         for rounds in (0, 3, 12, 100):
             codec._apart = rounds
             codec.expect("run:1:0", [torch.full((64, 64), moved)])
-            widest.setdefault(moved, []).append(float((2.0 ** (codec.post(mine.tensors()).exponents.double() / 4)).mean()))
+            widest.setdefault(moved, []).append(float(widths(codec.post(mine.tensors())).mean()))
     assert [width / widest[0.05][0] for width in widest[0.05]] == pytest.approx([1, 2, math.sqrt(13), 4], rel=0.15)
     assert len(set(widest[0.0])) == 1
     codec.rejected()
@@ -278,7 +285,7 @@ def test_of_two_that_cannot_read_each_other_the_narrower_range_grows():
         for codec, held, distance in zip(codecs, weights, moved, strict=True):
             codec.expect(f"run:{number}:0", [torch.full((8, BLOCK), distance if number == 0 else 0.0)])
             messages.append(codec.post([held]))
-        used.append([float((2.0 ** (message.exponents.double() / 4)).mean()) for message in messages])
+        used.append([float(widths(message).mean()) for message in messages])
         for codec, mine, theirs in zip(codecs, messages, reversed(messages), strict=True):
             codec.learn(mine, mine.read(theirs.payload))
     narrow, wide = zip(*used, strict=True)

@@ -74,6 +74,7 @@ def test_an_optimizer_is_of_the_class_that_made_it():
     assert (opt.rule.lr, opt.schedule.every) == (0.5, 7)
     assert repr(opt).startswith("Half (")
     assert isinstance(method_named("sparseloco").make(inner, Alone()), DiLoCo)
+    assert not method_named("diloco-hb").make(inner, Alone()).rule.nesterov
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -111,13 +112,6 @@ def test_knobs_are_those_of_the_factories():
     assert methods_with("pull") == ["noloco"]
     assert methods_with("lag") == ["noloco", "local", "gasloc", "streaming", "decoupled"]
     assert methods_with("every") == list(METHODS)
-
-
-def test_heavy_ball_is_heavy_ball():
-    _, inner = pieces()
-    opt = method_named("diloco-hb").make(inner, Alone())
-    assert isinstance(opt, OuterOptimizer)
-    assert not opt.rule.nesterov
 
 
 def test_an_unknown_name():

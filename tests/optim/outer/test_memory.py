@@ -26,14 +26,22 @@ class Lender(Exchange):
         return NoPartner()
 
 
-def train(method, exchange, steps, dtype=torch.float32, **options):
+def made(method, place="cpu", dtype=torch.float32, exchange=None, inner=torch.optim.AdamW, **options):
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(4, 3).to(dtype)), torch.nn.Parameter(torch.randn(5).to(dtype))]
-    opt = method(torch.optim.SGD(weights, lr=0.1), exchange, every=2, **options)
+    return method(inner(weights, lr=0.1), exchange or Alone(), every=2, slow_device=place, **options), weights
+
+
+def push(opt, weights, steps):
     for step in range(steps):
         for weight in weights:
             weight.grad = torch.full_like(weight, 1.0 + step)
         opt.step()
+
+
+def train(method, exchange, steps, **options):
+    opt, weights = made(method, exchange=exchange, inner=torch.optim.SGD, **options)
+    push(opt, weights, steps)
     return opt, weights
 
 
@@ -101,27 +109,11 @@ def test_averaged_buffers_are_not_lent_while_training_changes_them():
     assert all(torch.equal(a, b) for a, b in zip(lent, copies, strict=True))
 
 
-CPU = torch.device("cpu")
-
-
-def made(method, place, dtype):
-    torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(4, 3).to(dtype)), torch.nn.Parameter(torch.randn(5).to(dtype))]
-    return method(torch.optim.AdamW(weights, lr=0.1), Alone(), every=2, slow_device=place), weights
-
-
-def push(opt, weights, steps):
-    for step in range(steps):
-        for weight in weights:
-            weight.grad = torch.full_like(weight, 1.0 + step)
-        opt.step()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("method", [NoLoCo, DiLoCo, CO2])
 def test_files_change_no_bit_and_what_was_saved_with_them_loads_without(method, dtype, tmp_path):
     folder = tmp_path / "new"
-    (here, own), (there, filed) = made(method, CPU, dtype), made(method, folder, dtype)
+    (here, own), (there, filed) = made(method, dtype=dtype), made(method, folder, dtype)
     for opt, weights in ((here, own), (there, filed)):
         push(opt, weights, 5)
     if method is not CO2:  # of which an exchange is always in flight, and is not saved

@@ -11,8 +11,11 @@ from shoal.optim import (
     CO2,
     Alone,
     Apply,
+    CO2Rule,
     DiLoCo,
+    DiLoCoRule,
     Every,
+    GASLoCRule,
     LocalSGD,
     Mean,
     NoLoCo,
@@ -20,6 +23,7 @@ from shoal.optim import (
     OuterOptimizer,
     Send,
     Simulation,
+    SpartaRule,
     method_named,
 )
 from shoal.optim.exchange.base import Exchange, Handle
@@ -291,17 +295,21 @@ def test_rounds_are_labelled_in_order_and_may_be_set_forward():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((-0.1,), "outer lr"), ((0.7, 1.5), "outer momentum"), ((0.7, -0.1), "outer momentum"), ((0.7, 0.5, -0.1), "pull")],
-)
-def test_rules_refuse_what_cannot_work(arguments, message):
+    ("kind", "arguments", "message"),
+    [
+        (NoLoCoRule, {"lr": -0.1}, "outer lr must not be negative"), (NoLoCoRule, {"momentum": 1.5}, "outer momentum must lie"),
+        (NoLoCoRule, {"momentum": -0.1}, "outer momentum must lie"), (NoLoCoRule, {"pull": -0.1}, "pull must not be negative"),
+        (DiLoCoRule, {"lr": -0.1}, "outer lr must not be negative"), (DiLoCoRule, {"momentum": 1.5}, "outer momentum must lie"),
+        (DiLoCoRule, {"mix": 2.0}, "mix must be keep or lie"), (DiLoCoRule, {"mix": "hold"}, "mix must be keep or lie"),
+        (CO2Rule, {"penalty": 0.5}, "penalty must be at least 1"), (CO2Rule, {"clip": 0.0}, "clip must be positive"),
+        (SpartaRule, {"part": -0.1}, r"part must lie in \[0, 1\]"), (SpartaRule, {"part": 1.5}, r"part must lie in \[0, 1\]"),
+        (GASLoCRule, {"mix": -0.1}, r"mix must lie in \[0, 1\]"), (GASLoCRule, {"mix": 1.5}, r"mix must lie in \[0, 1\]"),
+        (Every, {"every": 0}, "at least 1 inner step, got 0"),
+    ],
+)  # fmt: skip
+def test_rules_and_schedules_refuse_what_cannot_work(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
-        NoLoCoRule(*arguments)
-
-
-def test_a_schedule_needs_at_least_one_step():
-    with pytest.raises(ValueError, match="at least 1 inner step, got 0"):
-        Every(0)
+        kind(**arguments)
 
 
 def test_state_dict_hooks_fire_as_on_any_optimizer():

@@ -210,12 +210,6 @@ def test_a_contribution_in_no_mean_goes_back_into_the_residual_and_each_fragment
     assert opt._codecs[1] is not codec
 
 
-@pytest.mark.parametrize("arguments", [{"lr": -0.1}, {"momentum": 1.5}, {"mix": 2.0}, {"mix": "hold"}])
-def test_the_rule_refuses_what_cannot_work(arguments):
-    with pytest.raises(ValueError, match=r"outer lr|outer momentum|mix must be keep or lie"):
-        DiLoCoRule(**arguments)
-
-
 PACE, TIMES, LR, BETA = 4, 12, 0.9, 0.95
 PARTS = (slice(0, 3), slice(3, 5))
 PAPER, CODE = "topk2+ef:0.95", "topk2-senders+ef:0.95"

@@ -14,7 +14,6 @@ from shoal.optim import (
     Alone,
     Apply,
     GASLoC,
-    GASLoCRule,
     LocalSGD,
     OuterOptimizer,
     RoundContext,
@@ -147,14 +146,6 @@ def test_a_mask_over_billions_of_values_fits():
     assert (found.diff() > 0).all()
     assert found[0] >= 0
     assert found[-1] < 2**33
-
-
-@pytest.mark.parametrize("part", [-0.1, 1.5])
-def test_a_part_is_a_part(part):
-    with pytest.raises(ValueError, match=r"part must lie in \[0, 1\]"):
-        SpartaRule(part)
-    with pytest.raises(ValueError, match=r"mix must lie in \[0, 1\]"):
-        GASLoCRule(mix=part)
 
 
 def test_small_tensors_are_reached_too():
