@@ -24,6 +24,12 @@ def model(seed=0, dtype=torch.float32):
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
 
 
+def split(net, lr=0.05):
+    """Return Muon for the matrices and AdamW for the biases."""
+    matrices, rest = ([p for p in net.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(rest, lr=lr)]
+
+
 def train(net, opt, steps, *, first=0, target=0.0, after=lambda: None):
     """Take steps, each on the six rows that follow from its number."""
     for step in range(first, first + steps):

@@ -26,13 +26,7 @@ from shoal.optim import (
     config_diff,
     method_named,
 )
-from tests.optim.training import model, same, train, weights
-
-
-def split(net, lr=0.05):
-    """Return Muon for the matrices and AdamW for the biases."""
-    matrices, rest = ([p for p in net.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False))
-    return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(rest, lr=lr)]
+from tests.optim.training import model, same, split, train, weights
 
 
 def test_a_scheduler_goes_on_after_the_inner_optimizer_loaded_behind_the_wrapper():

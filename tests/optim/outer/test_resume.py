@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shoal.optim import METHODS, Alone, DiLoCo, Mean, NoLoCo, SparseLoCo, Tokens, codec_named, method_named
 from shoal.optim.exchange.base import Handle
-from tests.optim.training import Recording, equal, same, train
+from tests.optim.training import Recording, equal, model, same, split, train
 
 EVERY, STEPS = 3, 9
 
@@ -113,34 +113,21 @@ def all_of(opt):
     return copy.deepcopy([opt.state_dict(), opt.length.state_dict(), [codec.state_dict() for codec in opt._codecs]])
 
 
-def put(name, value):
-    def change(state):
-        state[name] = value
-
-    return change
-
-
-def without(name):
-    def change(state):
-        del state[name]
-
-    return change
-
-
 SPOILT = {
-    **{f"no {name}": (without(name), f"no '{name}', so it is not an outer optimizer's") for name in
+    **{f"no {name}": (lambda state, name=name: state.pop(name), f"no '{name}', so it is not an outer optimizer's") for name in
        ("inner", "slow", "rule", "steps", "round")},
     "another codec": (lambda state: state["codecs"][0].update(codec="e3m0+ef"), "of the codec e3m0"),
-    "a memory less": (put("codecs", [{}, {}]), "has 2 fragments, this optimizer 1"),
+    "a memory less": (lambda state: state.update(codecs=[{}, {}]), "has 2 fragments, this optimizer 1"),
     "a residual of another shape": (lambda state: state["codecs"][0].update(error=[torch.zeros(3)]), "of other tensors than"),
     "a residual that is not finite": (lambda state: state["codecs"][0]["error"][0].fill_(math.nan), "NaN or infinity"),
-    "two sent": (put("sent_at", [[0, 0], [0, 0]]), "has 2 fragments"), "two applied": (put("applied", [0, 0]), "has 2 fragments"),
-    "rounding of nothing": (put("rounding", {9: torch.zeros(2)}), "'rounding' has 1 tensors, this model has 0"),
-    "rounding of another shape": (put("rounding", {0: torch.zeros(9)}), r"'rounding' has shape \(9,\)"),
-    "steps that are none": (put("steps", "many"), "invalid literal"),
-    "tokens that are none": (put("tokens", "many"), "invalid literal"),
-    "a length that is none": (put("length", {"began": "then"}), "invalid literal"),
-    "another method": (put("rule", {"offset": []}), "has 'offset', which this method does not use"),
+    "two sent": (lambda state: state.update(sent_at=[[0, 0], [0, 0]]), "has 2 fragments"),
+    "two applied": (lambda state: state.update(applied=[0, 0]), "has 2 fragments"),
+    "rounding of nothing": (lambda state: state.update(rounding={9: torch.zeros(2)}), "'rounding' has 1 tensors, this model has 0"),
+    "rounding of another shape": (lambda state: state.update(rounding={0: torch.zeros(9)}), r"'rounding' has shape \(9,\)"),
+    "steps that are none": (lambda state: state.update(steps="many"), "invalid literal"),
+    "tokens that are none": (lambda state: state.update(tokens="many"), "invalid literal"),
+    "a length that is none": (lambda state: state.update(length={"began": "then"}), "invalid literal"),
+    "another method": (lambda state: state.update(rule={"offset": []}), "has 'offset', which this method does not use"),
     "groups": (lambda state: state["inner"]["param_groups"].append({"params": []}), "parameter group"),
 }  # fmt: skip
 
@@ -310,10 +297,8 @@ def test_what_cannot_be_restored_is_refused_and_changes_nothing():
 
 def test_several_inner_optimizers_are_one_in_it(tmp_path):
     def several():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        parts = [[p for p in net.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False)]
-        return net, NoLoCo([torch.optim.Muon(parts[0], lr=0.05), torch.optim.AdamW(parts[1], lr=0.05)], Alone(), every=4, lag=0)
+        net = model()
+        return net, NoLoCo(split(net), Alone(), every=4, lag=0)
 
     net, opt = several()
     train(net, opt, 9)

@@ -298,19 +298,19 @@ def check_lag(lab, method, reference, peers, steps, count, lag, *, every=ROUND, 
 LOST_LATE = {("bert", 2), ("dora", 5), ("anna", 6)}
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("lag", range(ROUND))
-def test_noloco_at_every_lag_is_the_formula(lab, lag, count):
-    check_lag(lab, NoLoCo, NoLoCoReference(), lab.PEERS, 5 * ROUND, count, lag, lost=LOST_LATE)
-
-
 KNOBS = [{"pull": 0.3}, {"lr": 0.4, "momentum": 0.2, "pull": 1.1}, {"momentum": 0.0}, {"lr": 0.7, "momentum": 0.5}]
+NOLOCO, LOCAL, GOSSIP = (NoLoCo, NoLoCoReference), (LocalSGD, LocalReference), (GASLoC, GASLoCReference)
+FORMULAS = [
+    *((*NOLOCO, {}, lag, count) for lag in range(ROUND) for count in SIZES),
+    *((*NOLOCO, knobs, lag, 2) for lag in (2, 5) for knobs in KNOBS),
+    *((*LOCAL, {}, lag, 2) for lag in range(ROUND)),
+    *((*GOSSIP, knobs, lag, 2) for lag in (0, 1, 3, 5) for knobs in ({}, {"lr": 0.4, "momentum": 0.2, "mix": 0.6}, {"lr": 0.0})),
+]
 
 
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
-@pytest.mark.parametrize("lag", [2, 5])
-def test_both_forms_of_noloco_keep_what_was_learnt_since(lab, lag, knobs):
-    check_lag(lab, NoLoCo, NoLoCoReference(**knobs), lab.PEERS, 5 * ROUND, 2, lag, lost=LOST_LATE, **knobs)
+@pytest.mark.parametrize(("method", "reference", "knobs", "lag", "count"), FORMULAS)
+def test_at_every_lag_it_is_the_formula(lab, method, reference, knobs, lag, count):
+    check_lag(lab, method, reference(**knobs), lab.PEERS, 5 * ROUND, count, lag, lost=LOST_LATE, **knobs)
 
 
 @pytest.mark.parametrize("lag", [1, 3])
@@ -319,20 +319,7 @@ def test_weights_count_in_the_pseudo_gradients_alone_with_a_lag_too(lab, lag):
     check_lag(lab, NoLoCo, reference, lab.PEERS, 5 * ROUND, 2, lag, lost=LOST_LATE, weight=lambda peer: lambda *_: UNEQUAL[peer])
 
 
-@pytest.mark.parametrize("lag", range(ROUND))
-def test_local_sgd_is_the_formula(lab, lag):
-    check_lag(lab, LocalSGD, LocalReference(), lab.PEERS, 5 * ROUND, 2, lag, lost=LOST_LATE)
-
-
-@pytest.mark.parametrize("knobs", [{}, {"lr": 0.4, "momentum": 0.2, "mix": 0.6}, {"lr": 0.0}], ids=str)
-@pytest.mark.parametrize("lag", [0, 1, 3, 5])
-def test_gasloc_is_the_formula(lab, lag, knobs):
-    check_lag(lab, GASLoC, GASLoCReference(**knobs), lab.PEERS, 5 * ROUND, 2, lag, lost=LOST_LATE, **knobs)
-
-
-@pytest.mark.parametrize(
-    ("method", "reference"), [(NoLoCo, NoLoCoReference), (LocalSGD, LocalReference), (GASLoC, GASLoCReference)]
-)
+@pytest.mark.parametrize(("method", "reference"), [NOLOCO, LOCAL, GOSSIP])
 @settings(max_examples=15)
 @given(every=st.integers(4, 9), steps=st.integers(1, 30), count=st.sampled_from([1, 2, 4]), data=st.data())
 def test_after_finish_everything_sent_is_applied_whatever_the_lag(lab, method, reference, every, steps, count, data):
