@@ -112,7 +112,7 @@ def accelerator_of(tensors: Iterable[Tensor]) -> torch.device | None:
 
 def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return uninitialised tensors of these shapes and dtypes in pinned memory, one behind the other in few pieces (`pieces`)."""
-    sizes, found = [_aligned(tensor.nbytes) for tensor in tensors], dict[int, Tensor]()
+    sizes, found = [-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors], dict[int, Tensor]()
     for places in pieces(sizes):
         memory = torch.empty(sum(sizes[place] for place in places), dtype=torch.uint8, device="cpu", pin_memory=True)
         for place, part in zip(places, torch.split(memory, [sizes[place] for place in places]), strict=True):
@@ -138,10 +138,6 @@ def pieces(sizes: Sequence[int]) -> list[list[int]]:
         gone = set(taken)
         left = [place for place in left if place not in gone]
     return found
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 def pinned_bytes(tensors: Iterable[Tensor]) -> int:

@@ -29,17 +29,12 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     They are modules of one class, themselves of several modules with parameters, that stand together in a ModuleList, ModuleDict or
     Sequential.
     """
-    return list(_blocks(model))
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    kinds = Counter(type(child) for child in module.children() if _is_block(child))
-    listed = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-    for child in module.children():
-        if listed and kinds[type(child)] > 1:
-            yield child
-        else:
-            yield from _blocks(child)
+    kinds = Counter(type(child) for child in model.children() if _is_block(child))
+    listed = isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+    found: list[nn.Module] = []
+    for child in model.children():
+        found += [child] if listed and kinds[type(child)] > 1 else repeated_blocks(child)
+    return found
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -265,11 +265,6 @@ def has_spread(rewards: Sequence[float]) -> bool:
     return len(rewards) > 0 and min(rewards) < max(rewards)
 
 
-def rank(seed: int, round: int, key: str) -> bytes:
-    """Return the 32 bytes by which a group is ordered in a round; uniform, and new each round."""
-    return hashlib.sha256(f"shoal/rollouts/1:{seed}:{round}:{key}".encode()).digest()
-
-
 def select(
     candidates: Sequence[Candidate],
     count: int,
@@ -323,5 +318,7 @@ def select(
 
 
 def _order(candidate: Candidate, seed: int, round: int) -> tuple[bytes, int, str, tuple[float, ...]]:
-    # Beyond the rank it decides which of several copies counts: the oldest, so that resending does not make a group younger.
-    return rank(seed, round, candidate.key), candidate.round, candidate.sender, candidate.rewards
+    digest = hashlib.sha256(f"shoal/rollouts/1:{seed}:{round}:{candidate.key}".encode()).digest()
+    # Beyond the digest, uniform and new each round, it decides which of several copies counts: the oldest, so that resending does
+    # not make a group younger.
+    return digest, candidate.round, candidate.sender, candidate.rewards

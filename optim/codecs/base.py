@@ -296,19 +296,14 @@ class FloatCodec(Stateless):
         return self.decode(payload, shapes)
 
     def check_range(self, tensors: Sequence[Tensor]) -> None:
-        if (wide := self._too_large(tensors)) is not None:
-            raise ValueError(
-                f"a value of {wide:.6g} is too large for {self.name}, which ends at {torch.finfo(self.dtype).max:.6g}: choose "
-                "float32 (or bfloat16), lower the learning rate, or clip gradients"
-            )
-
-    def _too_large(self, tensors: Sequence[Tensor]) -> float | None:
-        """Return a finite value that ``dtype`` cannot hold, or None."""
+        """Raise ValueError for a finite value that ``dtype`` cannot hold."""
         for tensor in tensors:
             over = tensor.isfinite() & tensor.to(self.dtype).isinf()
             if bool(over.any()):
-                return float(tensor[over][0])
-        return None
+                raise ValueError(
+                    f"a value of {float(tensor[over][0]):.6g} is too large for {self.name}, which ends at "
+                    f"{torch.finfo(self.dtype).max:.6g}: choose float32 (or bfloat16), lower the learning rate, or clip gradients"
+                )
 
     def decode(self, payload: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Decode as float32: views into the payload if that is float32, else fresh copies."""

@@ -136,7 +136,9 @@ def _parts(section: Tensor, chunks: int, keep: int) -> tuple[Tensor, Tensor, Ten
 
 def _select(chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: Tensor, checks: Checks) -> None:
     magnitudes, places = chunks.abs().topk(keep, dim=1)
-    levels.copy_(torch.stack([_mean(half) for half in magnitudes.tensor_split([(keep + 1) // 2], dim=1)], dim=1))
+    halves = magnitudes.tensor_split([(keep + 1) // 2], dim=1)
+    means = [half.sum(1) / (half != 0).sum(1).clamp(min=1) for half in halves]  # of the values above zero; 0 if there are none
+    levels.copy_(torch.stack(means, dim=1))
     check_sent(levels, checks)
     places = torch.where(magnitudes == 0, places[:, :1], places)
     indices.copy_(pack12(places))
@@ -145,11 +147,6 @@ def _select(chunks: Tensor, keep: int, levels: Tensor, indices: Tensor, signs: T
         signs.copy_(pack(negative.view(-1), 1).view(1, -1))  # a short chunk is the only row
     else:
         signs.copy_(pack(negative.view(-1), 1).view(len(chunks), -1))
-
-
-def _mean(magnitudes: Tensor) -> Tensor:
-    """Return the mean of each row's values above zero; 0 if there are none."""
-    return magnitudes.sum(1) / (magnitudes != 0).sum(1).clamp(min=1)
 
 
 def _restore(section: Tensor, chunks: int, size: int, keep: int, checks: Checks) -> tuple[Tensor, Tensor]:

@@ -68,11 +68,6 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def waited(work: Callable[[], T]) -> T:
-    """Return what ``work`` does. Signals act meanwhile, though it waits in C++, where Python handles none."""
-    return in_thread(work).result() if threading.current_thread() is threading.main_thread() else work()
-
-
 class RankGroup:
     """The ranks of a peer. Every method is for all of them, in the same order, in one thread.
 
@@ -179,7 +174,8 @@ class RankGroup:
     def _all(self, work: Callable[[], T]) -> T:
         """Return what ``work`` does, in which all ranks take part; what gloo raises becomes one sentence."""
         try:
-            return waited(work)
+            # Signals act meanwhile, though it waits in C++, where Python handles none.
+            return in_thread(work).result() if threading.current_thread() is threading.main_thread() else work()
         except RuntimeError as error:
             raise self._lost(str(error).split("\n")[0][:200]) from error
 
