@@ -87,7 +87,12 @@ class ErrorFeedback:
         if self.error is None:
             return [tensor.detach().to(torch.float32, copy=True) for tensor in tensors]
         total = [tensor.detach().float() for tensor in tensors]
-        self._check_shapes(total)
+        kept, given = ([tuple(tensor.shape) for tensor in some] for some in (self.error, total))
+        if kept != given:
+            raise ValueError(
+                f"error feedback is kept for {len(kept)} tensors of {sum(map(math.prod, kept))} values, got {len(given)} of "
+                f"{sum(map(math.prod, given))}: use fresh() for each fragment or model"
+            )
         return [torch.add(g, e.to(g.device), alpha=self.beta) for g, e in zip(total, self.error, strict=True)]
 
     def unpacked(self, payload: Tensor, shapes: Sequence[Shape], checks: Checks) -> list[Tensor]:
@@ -154,11 +159,3 @@ class ErrorFeedback:
         # Nothing is asked of one's own payload.
         decoded = unpacked(self.codec, payload.to(device), [tuple(tensor.shape) for tensor in like], Checks())
         return [values.to(tensor.device) for values, tensor in zip(decoded, like, strict=True)]
-
-    def _check_shapes(self, tensors: Sequence[Tensor]) -> None:
-        kept, given = ([tuple(tensor.shape) for tensor in some] for some in (self.error or [], tensors))
-        if kept != given:
-            raise ValueError(
-                f"error feedback is kept for {len(kept)} tensors of {sum(map(math.prod, kept))} values, got {len(given)} of "
-                f"{sum(map(math.prod, given))}: use fresh() for each fragment or model"
-            )

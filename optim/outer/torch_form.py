@@ -67,7 +67,11 @@ class TorchForm:
             "rounded": sorted(whole["rounding"]),
             "rule": sorted(whole["rule"]),
             "parts": [list(part) for part in self._parts],
-            "codecs": [_counted(memory) for memory in whole["codecs"]],
+            # Of residuals the number stands in their place.
+            "codecs": [
+                {name: len(value) if name == "error" and value is not None else value for name, value in memory.items()}
+                for memory in whole["codecs"]
+            ],
             "in_flight": begun,
         }
         text = json.dumps(progress)
@@ -201,8 +205,3 @@ def _residuals(part: Sequence[int], count: int) -> list[tuple[int, str]]:
 
 def _place(fragment: int, name: str, number: int) -> str:
     return f"in_flight_{fragment}_{name}_{number}"
-
-
-def _counted(memory: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a codec's memory with the number of its residuals in their place."""
-    return {name: len(value) if name == "error" and value is not None else value for name, value in memory.items()}

@@ -52,7 +52,7 @@ def schedules(draw):
     return Delayed(every, fragments) if kind is Delayed else Streaming(every, fragments, draw(st.integers(0, every - 1)))
 
 
-def visit(length, schedule, amounts, begin=lambda: None):
+def visit(length, schedule, amounts):
     """Return the positions of each step; ``amounts`` yields the tokens counted by then."""
     position, found = 0, []
     for tokens in amounts:
