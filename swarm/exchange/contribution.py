@@ -435,7 +435,7 @@ class ExchangeBase(Exchange):
     """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
 
     def __init__(self, host: Host, counter: PairRounds | RoundTracker, evidence: RoundEvidence, time: TrainingTime) -> None:
-        self.host, self._evidence, self._counter, self.time = host, evidence, counter, time
+        self.host, self.evidence, self._counter, self.time = host, evidence, counter, time
         host.resource_manager.partner = evidence.knows
         self.until = float("inf")
         self.stats = ExchangeStats()
@@ -444,16 +444,13 @@ class ExchangeBase(Exchange):
         """Total seconds for which the calling thread was blocked here."""
         self.sketch: Callable[[], Sketch | None] = lambda: None
         """This node's newest sketch, to be shown to its group."""
-
-    @property
-    def sketches(self) -> Mapping[str, Sketch | None]:
-        """Return what the other members of the newest group have shown, by peer id."""
-        return {}
+        self.sketches: Mapping[str, Sketch | None] = {}
+        """What the others of the newest group have shown, by peer id, if a round has one group; replaced as a whole."""
 
     @property
     def partners(self) -> frozenset[str]:
         """The peers with which this node has exchanged: a record alone costs nothing, and counts for nobody's weights."""
-        return self._evidence.partners
+        return self.evidence.partners
 
     @property
     def next_round(self) -> int:
@@ -468,7 +465,7 @@ class ExchangeBase(Exchange):
         """Return the round that the optimizer, about to go on in ``round``, should go back to, where the others are; None if it
         is with them.
         """
-        to = self._evidence.back(round)
+        to = self.evidence.back(round)
         if to is not None:
             self._counter.go_back(to)
         return to

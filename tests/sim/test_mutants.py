@@ -12,7 +12,7 @@ from shoal.swarm.exchange.context import TrainingTime
 from shoal.swarm.exchange.group.leader import GroupCommit
 from shoal.swarm.exchange.group.reduction import AllGather, PeerStreams
 from shoal.swarm.exchange.pair.calls import Caller, HeldCalls
-from shoal.swarm.exchange.pair.exchange import Averaged, PairMatchmaker
+from shoal.swarm.exchange.pair.exchange import Averaged, PairExchange
 from shoal.swarm.exchange.pair.transfer import PairTransfer, PartnerContribution
 from shoal.swarm.p2p import stream
 from shoal.swarm.wire.envelope import seal, unseal
@@ -72,7 +72,7 @@ def takes_what_it_does_not_hold(patch):
 
 def round_forgotten(patch):
     """A call from another swarm round throws the own one back."""
-    meet = PairMatchmaker.meet
+    meet = PairExchange.meet
 
     async def back(self, attempt, number):
         outcome = await meet(self, attempt, number)
@@ -80,7 +80,7 @@ def round_forgotten(patch):
             self.rounds._shift -= 2
         return outcome
 
-    patch.setattr(PairMatchmaker, "meet", back)
+    patch.setattr(PairExchange, "meet", back)
 
 
 def no_deadline(patch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.swarm.exchange.pair.exchange import PairMatchmaker
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from tests.sim.clock import Stuck, VirtualLoop
 from tests.sim.faults import Fault
 from tests.sim.peers import Setting
@@ -48,7 +48,7 @@ def test_a_simulation_in_which_time_stands_still_is_reported(seeds, monkeypatch)
         while True:
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(PairMatchmaker, "meet", spin)
+    monkeypatch.setattr(PairExchange, "meet", spin)
     monkeypatch.setattr("tests.sim.run.VirtualLoop", lambda: VirtualLoop(busy=2000))
     assert isinstance(simulate(1, setting=Setting("pair", 3), faults=[]).failure, Stuck)
 

@@ -2,7 +2,7 @@
 
 See `leader` for the leader's side and `reduction` for the bytes. Several rounds may be in flight at once, one for each fragment.
 
-A member (`GroupMember`) does this in a round: find the leader, join a group, collect contributions, apply the decision.
+A member does this in a round: find the leader, join a group, collect contributions, apply the decision.
 
 The leader of a round follows from (seed, round, peer id), so no message is needed to agree; a leader that does not answer within
 moments is passed over for the next in order. Guarantees:
@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from shoal.swarm.exchange.group.reduction import AllGather, AllReduce, Attempt, 
 from shoal.swarm.exchange.group.roster import HeartbeatChannel, LivenessView, Roster, open_roster, ready_message
 from shoal.swarm.p2p.stream import Stream, first_of, short, stop
 from shoal.swarm.pacing import TrafficMeter
-from shoal.swarm.wire.envelope import Message, Sketch, seal, unpack
+from shoal.swarm.wire.envelope import Message, seal, unpack
 from shoal.swarm.wire.messages import LARGEST_GROUP, GroupFormed, GroupLost, GroupReceipt, GroupReply, GroupReport
 
 TRIED = 8  # leaders tried in one round
@@ -103,39 +103,62 @@ class _Hold:
         return self.since is not None and asyncio.get_running_loop().time() - self.since > 4 * self.budget
 
 
-class GroupMember:
-    """The member's side of the groups of one host. All coroutines run on the host's loop. ``largest``: members that a group may
-    have.
+class GroupExchange(ExchangeBase):
+    """``optim.Exchange`` among all members of a swarm, or among groups of them. All coroutines run on the host's loop.
+
+    Args:
+        context: the node and its swarm; its host serves the group's protocols from now on.
+        timeouts: how long a round, and the parts of it, may take.
+        fragments: fragments that are sent in turn, each with the next round's number; 1 unless the schedule streams.
+        max_group: largest group; if more are ready they are divided into several (one of which may be larger by one).
+        follow: move a contribution that comes too late to the swarm's round. False for what belongs to its round only, as SPARTA's
+            masks do: then the round has no partner, and only ``next_round`` follows.
+        screen: decides which gathered contributions are refused and what the mean is. One that ``gathers`` takes no part in an
+            all-reduce, whoever leads, and leads none.
+
+    Raises:
+        ValueError: ``max_group`` or ``fragments`` out of range.
     """
 
     def __init__(
         self,
         context: PeerContext,
-        leader: GroupLeader,
-        decisions: DecisionLog,
-        rounds: RoundTracker,
-        view: LivenessView,
-        time: TrainingTime,
+        timeouts: ExchangeTimeouts = ExchangeTimeouts(),  # noqa: B008 (frozen)
         *,
-        largest: int,
-        follow: bool,
+        fragments: int = 1,
+        max_group: int = 16,
+        follow: bool = True,
+        screen: UpdateScreen = TRUSTING,
     ) -> None:
-        self._context, self._time, self._timeouts = context, time, time.timeouts
-        self._leader, self._decisions, self._rounds, self._view = leader, decisions, rounds, view
-        self._largest, self._follow = largest, follow
-        self._streams = PeerStreams(context.host, view, time.timeouts.chunk)
+        if not 2 <= max_group <= LARGEST_GROUP:
+            raise ValueError(f"max_group must be between 2 and {LARGEST_GROUP}, got {max_group}")
+        if fragments < 1:
+            raise ValueError(f"fragments must be positive, got {fragments}")
+        rounds, view, time = RoundTracker(fragments), LivenessView(context, fragments), TrainingTime(timeouts, fragments)
+        super().__init__(context.host, rounds, view.evidence, time)
+        self._context, self._timeouts, self._screen = context, timeouts, screen
+        self._rounds, self._view, self._largest, self._follow = rounds, view, max_group + 1, follow
+        self._decisions = DecisionLog(context.host, context.identity, context.swarm)
+        self._leader = GroupLeader(context, self._decisions, rounds, view, time, max_group, screen.gathers)
+        self._streams = PeerStreams(context.host, view, timeouts.chunk)
         self._local: set[asyncio.Task[None]] = set()
-        self.sketches: Mapping[str, Sketch | None] = {}
-        """What the others of the newest group of everybody have shown; replaced as a whole, for the training thread."""
-        context.host.serve(LEADER_PROTOCOL, leader.serve)
+        context.host.serve(LEADER_PROTOCOL, self._leader.serve)
+
+    def start(self, contribution: Contribution) -> ExchangeHandle[Outcome]:
+        """Begin a round. ValueError if it is of another run than this swarm, or if the codec refuses the tensors."""
+        check_no_pair(contribution.codec)
+        mine = replace(encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch())
+        nbytes = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
+        attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
+        return ExchangeHandle(self, attempt, self.meet(attempt), lambda outcome: outcome.mean(), nbytes)
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. Returns None if this node goes on with its own contribution."""
         loop, fragment = asyncio.get_running_loop(), attempt.key.fragment
         now = loop.time()
-        self._time.begin(now, fragment)
-        self._view.evidence.begin(now, attempt.key.round)
-        pending = _RoundState(attempt, now, now + self._time.patience(fragment))
+        self.time.begin(now, fragment)
+        self.evidence.begin(now, attempt.key.round)
+        pending = _RoundState(attempt, now, now + self.time.patience(fragment))
         needed = pending.needed
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         try:
@@ -145,7 +168,7 @@ class GroupMember:
         finally:
             self._rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
             if attempt.commit.received is None:
-                self._view.evidence.missed()
+                self.evidence.missed()
         return attempt.commit.received
 
     async def _meet(self, pending: _RoundState) -> None:
@@ -224,7 +247,7 @@ class GroupMember:
                 elif group.alone:
                     for late in self._view.expected(ready.round) - set(group.members):
                         pending.attempt.failed(late, "timeout")
-                    if pending.needed.is_set() and began - pending.began > self._time.forming(ready.fragment) / 2:
+                    if pending.needed.is_set() and began - pending.began > self.time.forming(ready.fragment) / 2:
                         self._view.mark_late(set(group.members), ready.round)
                     self._view.mark_absent(self._view.here() - set(group.members))
                 again = await self._reduce(channel, group, pending, began)
@@ -269,9 +292,9 @@ class GroupMember:
     def _note(self, pending: _RoundState, leader: str, receipt: GroupReceipt) -> None:
         key = pending.attempt.key
         log.debug("round %d: leader %s answered %s %s", key.round, short(leader), receipt.verdict, receipt.reason)
-        self._view.evidence.heard(leader, receipt.round)
+        self.evidence.heard(leader, receipt.round)
         if receipt.verdict == "passed":
-            most = self._view.evidence.furthest(leader, receipt.round, asyncio.get_running_loop().time())
+            most = self.evidence.furthest(leader, receipt.round, asyncio.get_running_loop().time())
             pending.moved_to = max(pending.moved_to, self._rounds.within(receipt.round, key.round, most))
         elif receipt.verdict == "busy" and receipt.reason == COSTLY:
             pending.turned_away = self._view.doubted = True
@@ -297,7 +320,7 @@ class GroupMember:
         self._streams.begin(reduction)
         reducing = asyncio.ensure_future(reduction.run())
         listening = asyncio.ensure_future(self._listen(channel, reduction, attempt, longest))
-        hold = _Hold(self._time.budget(nbytes, attempt.key.fragment), began, nbytes)
+        hold = _Hold(self.time.budget(nbytes, attempt.key.fragment), began, nbytes)
         holding = asyncio.ensure_future(hold.limit(pending.needed, reduction, reducing))
         try:
             await first_of(reducing, listening)
@@ -337,7 +360,7 @@ class GroupMember:
             self.sketches = {peer: group.readies[peer].sketch for peer in them if peer != self._context.me}
             if included and not mean & ~reduction.places() and attempt.commit.commit(outcome := reduction.result(mean)):
                 attempt.stats.done(attempt.key, loop.time() - began)
-                self._view.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)
+                self.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)
                 await asyncio.to_thread(outcome.mean)  # now, for until training asks for it all payloads would be held
         return None
 
@@ -354,7 +377,7 @@ class GroupMember:
             self._spent(peer, key, held, hold.nbytes, whole=peer not in hold.late, took=took, beside=beside)
 
     def _spent(self, peer: str, key: RoundKey, held: float, nbytes: int, **how: Any) -> None:
-        for one in self._time.spent(peer, key.round, key.fragment, held, nbytes=nbytes, **how):
+        for one in self.time.spent(peer, key.round, key.fragment, held, nbytes=nbytes, **how):
             log.info("round %d: %s held training for too long", key.round, short(one))
             self._view.mark_costly(one, key.round)
 
@@ -376,57 +399,3 @@ class GroupMember:
         if group.leader not in others and group.leader != self._context.me:
             others.append(group.leader)
         return await self._decisions.ask(group.leader, group.nonce, [(peer, self._view.addresses(peer)) for peer in others])
-
-
-class GroupExchange(ExchangeBase):
-    """An exchange (`shoal.optim.Exchange`) among all members of a swarm, or among groups of them.
-
-    Args:
-        context: the node and its swarm; its host serves the group's protocols from now on.
-        timeouts: how long a round, and the parts of it, may take.
-        fragments: fragments that are sent in turn, each with the next round's number; 1 unless the schedule streams.
-        max_group: largest group; if more are ready they are divided into several (one of which may be larger by one).
-        follow: move a contribution that comes too late to the swarm's round. False for what belongs to its round only, as SPARTA's
-            masks do: then the round has no partner, and only ``next_round`` follows.
-        screen: decides which gathered contributions are refused and what the mean is. One that ``gathers`` takes no part in an
-            all-reduce, whoever leads, and leads none.
-
-    Raises:
-        ValueError: ``max_group`` or ``fragments`` out of range.
-    """
-
-    def __init__(
-        self,
-        context: PeerContext,
-        timeouts: ExchangeTimeouts = ExchangeTimeouts(),  # noqa: B008 (frozen)
-        *,
-        fragments: int = 1,
-        max_group: int = 16,
-        follow: bool = True,
-        screen: UpdateScreen = TRUSTING,
-    ) -> None:
-        if not 2 <= max_group <= LARGEST_GROUP:
-            raise ValueError(f"max_group must be between 2 and {LARGEST_GROUP}, got {max_group}")
-        if fragments < 1:
-            raise ValueError(f"fragments must be positive, got {fragments}")
-        self._context, self._screen = context, screen
-        self._rounds = RoundTracker(fragments)
-        view, decisions = LivenessView(context, fragments), DecisionLog(context.host, context.identity, context.swarm)
-        time = TrainingTime(timeouts, fragments)
-        super().__init__(context.host, self._rounds, view.evidence, time)
-        self._leader = GroupLeader(context, decisions, self._rounds, view, time, max_group, screen.gathers)
-        self._groups = GroupMember(context, self._leader, decisions, self._rounds, view, time, largest=max_group + 1, follow=follow)
-        self._largest = max_group + 1
-
-    @property
-    def sketches(self) -> Mapping[str, Sketch | None]:
-        """Return what the other members of the newest group have shown, by peer id; none where a round has several groups."""
-        return self._groups.sketches
-
-    def start(self, contribution: Contribution) -> ExchangeHandle[Outcome]:
-        """Begin a round. ValueError if it is of another run than this swarm, or if the codec refuses the tensors."""
-        check_no_pair(contribution.codec)
-        mine = replace(encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch())
-        nbytes = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
-        attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
-        return ExchangeHandle(self, attempt, self._groups.meet(attempt), lambda outcome: outcome.mean(), nbytes)

@@ -4,7 +4,7 @@ See `shoal.swarm.exchange.pair.calls` for the calls and their answers, `transfer
 `shoal.swarm.exchange.contribution` for the training thread's side. Several meetings may be under way at once, one for each
 fragment.
 
-The matchmaking (`PairMatchmaker`) is of peers that finish a round at different times, without a coordinator and without waiting for
+The matchmaking is of peers that finish a round at different times, without a coordinator and without waiting for
 the dead.
 
 Each peer computes its partner of the round (`shoal.optim.exchange.base`) and calls it. A call is answered
@@ -90,25 +90,56 @@ WORTH = 0.1  # of the time from one round to the next, at most for either: after
 log = logging.getLogger(__name__)
 
 
-class PairMatchmaker:
-    """Finds a partner for each round. All coroutines run on the host's loop."""
+class PairExchange(ExchangeBase):
+    """``optim.Exchange`` between the members of a swarm. All coroutines run on the host's loop.
+
+    Args:
+        context: the node and its swarm; its host serves the exchange protocol from now on.
+        timeouts: how long a round, and the parts of it, may take.
+        fragments: fragments that are sent in turn, each with the next round's number; each may be in a meeting of its own.
+        overlap: training goes on without the mean. Then a meeting waits for its partner until training needs the outcome.
+        departed: returns the members that left lately, by peer id (``Directory.departed``).
+        screen: decides which contributions are refused and what the mean is.
+
+    Raises:
+        ValueError: ``fragments`` is not positive.
+    """
 
     def __init__(
         self,
         context: PeerContext,
-        timeouts: ExchangeTimeouts,
-        departed: Callable[[], Mapping[str, Member]],
-        fragments: int,
-        overlap: bool,
+        timeouts: ExchangeTimeouts = ExchangeTimeouts(),  # noqa: B008 (frozen)
+        *,
+        fragments: int = 1,
+        overlap: bool = False,
+        departed: Callable[[], Mapping[str, Member]] = dict,
+        screen: UpdateScreen = TRUSTING,
     ) -> None:
-        self._timeouts, self._time, self.rounds = timeouts, TrainingTime(timeouts, fragments), PairRounds(fragments, overlap)
-        self._selector, self.evidence = PairSelector(context, departed, fragments), RoundEvidence(context, fragments)
-        transfers = PairTransfer(context.host, timeouts)
-        self.state = PairState(context, timeouts, transfers, self._selector, self.rounds, self.evidence, overlap, self._time)
+        if fragments < 1:
+            raise ValueError(f"fragments must be positive, got {fragments}")
+        self.rounds = PairRounds(fragments, overlap)
+        super().__init__(context.host, self.rounds, RoundEvidence(context, fragments), TrainingTime(timeouts, fragments))
+        self._context, self._timeouts, self._screen = context, timeouts, screen
+        self._selector, transfers = PairSelector(context, departed, fragments), PairTransfer(context.host, timeouts)
+        self.state = PairState(context, timeouts, transfers, self._selector, self.rounds, self.evidence, overlap, self.time)
         self.held = HeldCalls(self.state)
         self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
         self._preparing = asyncio.Lock()
         context.host.serve(EXCHANGE_PROTOCOL, self.answerer.serve)
+
+    def start(self, contribution: Contribution) -> ExchangeHandle[PartnerContribution]:
+        """Start looking for a partner. ValueError if the contribution is of another run than this swarm."""
+        mine = encode_contribution(self._context.swarm, contribution)
+        attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
+        number = self.rounds.hand_in(mine.key.round)
+        averaged = Averaged(self._screen, self._context.me, mine)
+        return ExchangeHandle(self, attempt, self._averaged(attempt, number, averaged), averaged.learnt, mine.payload.nbytes)
+
+    async def _averaged(self, attempt: Attempt, number: int, averaged: Averaged) -> PartnerContribution | None:
+        received = await self.meet(attempt, number)
+        if received is not None:
+            await asyncio.to_thread(averaged.mean, received)  # training goes on
+        return received
 
     async def meet(self, attempt: Attempt, number: int) -> PartnerContribution | None:
         """Find a partner and exchange; return the received contribution, or None.
@@ -141,7 +172,7 @@ class PairMatchmaker:
         """Meet a partner while training goes on. Once that waits for the outcome, wait no longer than a meeting usually does, nor
         than training may wait for a partner to come (`TrainingTime`).
         """
-        loop, fragment, time = asyncio.get_running_loop(), pairing.key.fragment, self._time
+        loop, fragment, time = asyncio.get_running_loop(), pairing.key.fragment, self.time
         usual = loop.time() + time.patience(fragment)
         async with running(self._meet(pairing), pairing.needed.wait()) as (meeting, waiting):
             await first_of(meeting, waiting)
@@ -160,7 +191,7 @@ class PairMatchmaker:
         loop = asyncio.get_running_loop()
         began = loop.time()
         fragment = pairing.key.fragment
-        period, wait = self._time.begin(began, fragment), self._time.patience(fragment)
+        period, wait = self.time.begin(began, fragment), self.time.patience(fragment)
         deadline = began + wait
         linger = min(wait * LINGER, LINGER_S, period * WORTH)
         while True:
@@ -246,52 +277,6 @@ class PairMatchmaker:
             called, received = pairing.called.is_set(), await pairing.outcome(self._timeouts)
             if received is not None or pairing.broken or not (called and self.state.overlap):  # else the caller had gone on
                 return received
-
-
-class PairExchange(ExchangeBase):
-    """``optim.Exchange`` between the members of a swarm.
-
-    Args:
-        context: the node and its swarm; its host serves the exchange protocol from now on.
-        timeouts: how long a round, and the parts of it, may take.
-        fragments: fragments that are sent in turn, each with the next round's number; each may be in a meeting of its own.
-        overlap: training goes on without the mean. Then a meeting waits for its partner until training needs the outcome.
-        departed: returns the members that left lately, by peer id (``Directory.departed``).
-        screen: decides which contributions are refused and what the mean is.
-
-    Raises:
-        ValueError: ``fragments`` is not positive.
-    """
-
-    def __init__(
-        self,
-        context: PeerContext,
-        timeouts: ExchangeTimeouts = ExchangeTimeouts(),  # noqa: B008 (frozen)
-        *,
-        fragments: int = 1,
-        overlap: bool = False,
-        departed: Callable[[], Mapping[str, Member]] = dict,
-        screen: UpdateScreen = TRUSTING,
-    ) -> None:
-        if fragments < 1:
-            raise ValueError(f"fragments must be positive, got {fragments}")
-        self._context, self._screen = context, screen
-        self._matchmaker = PairMatchmaker(context, timeouts, departed, fragments, overlap)
-        super().__init__(context.host, self._matchmaker.rounds, self._matchmaker.evidence, self._matchmaker.state.time)
-
-    def start(self, contribution: Contribution) -> ExchangeHandle[PartnerContribution]:
-        """Start looking for a partner. ValueError if the contribution is of another run than this swarm."""
-        mine = encode_contribution(self._context.swarm, contribution)
-        attempt = ExchangeAttempt[PartnerContribution](mine, screen=self._screen, stats=self.stats)
-        number = self._matchmaker.rounds.hand_in(mine.key.round)
-        averaged = Averaged(self._screen, self._context.me, mine)
-        return ExchangeHandle(self, attempt, self._meet(attempt, number, averaged), averaged.learnt, mine.payload.nbytes)
-
-    async def _meet(self, attempt: Attempt, number: int, averaged: Averaged) -> PartnerContribution | None:
-        received = await self._matchmaker.meet(attempt, number)
-        if received is not None:
-            await asyncio.to_thread(averaged.mean, received)  # training goes on
-        return received
 
 
 class Averaged:

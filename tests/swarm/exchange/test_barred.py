@@ -21,7 +21,7 @@ def test_a_banned_caller_is_refused_at_once_and_not_held_nor_looked_up(network, 
     assert values([b.start()]) == [None]  # long before its minute is over
     assert len(refusals(caplog)) == 1
     assert a.looked == 0
-    assert not a.exchange._matchmaker.held.calls
+    assert not a.exchange.held.calls
     assert values([a.start(), b.start(1)]) == [None, None]
 
 
@@ -47,7 +47,7 @@ def test_who_is_left_over_and_listens_does_not_take_a_banned_caller(network, sch
     b.host.die()  # so a has nobody to call, and takes whoever calls, but not this one
     round = next(round for round in range(1000) if partner_of(0, round, bad.id, [a.id, b.id, bad.id]) == a.id)
     listener = a.start(round)
-    meetings = a.exchange._matchmaker.state.under_way
+    meetings = a.exchange.state.under_way
     school.until(lambda: 0 in meetings and meetings[0].phase.step == Step.LISTENING)
     caller = bad.start(round)
     school.until(lambda: refusals(caplog))

@@ -44,7 +44,7 @@ def two(network):
 
         def run(caller, callee, round=0):
             first = exchanges[0].start(Contribution(RoundKey(SWARM, round), [torch.full((4,), caller)]))
-            until(lambda: exchanges[1]._matchmaker.held.calls)
+            until(lambda: exchanges[1].held.calls)
             second = exchanges[1].start(Contribution(RoundKey(SWARM, round), [torch.full((4,), callee)]))
             return [None if mean is None else mean.tensors[0][0].item() for mean in (first.result(), second.result())]
 

@@ -186,7 +186,7 @@ class Pairs(Court):
         stream = called(self.network, self.host, EXCHANGE_PROTOCOL, sender, sealed)
         handle = None
         if sealed == seal(offer(), HONEST) and sender is HONEST:  # it is held until this node comes to its round
-            until(lambda: self.exchange._matchmaker.held.calls)
+            until(lambda: self.exchange.held.calls)
             handle = self.exchange.start(Contribution(mine().key, mine().tensors(), 1.0, FLOAT32))
         answer = unpack(self.host.call(stream.receive(Answer.LIMIT, 5), 6), Answer)
         self.network.loop.call_soon_threadsafe(stream.abort)
@@ -226,8 +226,8 @@ class Answers(Pairs):
 
         async def repeating():
             NONCES.set(bytes)
-            matchmaker = self.exchange._matchmaker
-            return await matchmaker.meet(ExchangeAttempt(mine()), matchmaker.rounds.hand_in(ROUND))
+            exchange = self.exchange
+            return await exchange.meet(ExchangeAttempt(mine()), exchange.rounds.hand_in(ROUND))
 
         class Hearing(logging.Handler):
             def emit(self, record):

@@ -69,7 +69,7 @@ def test_what_was_in_flight_is_met_again_in_its_own_round_bit_for_bit(swarm):
         first, second = resumed.nodes
         alone = resumed.pool.submit(first.step)
         # The other has not begun yet: it holds the calls for the rounds that it will begin anew, and does not send them ahead.
-        until(lambda second=second: len(second.exchange._matchmaker.held.calls) == 2)
+        until(lambda second=second: len(second.exchange.held.calls) == 2)
         second.step()
         alone.result()
         for _ in range(at + 1, STEPS):

@@ -150,7 +150,7 @@ def test_for_what_a_new_stream_takes_at_once_none_is_kept(school, codec):
     for round in range(2):
         check_same([peer.start(round, float(number), codec, (4,)) for number, peer in enumerate(peers)])
     assert len(called(peers)) == 2 * (12 if codec is FLOAT32 else 6)
-    assert not any(peer.exchange._groups._streams._kept._idle for peer in peers)
+    assert not any(peer.exchange._streams._kept._idle for peer in peers)
 
 
 def test_of_two_members_that_gather_the_leader_calls_else_the_first_in_order(school):
@@ -165,7 +165,7 @@ def test_of_two_members_that_gather_the_leader_calls_else_the_first_in_order(sch
 def test_a_kept_stream_that_its_other_end_has_just_ended_is_replaced(school, monkeypatch, attempts, codec):
     peers = school.peers(4)
     check_same(start(peers, codec))
-    kept = {stream for peer in peers for stream in peer.exchange._groups._streams._kept._idle}
+    kept = {stream for peer in peers for stream in peer.exchange._streams._kept._idle}
     before = called(peers)
     assert len(kept) == len(before)
 
@@ -224,7 +224,7 @@ def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkey
         assert mean.tensors[0][0, 0].item() == pytest.approx(1.5, abs=0.02)
     if codec is FLOAT32:
         assert attempts == [("allreduce", 5, False), ("gather", 4, True)]
-    assert all(victim.id not in peer.exchange._groups._view.expected(0) for peer in peers[:-1])
+    assert all(victim.id not in peer.exchange._view.expected(0) for peer in peers[:-1])
 
 
 def test_who_reported_and_then_went_has_no_say_in_what_is_common():
@@ -287,7 +287,7 @@ def test_a_decision_that_one_member_heard_before_the_leader_died_reaches_all(sch
             await told.wait()
 
     async def heard_it():
-        while not heard.exchange._groups._decisions._sealed:
+        while not heard.exchange._decisions._sealed:
             await asyncio.sleep(0.01)
 
     monkeypatch.setattr(GroupCommit, "_send", telling)
@@ -424,7 +424,7 @@ def test_strangers_get_no_payload(school, monkeypatch):
             await stream.receive(1 << 20, 3.0)
 
     async def running(gathering):
-        await stranger.exchange._groups._streams.call(gathering._me, gathering.group.nonce, 1 << 20, nothing)
+        await stranger.exchange._streams.call(gathering._me, gathering.group.nonce, 1 << 20, nothing)
         refused.append(gathering._me)
         await run(gathering)
 

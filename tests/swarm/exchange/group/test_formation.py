@@ -41,7 +41,7 @@ def test_the_patience_in_a_round_is_that_of_its_fragment(school):
             return super().patience(fragment)
 
     for peer in two:
-        peer.exchange._groups._time = peer.exchange._leader._time = Recording(peer.exchange.time.timeouts, 3)
+        peer.exchange.time = peer.exchange._leader._time = Recording(peer.exchange.time.timeouts, 3)
     assert school.values([peer.start(2, 1.0, fragment=2) for peer in two]) == [1.0, 1.0]
     assert set(asked) == {("begin", 2), ("patience", 2)}
 
@@ -217,13 +217,13 @@ def test_a_leader_that_stops_while_it_collects_is_passed_over(school, monkeypatc
 def test_who_died_is_not_waited_for_until_it_shows_a_new_record(school):
     *others, victim = school.ranked(school.peers(4, wait=30.0))
     for peer in others:
-        peer.exchange._groups._view.mark_absent([victim.id])
-        assert victim.id not in peer.exchange._groups._view.expected(0)
+        peer.exchange._view.mark_absent([victim.id])
+        assert victim.id not in peer.exchange._view.expected(0)
     handles = [peer.start(0, float(number)) for number, peer in enumerate(others)]
     assert school.values(handles) == [pytest.approx(1.0)] * 3
     for peer in others:
         peer.issued[victim.id] = 2.0
-        assert victim.id in peer.exchange._groups._view.expected(0)
+        assert victim.id in peer.exchange._view.expected(0)
 
 
 def test_who_slept_through_a_round_leads_none_until_it_shows_a_new_record(school):
@@ -252,7 +252,7 @@ def test_who_slept_through_a_round_leads_none_until_it_shows_a_new_record(school
 def test_who_was_late_and_says_that_it_is_here_is_waited_for_in_the_next_round(school):
     *others, late = school.ranked(school.peers(3, wait=20.0, follow=False))
     for peer in others:
-        peer.exchange._groups._view.mark_absent([late.id])
+        peer.exchange._view.mark_absent([late.id])
     assert school.values([peer.start(0, float(number)) for number, peer in enumerate(others)]) == [0.5, 0.5]
     assert late.start(0, 9.0).result() is None  # it is told the next round, and goes there when it has something new
     round = next(round for round in range(1, 100) if school.ranked([*others, late], round)[0] is others[0])
@@ -265,7 +265,7 @@ def test_who_is_back_in_a_group_is_waited_for_by_all_of_its_members(school):
     """Not by its leader alone: another member leads the next round."""
     *others, late = school.ranked(school.peers(3, wait=20.0))
     for peer in others:
-        peer.exchange._groups._view.mark_absent([late.id])
+        peer.exchange._view.mark_absent([late.id])
     first = late.start(0, 7.0)
     school.until(lambda: others[0].waiting() == 1)
     assert school.values([*(peer.start(0, 1.0) for peer in others), first]) == [3.0] * 3
@@ -280,10 +280,10 @@ def test_who_is_passed_over_and_leads_in_vain_asks_the_others_before_it_leads_ag
     late, *others = three = school.peers(3, wait=2.0)
     for peer in others:
         for round in (0, 1):
-            peer.exchange._groups._view.late.missed(late.id, round, 1)
-            assert late.id not in peer.exchange._groups._view.order(0, round + 1)
+            peer.exchange._view.late.missed(late.id, round, 1)
+            assert late.id not in peer.exchange._view.order(0, round + 1)
     led, round, later = [round for round in range(2, 32) if school.ranked(three, round)[0] is late][:3]
-    view, other = late.exchange._groups._view, others[0]
+    view, other = late.exchange._view, others[0]
     late.rounds[other.id] = round
     assert late.start(led, 9.0).result() is None
     handle = late.start(round, 4.0)
@@ -291,7 +291,7 @@ def test_who_is_passed_over_and_leads_in_vain_asks_the_others_before_it_leads_ag
     school.until(lambda: second.waiting(round) == 1)
     assert school.values([handle, *(peer.start(round, 1.0) for peer in others)]) == [2.0] * 3
     assert view.doubted
-    other.exchange._groups._view.late.misses.clear()
+    other.exchange._view.late.misses.clear()
     handle = other.start(later, 1.0)  # it takes it for the leader again, so it is
     school.until(lambda: not view.doubted)
     assert school.values([handle, late.start(later, 3.0)]) == [2.0, 2.0]
@@ -301,7 +301,7 @@ def test_who_is_turned_away_as_too_costly_does_not_wait_for_those_who_come_to_no
     costly, *others = three = school.peers(3, wait=500.0)
     for peer in others:
         for round in (0, 1):
-            peer.exchange._groups._view.costly.missed(costly.id, round, 1)
+            peer.exchange._view.costly.missed(costly.id, round, 1)
     leads = {round: school.ranked(three, round)[0] is costly for round in range(2, 32)}
     turned_away = next(round for round in leads if not leads[round])
     for round in (turned_away, next(later for later in leads if leads[later] and later > turned_away)):

@@ -19,7 +19,7 @@ from shoal.swarm.exchange.context import FORGOTTEN, SHARE, TERMS, ExchangeTimeou
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL, PairingAttempt, PairSelector, Step, make_offer, receive_offer
-from shoal.swarm.exchange.pair.exchange import PairMatchmaker
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.pair.transfer import PairTransfer
 from shoal.swarm.state.resync import in_step
 from shoal.swarm.wire.envelope import unpack
@@ -41,12 +41,12 @@ class Overlapping(Peer):
         return self.exchange.start(Contribution(RoundKey(SWARM, round, fragment), [torch.full(shape, value)], 1.0, FLOAT32))
 
     def listens(self, round):
-        pairing = self.exchange._matchmaker.state.under_way.get(round % self.fragments)
+        pairing = self.exchange.state.under_way.get(round % self.fragments)
         return pairing is not None and pairing.phase.step == Step.LISTENING
 
     @property
     def held(self):
-        return self.exchange._matchmaker.held.calls
+        return self.exchange.held.calls
 
 
 def test_two_peers_meet_in_all_fragments_at_once(network):
@@ -58,7 +58,7 @@ def test_two_peers_meet_in_all_fragments_at_once(network):
     assert [value(handle.result()) for handle in first] == [1.0, 2.0, 3.0, 4.0]
     assert [value(second[round].result()) for round in range(4)] == [1.0, 2.0, 3.0, 4.0]
     assert a.exchange.next_round == b.exchange.next_round == 4
-    assert not a.exchange._matchmaker.state.under_way
+    assert not a.exchange.state.under_way
 
 
 def test_every_fragment_has_the_partner_of_its_round(network):
@@ -164,7 +164,7 @@ def test_a_meeting_that_is_given_up_during_its_transfer_counts_at_neither(networ
         both.wait(LONG)
         handles[giver].close()
         until(handles[giver].done)
-        until(lambda peer=pair[giver]: not peer.exchange._matchmaker.state.under_way)
+        until(lambda peer=pair[giver]: not peer.exchange.state.under_way)
         let_go.set()
         assert handles[1 - giver].result() is None
         assert handles[giver]._attempt.commit.received is None
@@ -188,9 +188,9 @@ def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twi
         stream.close()
         return answer.verdict
 
-    missed = a.exchange._matchmaker._selector.passed.misses
+    missed = a.exchange._selector.passed.misses
     assert partner.submit(call_and_go()).result(LONG) == "accept"
-    until(lambda: a.exchange._matchmaker.state.under_way[round % 4].withdrawn)
+    until(lambda: a.exchange.state.under_way[round % 4].withdrawn)
     assert not missed
     assert not handle.done()
     other = later.send(round, 3.0)
@@ -200,7 +200,7 @@ def test_a_caller_that_has_gone_on_when_it_is_accepted_is_no_failure_but_not_twi
     a.send(round)
     until(lambda: a.listens(round))
     assert partner.submit(call_and_go()).result(LONG) == "accept"
-    until(lambda: a.exchange._matchmaker.state.under_way[round % 4].phase.outcome is None)
+    until(lambda: a.exchange.state.under_way[round % 4].phase.outcome is None)
     assert not missed
     assert partner.submit(call_and_go()).result(LONG) == "accept"
     until(lambda: list(missed) == [partner.peer_id])
@@ -318,7 +318,7 @@ def test_who_found_nobody_meets_one_that_failed_once_but_not_twice(network, fail
     ids = [peer.id for peer in (a, b, *busy)]
     round = next(r for r in range(4, 1000) if partner_of(SEED, r, a.id, ids) is None)
     for number in reversed(range(failures)):
-        a.exchange._matchmaker._selector.passed.missed(b.id, round - 4 * number, 1)
+        a.exchange._selector.passed.missed(b.id, round - 4 * number, 1)
     for peer in busy:
         peer.host.die()
     first, second = a.send(round, 1.0), b.send(round, 3.0)
@@ -337,7 +337,7 @@ def test_who_has_listened_long_enough_costs_training_no_more(needed, over):
     async def listen():
         began = loop.time()
         loop.call_later(needed, pairing.needed.set)
-        assert await PairMatchmaker._listen(matchmaker, pairing, 1.0) is None
+        assert await PairExchange._listen(matchmaker, pairing, 1.0) is None
         return loop.time() - began
 
     assert loop.run_until_complete(listen()) == pytest.approx(over)

@@ -17,7 +17,7 @@ from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange import context
 from shoal.swarm.exchange.context import ExchangeTimeouts, PeerContext
 from shoal.swarm.exchange.pair.calls import EXCHANGE_PROTOCOL
-from shoal.swarm.exchange.pair.exchange import PairExchange, PairMatchmaker
+from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.wire.envelope import ENVELOPE, pack, seal, unseal
 from shoal.swarm.wire.messages import Answer, Offer
 from tests.clocks import until
@@ -98,9 +98,7 @@ def test_calls_cross_and_one_side_cannot_dial(network, who, how):
 
     async def nowhere(peer_id, protocol, *, addresses=(), timeout):
         dialing.set()
-        while (
-            how == "lost" or not stuck.exchange._matchmaker.state.under_way[0].called.is_set()
-        ):  # how soon the call comes is the machine's
+        while how == "lost" or not stuck.exchange.state.under_way[0].called.is_set():  # how soon the call comes is the machine's
             await asyncio.sleep(0.01)
         raise NetworkError("nobody answers.", "unreachable")
 
@@ -112,7 +110,7 @@ def test_calls_cross_and_one_side_cannot_dial(network, who, how):
 
 
 def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(network, monkeypatch):
-    meet, ended, end = PairMatchmaker._meet, threading.Event(), asyncio.Event()
+    meet, ended, end = PairExchange._meet, threading.Event(), asyncio.Event()
 
     async def slowly_cancelled(matchmaker, pairing):
         try:
@@ -122,14 +120,14 @@ def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(net
             asyncio.get_running_loop().call_soon(ended.set)
             raise
 
-    monkeypatch.setattr(PairMatchmaker, "_meet", slowly_cancelled)
+    monkeypatch.setattr(PairExchange, "_meet", slowly_cancelled)
     a, b = Peer(network, wait=LONG), Peer(network, wait=LONG)
     first = a.start(0, 1.0)
-    until(lambda: b.exchange._matchmaker.held.calls)
+    until(lambda: b.exchange.held.calls)
     assert first.result(0.0) is None
-    until(lambda: not b.exchange._matchmaker.held.calls)
+    until(lambda: not b.exchange.held.calls)
     second = a.start(5, 1.0)
-    until(lambda: a.exchange._matchmaker.state.at(0) == 5)
+    until(lambda: a.exchange.state.at(0) == 5)
     network.loop.call_soon_threadsafe(end.set)
     assert ended.wait(60)
     assert a.exchange.next_round == 6
@@ -139,7 +137,7 @@ def test_a_round_that_was_called_off_and_ends_late_leaves_the_next_one_alone(net
 def test_a_partner_that_is_late_is_waited_for(network):
     a, b = Peer(network), Peer(network)
     handle = a.start(value=1.0)
-    until(lambda: b.exchange._matchmaker.held.calls)
+    until(lambda: b.exchange.held.calls)
     assert not handle.done()
     assert value(b.start(value=3.0).result()) == 2.0
     assert value(handle.result()) == 2.0
@@ -152,7 +150,7 @@ def test_a_partner_that_is_rounds_behind_is_waited_for_too(network):
     c.start(first)
     assert value(a.start(first).result()) == 0.0  # in that round b and d are to meet, and neither has begun it
     handle = a.start(first + 1, 1.0)
-    until(lambda: b.exchange._matchmaker.held.calls)
+    until(lambda: b.exchange.held.calls)
     other = b.start(first, 5.0)
     assert value(d.start(first, 7.0).result()) == value(other.result()) == 6.0
     assert not handle.done()
@@ -182,7 +180,7 @@ def test_a_partner_that_vanishes_while_it_holds_a_call_is_not_waited_for(network
     a, b = Peer(network, wait=LONG, chunk=0.5), Peer(network, wait=LONG)
     a.sees = b.sees = [a.id, b.id]
     handle = a.start(0, 1.0)
-    until(lambda: b.exchange._matchmaker.held.calls)
+    until(lambda: b.exchange.held.calls)
 
     async def silence(protocol, stream):
         await asyncio.Event().wait()
@@ -213,7 +211,7 @@ def test_whom_a_silent_partner_kept_waiting_calls_nobody_else(network, held):
     a.host.open = open
     handle = a.start(round)
     if held:
-        until(lambda: b.exchange._matchmaker.held.calls)
+        until(lambda: b.exchange.held.calls)
     b.host.answer = silence
     assert value(handle.result()) is None
     assert called == [b.id]
@@ -222,9 +220,9 @@ def test_whom_a_silent_partner_kept_waiting_calls_nobody_else(network, held):
 def test_a_caller_that_vanishes_while_it_is_held_is_forgotten(network):
     a, b = Peer(network), Peer(network)
     a.start()
-    until(lambda: b.exchange._matchmaker.held.calls)
+    until(lambda: b.exchange.held.calls)
     a.host.die()
-    until(lambda: not b.exchange._matchmaker.held.calls)
+    until(lambda: not b.exchange.held.calls)
     assert b.start().result() is None
 
 
@@ -286,7 +284,7 @@ def test_a_slow_peer_is_told_that_the_round_has_passed_and_catches_up(network):
     b.rounds = {a.id: 7, b.id: 4}
     a.exchange.next_round = 8
     slow = b.start(round=4, value=1.0)
-    until(lambda: a.exchange._matchmaker.held.calls)
+    until(lambda: a.exchange.held.calls)
     assert value(a.start(round=8, value=3.0).result()) == 2.0
     assert value(slow.result()) == 2.0
     assert b.exchange.next_round == 9
@@ -324,7 +322,7 @@ def test_peers_of_another_swarm_or_model_are_never_met(network):
     c = Peer(network, model="1" * 64)
     c.sees = [c.id]
     a.sees = [a.id, c.id]
-    selector = a.exchange._matchmaker._selector
+    selector = a.exchange._selector
     selector._context = replace(selector._context, members=lambda: {c.id: network.member(c.id, model="1" * 64)})
     network.opened.clear()
     assert a.start(1).result() is None

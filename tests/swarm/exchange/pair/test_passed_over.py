@@ -121,15 +121,15 @@ def busy(patch, exchange):
     async def call(pairing, peer, seconds):
         return None
 
-    patch.setattr(exchange._matchmaker.answerer, "_judge", judge)
-    patch.setattr(exchange._matchmaker.caller, "call", call)
+    patch.setattr(exchange.answerer, "_judge", judge)
+    patch.setattr(exchange.caller, "call", call)
 
 
 def hangs_up(patch, exchange):
     """It ends the stream once it is to send its weights."""
 
     async def run(self, stream, attempt, theirs, **options):
-        if self is exchange._matchmaker.state.transfers:
+        if self is exchange.state.transfers:
             stream.abort()
             return None
         return await right(self, stream, attempt, theirs, **options)
@@ -175,7 +175,7 @@ def test_who_spends_the_others_rounds_is_found_and_never_averaged_with(network, 
     assert all(len(mine) in (0, 2) and (mine == theirs or not (mine and theirs)) for mine, theirs, _ in met)
     assert not any(hostile for *_, hostile in met)
     hostile = exchanges[2]._context.me
-    assert all(hostile in exchange._matchmaker._selector.passed.misses for exchange in exchanges[:2])
+    assert all(hostile in exchange._selector.passed.misses for exchange in exchanges[:2])
     assert sum(bool(mine) for mine, _, _ in met) >= ROUNDS / 3
 
 

@@ -38,7 +38,7 @@ class Pair:
 
     def begin(self, caller=1.0, callee=3.0, codec=FLOAT32, round=0, look=lambda: None):
         first = self.exchanges[0].start(Contribution(RoundKey(SWARM, round), tensors(caller), 1.0, codec))
-        until(lambda: self.exchanges[1]._matchmaker.held.calls)
+        until(lambda: self.exchanges[1].held.calls)
         self.seen = look()
         return first, self.exchanges[1].start(Contribution(RoundKey(SWARM, round), tensors(callee), 1.0, codec))
 
@@ -161,7 +161,7 @@ def test_a_callee_that_asks_before_the_caller_decided_calls_it_off_for_both(bris
         transfers.test_asked.set()
 
     monkeypatch.setattr(transfer.PairTransfer, "_receive", late)
-    transfers = brisk.exchanges[0]._matchmaker.state.transfers
+    transfers = brisk.exchanges[0].state.transfers
     transfers.test_asked = asyncio.Event()
     brisk.hosts[0].handlers[OUTCOME_PROTOCOL] = lambda stream: answering(transfers, stream)
     assert brisk.run() == [None, None]
@@ -179,7 +179,7 @@ def test_a_stranger_who_asks_for_an_outcome_learns_nothing_and_changes_nothing(p
         return reply.outcome
 
     assert pair.run() == [(2.0, -2.0)] * 2
-    ((peer, nonce),) = pair.exchanges[0]._matchmaker.state.transfers._outcomes
+    ((peer, nonce),) = pair.exchanges[0].state.transfers._outcomes
     assert peer == pair.hosts[1].peer_id
     assert host.call(ask(nonce), 60) == "unknown"
 
@@ -241,7 +241,7 @@ def test_a_caller_that_has_gone_on_when_ready_comes_decides_nothing(pair, monkey
     monkeypatch.setattr(transfer.PairTransfer, "_receive", closing)
     first, second = pair.begin()
     assert (first.result(), second.result()) == (None, None)
-    ((outcome, _),) = pair.exchanges[0]._matchmaker.state.transfers._outcomes.values()
+    ((outcome, _),) = pair.exchanges[0].state.transfers._outcomes.values()
     assert outcome == "aborted"
 
 
@@ -282,7 +282,7 @@ def near(pair, number, rounds=1, far=None):
             codec.expect(f"run:{round}:0", [moved])
             sent.append(base + moved + (far if far is not None and place else 0.0))
             handles.append(exchange.start(Contribution(RoundKey(SWARM, round), [sent[-1]], 1.0, codec)))
-            until(lambda place=place: place or pair.exchanges[1]._matchmaker.held.calls)
+            until(lambda place=place: place or pair.exchanges[1].held.calls)
         got = [handle.result() for handle in handles]
         for codec, mean in zip(codecs, got, strict=True):
             codec.rejected() if mean is None else codec.accepted()
@@ -412,7 +412,7 @@ def test_a_partner_that_comes_later_has_the_payload_by_then(pair):
 def test_where_the_round_trip_is_known_either_sends_ahead_as_soon_as_an_answer_would_be_here(pair, monkeypatch, early):
     monkeypatch.setattr(pair_calls, "HELD_S", 10 * LONG)
     monkeypatch.setattr(Stream, "round_trip", 0.001)
-    late, held, nbytes = pair.hosts[1 - early].traffic, pair.exchanges[1 - early]._matchmaker.held, 4 * 300_003
+    late, held, nbytes = pair.hosts[1 - early].traffic, pair.exchanges[1 - early].held, 4 * 300_003
     for round in range(2):  # the first opens a stream, on which the second goes
         came = late.received
         first = pair.exchanges[early].start(Contribution(RoundKey(SWARM, round), tensors(5.0), 1.0, FLOAT32))
@@ -435,9 +435,9 @@ def test_a_contribution_of_another_size_is_not_sent_ahead(pair, monkeypatch):
 def test_only_the_partners_of_two_rounds_can_fill_memory_before_a_node_is_there(pair):
     """And only with as much as its own contribution."""
     assert pair.run() == [(2.0, -2.0)] * 2
-    held, me = pair.exchanges[1]._matchmaker.held, pair.hosts[0].peer_id
+    held, me = pair.exchanges[1].held, pair.hosts[0].peer_id
     full, other = 4 * 300_003, 4 * 300_004
-    assert pair.exchanges[1]._matchmaker.state.sizes == {0: full}
+    assert pair.exchanges[1].state.sizes == {0: full}
 
     class Kept(dict):
         def __delitem__(self, call):
@@ -474,17 +474,17 @@ def test_only_the_partners_of_two_rounds_can_fill_memory_before_a_node_is_there(
 
 def test_who_was_turned_down_sends_no_payload_ahead_the_next_time(pair):
     assert pair.run() == [(2.0, -2.0)] * 2
-    caller = pair.exchanges[0]._matchmaker.caller
+    caller = pair.exchanges[0].caller
     assert caller._welcome
-    answer = pair.exchanges[1]._matchmaker.answerer._judge
+    answer = pair.exchanges[1].answerer._judge
 
     async def busy(stream, offer):
         await stream.more(2.0)  # until the payload has begun to come
         return None, Answer(verdict="busy", round=offer.round), None
 
-    pair.exchanges[1]._matchmaker.answerer._judge = busy
+    pair.exchanges[1].answerer._judge = busy
     pair.exchanges[0].hurry(LONG)
     handle = pair.exchanges[0].start(Contribution(RoundKey(SWARM, 1), tensors(1.0), 1.0, FLOAT32))
     assert handle.result() is None
     assert not caller._welcome
-    pair.exchanges[1]._matchmaker.answerer._judge = answer
+    pair.exchanges[1].answerer._judge = answer
