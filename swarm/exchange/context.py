@@ -335,7 +335,7 @@ class RoundEvidence:
 
     @property
     def partners(self) -> frozenset[str]:
-        """The peers with which this node has exchanged. For any thread."""
+        """The peers with which this node has exchanged, for any thread: a record alone costs nothing, and counts for no weights."""
         return frozenset(dict(self._met))
 
     def knows(self, peer: str) -> bool:

@@ -30,7 +30,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,9 +52,7 @@ if TYPE_CHECKING:
 class Payload(ABC):
     """Payload that is read from its beginning to its end, as often as wanted, also by several readers at once."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int: ...
+    nbytes: int
 
     @functools.cached_property
     def sha256(self) -> bytes:
@@ -78,11 +76,7 @@ class EncodedPayload(Payload):
     """Payload that ``codec`` has made of tensors of ``shapes``."""
 
     def __init__(self, payload: Tensor, codec: Codec, shapes: Sequence[Shape]) -> None:
-        self._payload, self._codec, self._shapes = payload, codec, shapes
-
-    @property
-    def nbytes(self) -> int:
-        return self._payload.numel()
+        self._payload, self._codec, self._shapes, self.nbytes = payload, codec, shapes, payload.numel()
 
     def whole(self) -> Tensor:
         return self._payload
@@ -95,11 +89,7 @@ class PairPayload(Payload):
     """Payload that a partner reads by its own weights, as ``message`` reads the partner's. It is written when it is first read."""
 
     def __init__(self, message: PairMessage) -> None:
-        self.message = message
-
-    @property
-    def nbytes(self) -> int:
-        return self.message.nbytes
+        self.message, self.nbytes = message, message.nbytes
 
     def whole(self) -> Tensor:
         return self.message.payload
@@ -120,13 +110,10 @@ class BorrowedPayload(Payload):
     def __init__(self, tensors: OnDemand, codec: FloatCodec) -> None:
         self._tensors, self._dtype = tensors.rounded(codec.dtype), codec.dtype
         self._ends = list(itertools.accumulate(math.prod(shape) for shape in tensors.shapes))
+        self.nbytes = self._ends[-1] * codec.dtype.itemsize if self._ends else 0
         if codec.dtype != torch.float32:
             for place, start, stop in slabs(tensors):
                 codec.check_range([tensors.values(place, start, stop)])
-
-    @property
-    def nbytes(self) -> int:
-        return self._ends[-1] * self._dtype.itemsize if self._ends else 0
 
     def blocks(self) -> Iterator[memoryview]:
         step = CHUNK // self._dtype.itemsize
@@ -179,16 +166,9 @@ class EncodedContribution:
     sketch: Sketch | None = None
     """Of the slow weights after the round that this node finished last."""
 
-    def tensors(self) -> Sequence[Tensor]:
-        return self.payload.tensors()
-
-    @property
-    def sha256(self) -> bytes:
-        return self.payload.sha256
-
     def prepared(self) -> EncodedContribution:
         """Write and digest what is to be sent, and return this. Slow."""
-        assert self.sha256
+        assert self.payload.sha256
         return self
 
     @property
@@ -256,15 +236,11 @@ WINDOW = 64  # exchanges that are remembered: minutes to hours of rounds, so tha
 RECENT = 8  # transfers whose median is reported: with different partners, so that a slow link shows at its owner
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """The reason, in a few words, why a contribution cannot be used."""
 
     kind: Failure
     text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def kind_of(error: NetworkError | MessageError) -> Failure:
@@ -424,7 +400,7 @@ class ExchangeAttempt(Generic[R]):
         received = tensors if read is None else read
         if not all_finite(tensors):
             return Problem("damaged", "it holds NaN or infinity"), received
-        distrust = self.screen.problem(self.key, mine.tensors, peer, tensors)
+        distrust = self.screen.problem(self.key, mine.payload.tensors, peer, tensors)
         return None if distrust is None else Problem("suspicious", distrust), received
 
 
@@ -446,11 +422,6 @@ class ExchangeBase(Exchange):
         """This node's newest sketch, to be shown to its group."""
         self.sketches: Mapping[str, Sketch | None] = {}
         """What the others of the newest group have shown, by peer id, if a round has one group; replaced as a whole."""
-
-    @property
-    def partners(self) -> frozenset[str]:
-        """The peers with which this node has exchanged: a record alone costs nothing, and counts for nobody's weights."""
-        return self.evidence.partners
 
     @property
     def next_round(self) -> int:

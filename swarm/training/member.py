@@ -62,7 +62,7 @@ class OuterSync:
         host.resource_manager.meter(CHUNKS_PROTOCOL, max(int(membership.network.models_per_hour * FLOAT32.nbytes(shapes)), 1))
         self._server = StateServer(host, membership.swarm, model, shapes, clock)
         self._resynchronizer = Resynchronizer(
-            membership, model, self._server, opt, exchange.stats, self._took_over, clock, lambda: exchange.partners
+            membership, model, self._server, opt, exchange.stats, self._took_over, clock, lambda: exchange.evidence.partners
         )
         self._drift = DriftDetector(me, model, MAX_GROUP)
         self._restarts = opt.restarts
@@ -111,7 +111,7 @@ class OuterSync:
         explained = behind or len(info.members) < 2 or self._resynchronizer.diverged
         if opt.anchored and info.key.fragment < opt.fragments and not explained:
             members = self._directory.members()
-            split = self._drift.split(members, self._exchange.sketches, self._exchange.partners)
+            split = self._drift.split(members, self._exchange.sketches, self._exchange.evidence.partners)
             self.diagnosis.apart(self._drift.apart, members, split is not None)
         self._resynchronizer.on_round(info, behind=behind, split=split)
 

@@ -30,7 +30,7 @@ def half_of_the_other(patch):
     async def halved(self, stream, attempt, *args):
         received = await swap(self, stream, attempt, *args)
         tensors = [torch.cat([a.flatten()[: a.numel() // 2], b.flatten()[a.numel() // 2 :]]).view_as(a)
-                   for a, b in zip(received.values, attempt.contribution.tensors(), strict=True)]  # fmt: skip
+                   for a, b in zip(received.values, attempt.contribution.payload.tensors(), strict=True)]  # fmt: skip
         return PartnerContribution(received.peer, received.weight, tensors)
 
     patch.setattr(PairTransfer, "_swap", halved)

@@ -141,7 +141,6 @@ class GroupExchange(ExchangeBase):
         self._decisions = DecisionLog(context.host, context.identity, context.swarm)
         self._leader = GroupLeader(context, self._decisions, rounds, view, time, max_group, screen.gathers)
         self._streams = PeerStreams(context.host, view, timeouts.chunk)
-        self._local: set[asyncio.Task[None]] = set()
         context.host.serve(LEADER_PROTOCOL, self._leader.serve)
 
     def start(self, contribution: Contribution) -> ExchangeHandle[Outcome]:
@@ -150,7 +149,7 @@ class GroupExchange(ExchangeBase):
         mine = replace(encode_contribution(self._context.swarm, contribution).prepared(), sketch=self.sketch())
         nbytes = moved(mine.payload.nbytes, min(self._largest, len(self._context.members())))
         attempt = ExchangeAttempt[Outcome](mine, screen=self._screen, stats=self.stats)
-        return ExchangeHandle(self, attempt, self.meet(attempt), lambda outcome: outcome.mean(), nbytes)
+        return ExchangeHandle(self, attempt, self.meet(attempt), lambda outcome: outcome(), nbytes)
 
     async def meet(self, attempt: Attempt) -> Outcome | None:
         """Take part in a round. Returns None if this node goes on with its own contribution."""
@@ -268,16 +267,14 @@ class GroupExchange(ExchangeBase):
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
             self._rounds.leave(ready.round, ready.fragment)
-            channel.close()
+            stream.close()
 
     async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
         if leader != self._context.me:
             return await self._context.host.open(leader, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)
         # The own daemon connects to others only. Bytes on this channel are no traffic.
         mine, theirs = await connected()
-        serving = asyncio.ensure_future(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
-        self._local.add(serving)
-        serving.add_done_callback(self._local.discard)
+        self._leader.start(self._serve_myself(Stream(leader, *theirs, TrafficMeter())))
         return Stream(leader, *mine, TrafficMeter())
 
     async def _serve_myself(self, stream: Stream) -> None:
@@ -361,7 +358,7 @@ class GroupExchange(ExchangeBase):
             if included and not mean & ~reduction.places() and attempt.commit.commit(outcome := reduction.result(mean)):
                 attempt.stats.done(attempt.key, loop.time() - began)
                 self.evidence.met(set(group.at(mean)) - {self._context.me}, attempt.key.round)
-                await asyncio.to_thread(outcome.mean)  # now, for until training asks for it all payloads would be held
+                await asyncio.to_thread(outcome)  # now, for until training asks for it all payloads would be held
         return None
 
     def _account(self, reduction: Reduction, key: RoundKey, hold: _Hold) -> None:

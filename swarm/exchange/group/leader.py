@@ -134,20 +134,22 @@ def moved(nbytes: int, members: int) -> int:
     return nbytes * max(members - 1, 2)  # an all-reduce moves twice the contribution at most
 
 
+@dataclass
 class MemberState:
     """One member as its leader sees it: its channel, and its messages so far."""
 
-    def __init__(self, channel: HeartbeatChannel, sealed: bytes, ready: GroupReady, until: float) -> None:
-        self.channel, self.sealed, self.ready = channel, sealed, ready
-        self.until = until
-        """The loop's time at which its patience is over."""
-        self.over = asyncio.Event()
-        """Set when no more messages follow."""
-        self.gone = False
-        self.held: dict[bytes, int] = {}
-        """Its reports, by the nonce of the group."""
-        self.changed = asyncio.Event()
-        """Set at each report and departure. Replaced by the event of its group."""
+    channel: HeartbeatChannel
+    sealed: bytes
+    ready: GroupReady
+    until: float
+    """The loop's time at which its patience is over."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no more messages follow."""
+    gone: bool = False
+    held: dict[bytes, int] = field(default_factory=dict)
+    """Its reports, by the nonce of the group."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at each report and departure. Replaced by the event of its group."""
 
     def report(self, report: GroupReport) -> None:
         """Record what the member holds. The first report counts; those about groups it is not asked about are useless."""
@@ -159,6 +161,11 @@ class MemberState:
         """Note that its channel has ended."""
         self.gone = True
         self.changed.set()
+
+    def dismiss(self) -> None:
+        """End its channel; no more messages follow."""
+        self.channel.stream.close()
+        self.over.set()
 
 
 class GroupCommit:
@@ -212,8 +219,7 @@ class GroupCommit:
         finally:
             waiting.cancel()
             for member in everybody.values():
-                member.channel.close()
-                member.over.set()
+                member.dismiss()
 
     async def _try_reduction(self, reduction: Literal["gather", "allreduce"], until: float) -> bool:
         """Form the group, wait for the reports and decide; inform the members unless another attempt is due. Return whether
@@ -247,7 +253,7 @@ class GroupCommit:
             if nonce in member.held and not member.gone
         }
         mean, takers = common(held)
-        log.info("of a group of %d, %d are in the mean and %d take it", len(self._members), _count(mean), _count(takers))
+        log.info("of a group of %d, %d are in the mean and %d take it", len(self._members), mean.bit_count(), takers.bit_count())
         return mean
 
     async def _reports(self, nonce: bytes, until: float, whole: bool) -> None:
@@ -290,10 +296,6 @@ class GroupCommit:
         except NetworkError as error:
             log.info("a member of a group is gone: %s", error)
             member.leave()
-
-
-def _count(places: int) -> int:
-    return bin(places).count("1")
 
 
 LEADER_PROTOCOL = "/shoal/group/1"
@@ -424,7 +426,7 @@ class GroupLeader:
             if last[0] <= ready.round:
                 return reply("busy", CROWDED)
             for member in self._pending[last].members.values():
-                self._dismiss(member)
+                member.dismiss()
         return reply("noted")
 
     def _elsewhere(self, round: int, leader: str | None) -> GroupReceipt:
@@ -443,23 +445,20 @@ class GroupLeader:
             if peer != leader:
                 with contextlib.suppress(NetworkError):  # it is gone
                     await member.channel.send(self._elsewhere(round, leader))
-                self._dismiss(member)
-
-    def _dismiss(self, member: MemberState) -> None:
-        member.channel.close()
-        member.over.set()
+                member.dismiss()
 
     def _admit(self, peer: str, member: MemberState) -> PendingGroup:
         key = (member.ready.round, member.ready.fragment)
         pending = self._pending.get(key)
         if pending is None:
             pending = self._pending[key] = PendingGroup()
-            self._start(self._collect(key, pending))
+            self.start(self._collect(key, pending))
         pending.members[peer] = member
         pending.changed.set()
         return pending
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin ``work`` on the loop, which knows a task only as long as somebody holds it."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -488,7 +487,7 @@ class GroupLeader:
         try:
             while pending.members:
                 for peer in self._view.barred(pending.members):  # barred since it came
-                    self._dismiss(pending.members.pop(peer))
+                    pending.members.pop(peer).dismiss()
                 if not pending.members:
                     break
                 now = loop.time()
@@ -516,7 +515,7 @@ class GroupLeader:
         members = pending.members
         if len(members) < 2:
             for member in members.values():  # its patience is over and no other member came, or none is left
-                self._dismiss(member)
+                member.dismiss()
             return
         self._rounds.formed(*key)
         self._view.mark_absent(self._view.here() - set(members))
@@ -536,7 +535,7 @@ class GroupLeader:
                 needed=self._needed.get(key[1]),
                 passed_over=lambda peer: self._view.costly.at(peer, key[0]),
             )
-            self._start(verdict.run())
+            self.start(verdict.run())
 
     def _awaited(self, round: int, pending: PendingGroup) -> set[str]:
         """Return the peers for which the group waits: those that may be in this round just now until they answer a probe only."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -141,7 +142,7 @@ class Gathered:
             if not self._means:
                 mine = self.mine
                 contributions: list[tuple[str, float, Iterable[Tensor]]] = [
-                    (peer, weight, mine.tensors() if payload is None else self._tensors(payload))
+                    (peer, weight, mine.payload.tensors() if payload is None else self._tensors(payload))
                     for peer, (weight, payload) in self.parts.items()
                 ]
                 self.parts.clear()
@@ -178,11 +179,12 @@ class AllGather:
         """Return the members whose contributions are held whole, as bits."""
         return self.group.places(self._parts)
 
-    def result(self, mean: int) -> Gathered:
-        """Return the decided contributions, ready to be averaged; ``mean`` is a part of ``places``."""
+    def result(self, mean: int) -> Outcome:
+        """Return what averages the decided contributions; ``mean`` is a part of ``places``."""
         # Not of the attempt, which will hold it: a ring of both would keep every round's payloads until Python looks for rings.
         attempt = self._attempt
-        return Gathered(self._me, attempt.contribution, attempt.screen, {peer: self._parts[peer] for peer in self.group.at(mean)})
+        parts = {peer: self._parts[peer] for peer in self.group.at(mean)}
+        return Gathered(self._me, attempt.contribution, attempt.screen, parts).mean
 
     def lose(self, places: int) -> None:
         """Stop waiting for members that have died."""
@@ -208,18 +210,16 @@ class AllGather:
 
     async def _with(self, peer: str) -> None:
         """Exchange with one member."""
-        with contextlib.suppress(asyncio.TimeoutError):
+        with contextlib.suppress(TimeoutError):
             if not self._calls(peer):
                 await asyncio.wait_for(self._called[peer].wait(), self._streams.chunk_timeout)
             elif not self._called[peer].is_set():
-                self._moving[peer] = asyncio.ensure_future(self._call(peer))
+                nbytes = self._attempt.contribution.payload.nbytes
+                call = self._streams.call(peer, self.group.nonce, nbytes, self._swap)
+                self._moving[peer] = asyncio.ensure_future(self._tried(peer, call))
         if peer in self._moving:
             await asyncio.wait({self._moving[peer]})
         self._called[peer].set()
-
-    async def _call(self, peer: str) -> None:
-        nbytes = self._attempt.contribution.payload.nbytes
-        await self._tried(peer, self._streams.call(peer, self.group.nonce, nbytes, self._swap))
 
     async def accept(self, stream: Stream) -> bool:
         """Serve a member that has called; return whether that ended well."""
@@ -252,7 +252,7 @@ class AllGather:
             raise MessageError(f"the payload of peer {short(peer)} does not match the digest it announced.", "damaged")
         problem, _ = await asyncio.to_thread(self._attempt.problem, peer, scratch)
         if problem is not None:
-            raise MessageError(f"the contribution of peer {short(peer)} was refused: {problem}.", problem.kind)
+            raise MessageError(f"the contribution of peer {short(peer)} was refused: {problem.text}.", problem.kind)
         self._parts[peer], self.arrived[peer] = (ready.weight, scratch), asyncio.get_running_loop().time()
 
 
@@ -266,23 +266,6 @@ SENDER, REDUCER = 1.5, 2.0  # times the chunk timeout
 def fits(codec: str, members: int) -> bool:
     """Return whether a group should be reduced this way."""
     return codec in FLOATS and members >= SMALLEST
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """A finished mean as one flat tensor."""
-
-    members: tuple[str, ...]
-    weight: float
-    flat: Tensor
-    mine: EncodedContribution
-    counted: int
-    limit: float
-
-    def mean(self) -> Mean:
-        sizes = [torch.Size(shape).numel() for shape in self.mine.shapes]
-        parts = [part.view(shape) for part, shape in zip(torch.split(self.flat, sizes), self.mine.shapes, strict=True)]
-        return Mean(parts, self.weight, self.members, self.counted, limit=self.limit)
 
 
 class AllReduce:
@@ -329,12 +312,15 @@ class AllReduce:
     def places(self) -> int:
         return 0 if self._mean is None else self.group.everybody
 
-    def result(self, mean: int) -> Reduced:
+    def result(self, mean: int) -> Outcome:
         """Return the mean of all."""
         assert self._mean is not None
-        weights = [self.group.weight(peer) for peer in self.group.members]
-        counted = sum(weight > 0 for weight in weights)
-        return Reduced(self.group.members, sum(weights), self._mean, self._mine, counted, self.group.limit)
+        weights, limit = self.group.weights()
+        counted, shapes = sum(weight > 0 for weight in weights.values()), self._mine.shapes
+        flat = torch.split(self._mean, [math.prod(shape) for shape in shapes])
+        parts = [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+        reduced = Mean(parts, sum(weights.values()), self.group.members, counted, limit=limit)
+        return lambda: reduced
 
     def give_up(self) -> set[str]:
         """Fail; return the members that are still to send."""
@@ -351,7 +337,7 @@ class AllReduce:
         if caller is None or caller.done() or self._over.is_set():
             return False
         caller.set_result(stream)
-        with contextlib.suppress(asyncio.TimeoutError):
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._over.wait(), max(self._until - asyncio.get_running_loop().time(), 0.0))
         if self._mean is None:
             stream.abort()
@@ -396,7 +382,7 @@ class AllReduce:
 
     async def _average(self, values: Tensor, mean: Tensor) -> None:
         """Average this node's share of the values of all members, and send each of them the averages."""
-        parts, weights = self._parts(self._me, values), {peer: self.group.weight(peer) for peer in self.group.members}
+        parts, (weights, _) = self._parts(self._me, values), self.group.weights()
         for part in parts:
             theirs = await asyncio.gather(*(self._part_of(peer, part, values.dtype, part is parts[-1]) for peer in self._callers))
             given = {self._me: values[part], **dict(zip(self._callers, theirs, strict=True))}
@@ -431,8 +417,8 @@ def _packed(values: Tensor) -> bytes:
     return values.view(torch.uint8).numpy().tobytes()
 
 
-Outcome = Gathered | Reduced
-"""A decided mean, whole and verified."""
+Outcome = Callable[[], Mean]
+"""Returns a decided mean, whole and verified; the first call may compute it."""
 Attempt = ExchangeAttempt[Outcome]
 Reduction = AllGather | AllReduce
 """One attempt of one group at one member."""

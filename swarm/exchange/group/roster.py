@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from shoal.optim.exchange.base import counted_weights, order
@@ -141,16 +140,8 @@ class Roster:
     def everybody(self) -> int:
         return (1 << len(self.readies)) - 1
 
-    def weight(self, peer: str) -> float:
-        """Return what a member's signed weight counts as (`counted_weights`)."""
-        return self._weights[0][peer]
-
-    @property
-    def limit(self) -> float:
-        return self._weights[1]
-
-    @cached_property
-    def _weights(self) -> tuple[dict[str, float], float]:
+    def weights(self) -> tuple[dict[str, float], float]:
+        """Return what the signed weight of each member counts as, and the limit of that (`counted_weights`)."""
         weights, limit = counted_weights([self.readies[peer].weight for peer in self.members])
         return dict(zip(self.members, weights, strict=True)), limit
 
@@ -175,7 +166,7 @@ def ready_message(mine: EncodedContribution, swarm: str, model: str, patience: f
         shapes=hashlib.sha256(pack_shapes(mine.shapes)).digest(),
         nbytes=mine.payload.nbytes,
         weight=mine.weight,
-        sha256=mine.sha256,
+        sha256=mine.payload.sha256,
         patience=min(max(patience, 0.0), MAX_PATIENCE),
         nonce=fresh_nonce(),
         sketch=mine.sketch,
@@ -289,6 +280,3 @@ class HeartbeatChannel:
         finally:
             if reading is not None:
                 await stop(reading)  # only one may read from a stream
-
-    def close(self) -> None:
-        self.stream.close()

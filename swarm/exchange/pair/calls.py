@@ -331,7 +331,7 @@ def make_offer(context: PeerContext, contribution: EncodedContribution, nonce: b
             shapes=contribution.shapes,
             dtype="float32",
             codec=codec.name,
-            sha256=contribution.sha256,
+            sha256=contribution.payload.sha256,
             weight=contribution.weight,
             model=context.model,
             nonce=nonce,

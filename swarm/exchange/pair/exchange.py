@@ -306,5 +306,5 @@ class Averaged:
             assert mine.message is not None
             own, other = (me, mine.weight, mine.message), (theirs.peer, theirs.weight, theirs.values)
             return pair_mean(self._screen, fragment, own, other, theirs.refused, mine.even)
-        contributions = [(me, mine.weight, mine.tensors()), (theirs.peer, theirs.weight, theirs.values)]
+        contributions = [(me, mine.weight, mine.payload.tensors()), (theirs.peer, theirs.weight, theirs.values)]
         return mean_of(self._screen, mine.codec, me, fragment, contributions, mine.even)

@@ -175,8 +175,8 @@ class PairTransfer:
         if incoming.hashes.digest() == theirs.sha256:
             problem, values = await asyncio.to_thread(attempt.problem, stream.peer_id, incoming.payload)
         if problem is not None:
-            await self._send(stream, Abort(nonce=theirs.nonce, reason=str(problem)))
-            raise MessageError(f"the contribution of peer {short(stream.peer_id)} was refused: {problem}.", problem.kind)
+            await self._send(stream, Abort(nonce=theirs.nonce, reason=problem.text))
+            raise MessageError(f"the contribution of peer {short(stream.peer_id)} was refused: {problem.text}.", problem.kind)
         return PartnerContribution(stream.peer_id, theirs.weight, values)
 
     async def _decide(self, stream: Stream, offer: Offer, received: PartnerContribution, attempt: Attempt, patience: float) -> None:

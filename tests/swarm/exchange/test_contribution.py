@@ -51,9 +51,12 @@ def test_a_value_too_large_for_the_codec_is_refused():
 
 @pytest.mark.parametrize(("name", "kind"), [("float32", BorrowedPayload), ("int8", EncodedPayload)])
 def test_only_plain_floats_are_borrowed(name, kind):
-    mine = encode_contribution("swarm", Contribution(RoundKey("swarm", 0), OnDemand(made(0)), 1.0, codec_named(name)))
-    assert isinstance(mine.payload, kind)
-    assert mine.sha256 == encode_contribution("swarm", Contribution(RoundKey("swarm", 0), made(0), 1.0, codec_named(name))).sha256
+    borrowed, encoded = (
+        encode_contribution("swarm", Contribution(RoundKey("swarm", 0), tensors, 1.0, codec_named(name))).payload
+        for tensors in (OnDemand(made(0)), made(0))
+    )
+    assert isinstance(borrowed, kind)
+    assert borrowed.sha256 == encoded.sha256
 
 
 def test_the_digest_of_weights_is_that_of_their_float32_values():

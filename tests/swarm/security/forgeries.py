@@ -83,7 +83,7 @@ def offer(**changes):
     it = mine()
     fields = {
         "swarm": SWARM, "round": ROUND, "fragment": 0, "nbytes": it.payload.nbytes, "shapes": it.shapes, "dtype": "float32",
-        "codec": "float32", "sha256": it.sha256, "weight": 1.0, "model": MODEL, "nonce": bytes(16),
+        "codec": "float32", "sha256": it.payload.sha256, "weight": 1.0, "model": MODEL, "nonce": bytes(16),
     }  # fmt: skip
     return Offer(**{**fields, **changes})
 

@@ -187,7 +187,7 @@ class Pairs(Court):
         handle = None
         if sealed == seal(offer(), HONEST) and sender is HONEST:  # it is held until this node comes to its round
             until(lambda: self.exchange.held.calls)
-            handle = self.exchange.start(Contribution(mine().key, mine().tensors(), 1.0, FLOAT32))
+            handle = self.exchange.start(Contribution(mine().key, mine().payload.tensors(), 1.0, FLOAT32))
         answer = unpack(self.host.call(stream.receive(Answer.LIMIT, 5), 6), Answer)
         self.network.loop.call_soon_threadsafe(stream.abort)
         if answer.verdict == "accept":

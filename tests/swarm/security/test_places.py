@@ -136,7 +136,7 @@ def test_a_group_leader_gives_places_to_other_ranges_and_never_its_own_away(monk
     monkeypatch.setattr(group_leader, "MAX_WAITING", MOST)
     one = school.peers(1)[0]
     leader, context = one.exchange._leader, one.exchange._context
-    leader._start = lambda work: work.close()  # no group is formed
+    leader.start = lambda work: work.close()  # no group is formed
     people = [Identity.ephemeral() for _ in range(MOST + 1)]
 
     def caller(who, origin):
@@ -170,8 +170,8 @@ def test_a_leader_whose_rounds_are_taken_gives_the_furthest_up(school):
     """The fault: thirty-two keys that each wait for two rounds to come took all rounds of a leader."""
     one = school.peers(1)[0]
     leader, context, gone = one.exchange._leader, one.exchange._context, []
-    leader._dismiss = gone.append
-    leader._pending = {(round, 0): PendingGroup({"x": round}) for round in range(100, 100 + MAX_PENDING)}
+    waiting = lambda round: SimpleNamespace(dismiss=lambda: gone.append(round))  # noqa: E731
+    leader._pending = {(round, 0): PendingGroup({"x": waiting(round)}) for round in range(100, 100 + MAX_PENDING)}
     ready = GroupReady(
         swarm=context.swarm, round=3, fragment=0, model=context.model, codec="float32", shapes=bytes(32), nbytes=4, weight=1.0,
         sha256=bytes(32), patience=9.0, nonce=bytes(16),

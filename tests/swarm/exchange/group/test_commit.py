@@ -31,8 +31,8 @@ WAYS = pytest.mark.parametrize("codec", [FLOAT32, codec_named("int8")], ids=["al
 
 def test_of_what_was_gathered_the_mean_alone_is_held_and_it_is_computed_once():
     shapes = ((2, 3), (4,))
-    mine = SimpleNamespace(codec=FLOAT32, shapes=shapes, even=0, key=RoundKey(SWARM, 0))
-    mine.tensors = lambda: [torch.full(shape, 6.0) for shape in shapes]
+    own = SimpleNamespace(tensors=lambda: [torch.full(shape, 6.0) for shape in shapes])
+    mine = SimpleNamespace(codec=FLOAT32, shapes=shapes, even=0, key=RoundKey(SWARM, 0), payload=own)
     payloads = {peer: FLOAT32.encode([torch.full(shape, value) for shape in shapes]) for peer, value in (("b", 3.0), ("c", 9.0))}
     held = [weakref.ref(payload) for payload in payloads.values()]
     gathered = Gathered("a", mine, TRUSTING, {"a": (1.0, None), **{peer: (1.0, payload) for peer, payload in payloads.items()}})

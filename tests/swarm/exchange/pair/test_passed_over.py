@@ -1,6 +1,7 @@
 """The choice of partners: the free ones find each other where some are dead; who spends the rounds of others is passed over, for a
 while."""
 
+import copy
 import hashlib
 import itertools
 from dataclasses import replace
@@ -104,7 +105,9 @@ def damaged(patch, exchange):
 
     def lying(context, contribution, nonce):
         if context is exchange._context:
-            contribution = replace(contribution, sha256=hashlib.sha256(contribution.sha256).digest())
+            payload = copy.copy(contribution.payload)
+            payload.sha256 = hashlib.sha256(payload.sha256).digest()
+            contribution = replace(contribution, payload=payload)
         return make_offer(context, contribution, nonce)
 
     patch.setattr(calls, "make_offer", lying)
