@@ -42,7 +42,7 @@ class BandwidthLimiter:
             raise ValueError("a rate must be above 0 bytes in a second")
         self._rate, self._clock = rate, clock
         self._left, self._since = rate * BURST_S, clock()
-        self._lock: asyncio.Lock | None = None
+        self._lock = asyncio.Lock()
         self.chunk = max(int(rate * CHUNK_S), 1)
         """Bytes that are sent at once."""
 
@@ -52,8 +52,6 @@ class BandwidthLimiter:
 
     async def wait(self) -> None:
         """Wait until the budget is not overdrawn. Callers go on in the order in which they came."""
-        if self._lock is None:
-            self._lock = asyncio.Lock()
         async with self._lock:
             while (deficit := self.deficit()) > 0:
                 await asyncio.sleep(max(deficit / self._rate, 0.001))
@@ -184,26 +182,23 @@ class Pace:
         Transfers to the same peer get room in turn.
         """
         async with self._turns:
-            return await self._room(most)
-
-    async def _room(self, most: int) -> int:
-        grain = max(self.window / PINGS, min(self.window / 2, GRAIN))
-        if self._sent - self._pinged >= grain and not self._holding:
-            self._ping()
-        while self._holding or self._sent - self._answered >= self.window:
-            self._full = True
-            if not self._pings and not self._holding:
+            grain = max(self.window / PINGS, min(self.window / 2, GRAIN))
+            if self._sent - self._pinged >= grain and not self._holding:
                 self._ping()
-            self._moved.clear()
-            await self._moved.wait()
-        if (wait := min(self._next - self._clock(), SPREAD_S)) > 0:
-            await asyncio.sleep(wait)
-        size = min(most, int(grain))
-        if not self._starting and self.window <= MOST:
-            # Answers that waited behind the peer's bulk come in lumps; bytes that went out in lumps would make a queue here.
-            self._next = max(self._next, self._clock()) + size * self._trip / (SPREAD * self.window)
-        self._sent += size
-        return size
+            while self._holding or self._sent - self._answered >= self.window:
+                self._full = True
+                if not self._pings and not self._holding:
+                    self._ping()
+                self._moved.clear()
+                await self._moved.wait()
+            if (wait := min(self._next - self._clock(), SPREAD_S)) > 0:
+                await asyncio.sleep(wait)
+            size = min(most, int(grain))
+            if not self._starting and self.window <= MOST:
+                # Answers that waited behind the peer's bulk come in lumps; bytes that went out in lumps would make a queue here.
+                self._next = max(self._next, self._clock()) + size * self._trip / (SPREAD * self.window)
+            self._sent += size
+            return size
 
     async def measure(self, echo: Echo) -> None:
         """Send pings by ``echo`` and take in the answers until the transfers have ended. Raises OSError or EOFError."""
@@ -419,7 +414,6 @@ class Ways:
         """Peer -> whether past the relay -> bytes a second, 0 if none came, and the exchanges by the other way since."""
 
     def note(self, peer: str, past: bool, rate: float) -> None:
-        """Note an exchange at ``rate``."""
         known = self._known.pop(peer, {})
         was = known.get(past, (rate, 0))[0] or rate
         self._known[peer] = {way: (before, since + 1) for way, (before, since) in known.items()} | {past: ((rate + was) / 2, 0)}

@@ -65,15 +65,7 @@ class SimPeer:
         self._membership = cast(Membership, SimpleNamespace(**place, manifest=world.manifest, network=NetworkOptions()))
         if outer.method != "none":
             screen = make_screen(outer)
-            self.exchange = make_exchange(
-                self._membership,
-                outer,
-                screen,
-                seed=plan.seed,
-                model=self.model,
-                fragments=self.opt.fragments,
-                overlap=self.opt.lag > 0,
-            )
+            self.exchange = make_exchange(self._membership, outer, screen, self.opt, seed=plan.seed, model=self.model)
             self.member = TrainingMember(
                 self._membership, self.opt, self.exchange, screen, model=self.model, name=self.name, shard=Shard(0, 1, plan.seed),
                 clock=world.network.loop.time,

@@ -219,12 +219,8 @@ class TrainingNode:
             state = self._swarm_state(model, came_from_elsewhere=self._saved is not None and own is None)
         shard = self._shard(own)  # now, for others that came meanwhile have theirs
         screen = make_screen(outer)
-        exchange = make_exchange(
-            membership, outer, screen, seed=settings.train.seed, model=model, fragments=opt.fragments, overlap=opt.lag > 0
-        )
-        self.member = TrainingMember(
-            membership, opt, exchange, screen, model=model, name=name, shard=shard, publisher=membership.directory
-        )
+        exchange = make_exchange(membership, outer, screen, opt, seed=settings.train.seed, model=model)
+        self.member = TrainingMember(membership, opt, exchange, screen, model=model, name=name, shard=shard)
         self.member.serve()
         self.sharing = None
         if settings.task.hooks == RL:

@@ -359,7 +359,6 @@ class RoundEvidence:
         return usual, int((now - begins[-1]) / usual)
 
     def met(self, peers: Iterable[str], round: int) -> None:
-        """Note an exchange with ``peers``."""
         self._alone = self._ahead = 0
         self._behind.clear()
         for peer in peers:
@@ -381,7 +380,6 @@ class RoundEvidence:
             self._said[peer] = round
 
     def missed(self) -> None:
-        """Note a round without an exchange."""
         self._alone += 1
 
     def called(self, peer: str, round: int) -> None:
@@ -438,7 +436,9 @@ class RoundEvidence:
 
 
 class PairRounds:
-    """The numbers of one node's rounds. Thread-safe: the training thread hands in, the host's loop begins and moves."""
+    """The numbers of one node's rounds. Thread-safe: the training thread hands in, the host's loop begins and moves. ``overlap``:
+    training goes on while this node waits for a partner.
+    """
 
     def __init__(self, fragments: int, overlap: bool = False) -> None:
         self.fragments, self.overlap = fragments, overlap
@@ -529,10 +529,8 @@ class PairRounds:
 
 
 class RoundTracker:
-    """The rounds that a node has begun, joined and ended. Round numbers grow by one with every fragment sent, so those of one
-    fragment are ``fragments`` apart.
-
-    A peer that began in the middle may have other remainders than the swarm: it gets the swarm's as an answer.
+    """The rounds that a node has begun, joined and ended. A peer that began in the middle may have other remainders than the swarm:
+    it gets the swarm's as an answer.
     """
 
     def __init__(self, fragments: int) -> None:
@@ -558,7 +556,6 @@ class RoundTracker:
         self._elsewhere[round, fragment] = leader
 
     def leave(self, round: int, fragment: int) -> None:
-        """Note that it no longer waits there."""
         self._elsewhere.pop((round, fragment), None)
 
     def end(self, round: int, fragment: int) -> None:
@@ -583,15 +580,12 @@ class RoundTracker:
         over, begun = self._over.get(fragment), self._begun.get(fragment)
         if (over is not None and round <= over) or (round, fragment) in self._formed:
             return max(round, over or 0, (begun or 0) - self.fragments) + self.fragments
-        if begun is not None and (round < begun or self._out_of_step(round, begun, fragment)):
+        # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
+        if begun is not None and (round < begun or (fragment < self.fragments and (round - begun) % self.fragments)):
             return begun + self._up(max(round - begun, 0))
         if begun is None and round < self.next_round:
             return round + self._up(self.next_round - round)
         return None
-
-    def _out_of_step(self, round: int, begun: int, fragment: int) -> bool:
-        # A fragment beyond those of the schedule is the last average of all weights, which keeps no step.
-        return fragment < self.fragments and (round - begun) % self.fragments != 0
 
     def _up(self, distance: int) -> int:
         return -(-distance // self.fragments) * self.fragments
@@ -631,7 +625,6 @@ class PassedOver:
         self.misses[peer] = count, last, cost or over > 0
 
     def met(self, peer: str, round: int) -> None:
-        """Note an exchange with ``peer``."""
         self._met = max(self._met, round)
         self.misses.pop(peer, None)
 

@@ -244,11 +244,8 @@ class Problem(NamedTuple):
 
 
 def kind_of(error: NetworkError | MessageError) -> Failure:
-    """Return the kind of failure that an error is."""
-    for kind in FAILURES:
-        if kind == error.reason:
-            return kind
-    return "broken" if isinstance(error, NetworkError) else "damaged"
+    other: Failure = "broken" if isinstance(error, NetworkError) else "damaged"
+    return next((kind for kind in FAILURES if kind == error.reason), other)
 
 
 class ExchangeStats:
@@ -386,7 +383,6 @@ class ExchangeAttempt(Generic[R]):
         return replace(self, contribution=replace(self.contribution, key=replace(self.key, round=round)))
 
     def failed(self, peer: str, problem: NetworkError | MessageError | Failure) -> None:
-        """Count a failed exchange with ``peer``."""
         self.stats.failed(self.key, peer, problem)
 
     def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, Received]:
@@ -467,7 +463,6 @@ class ExchangeHandle(Handle, Generic[R]):
         return self._exchange.time.limit(self._nbytes, self._attempt.key.fragment)
 
     def done(self) -> bool:
-        """Return whether ``result`` would return at once."""
         return self._future.done()
 
     def leave_out(self) -> bool:

@@ -161,19 +161,11 @@ def waiting_s(work: Work, line: Line) -> float:
 
 
 def forecast(work: Work, line: Line) -> Forecast:
-    """Return what to expect."""
     computing, moved = work.computing_s, sent(work)
     busy = computing * (1 + LOOP) + (work.costs.at_hand * FLOAT32 * work.params if moved else 0.0)
     round_s = busy + waiting_s(work, line)
     filled = moved / line.rate / computing
     return Forecast(computing / round_s, round_s, exchange_s(work, line), expected_lag(work, line), moved, filled)
-
-
-def every_that_fits(every: int, needed: float, rate: float, busy: float = BUSY) -> int:
-    """Return the inner steps of a round with which what rounds of ``every`` steps need, ``needed`` bytes a second of computing,
-    takes ``busy`` of a link that carries ``rate``.
-    """
-    return math.ceil(every * needed / (busy * rate))
 
 
 def least_every(work: Work, line: Line, wanted: float = GOOD, most: int = 1_000_000) -> int | None:

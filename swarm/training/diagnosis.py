@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from shoal.optim import OuterOptimizer, RoundInfo
 from shoal.swarm.errors import Repeats
 from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
-from shoal.swarm.exchange.cost import every_that_fits
+from shoal.swarm.exchange.cost import BUSY
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.overview import REMEDY
@@ -44,9 +44,9 @@ class SuspectedPartition:
     within_s: float
 
     def __str__(self) -> str:
-        some = ", ".join(self.names[:MAX_MISSING]) + (", …" if len(self.names) > MAX_MISSING else "")
         return (
-            f"a partition is suspected: {len(self.names)} of {self.of} members vanished within {self.within_s:.0f} s ({some}); "
+            f"a partition is suspected: {len(self.names)} of {self.of} members vanished within {self.within_s:.0f} s "
+            f"({_some(self.names)}); "
             f"training goes on with {self.of - len(self.names)}, and they come together again by themselves"
         )
 
@@ -101,7 +101,7 @@ class PartitionDetector:
             return [str(self.suspected)]
         if before is not None and (returned := sorted(set(back) & set(before.names))):
             still = f"; {len(self.suspected.names)} are still missing" if self.suspected is not None else ""
-            return [f"together again with {', '.join(returned[:MAX_MISSING])}{', …' if len(returned) > MAX_MISSING else ''}{still}"]
+            return [f"together again with {_some(returned)}{still}"]
         return []
 
     def _confirmed(self, seen: _LastSign, now: float) -> bool:
@@ -220,8 +220,7 @@ class Diagnosis:
         if not peers or not self._said.due(gives_way, AGAIN_S):
             return
         names = [_name(peer, members) for peer in sorted(peers)]
-        them = "1 other member" if len(names) == 1 else f"{len(names)} other members"
-        them += f" ({', '.join(names[:MAX_MISSING])}{', …' if len(names) > MAX_MISSING else ''})"
+        them = f"{len(names)} other member{'s' if len(names) > 1 else ''} ({_some(names)})"
         who = (
             f"this node's weights differ from those of {them}, so it takes over theirs"
             if gives_way
@@ -247,6 +246,10 @@ class Diagnosis:
             said = self.absence.look(at.everyone(), at.departed(), self._said.clock(), at.belongs)
             self._news += [Notice("partition", sentence) for sentence in said]
         return [self._news.popleft() for _ in range(len(self._news))]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_MISSING]) + (", …" if len(names) > MAX_MISSING else "")
 
 
 def _name(peer: str, members: Mapping[str, Member]) -> str:
@@ -315,9 +318,10 @@ class LagReport:
         if rate is None or len(self._rounds) < FULL or nbytes <= rate * seconds or seconds <= 0 or steps <= 0:
             return ""
         every, params = self._opt.schedule.every, sum(math.prod(shape) for shape in self._opt.shapes)
+        fits = math.ceil(every * nbytes / seconds / (BUSY * rate))
         return (
             f"This node's link carries {rate / MBIT:.2g} Mbit/s, but these settings send {nbytes / seconds / MBIT:.2g} Mbit/s for "
             f"the time that it computes, so training waits for the network: rounds of "
-            f"{every_that_fits(every, nbytes / seconds, rate)} inner steps (outer.every, now {every}) or a smaller codec "
+            f"{fits} inner steps (outer.every, now {every}) or a smaller codec "
             f"(outer.codec) would fit; see `shoal plan --params {params} --mbit {rate / MBIT:.2g} --step {seconds / steps:.2g}`."
         )

@@ -1,8 +1,5 @@
-"""The losses by which a node tries a partner's weights before they count (`shoal.swarm.exchange.robust`).
-
-The exchange that the settings of a manifest ask for.
-
-The outer optimizer of a swarm's settings.
+"""The exchange and the outer optimizer that a swarm's settings ask for, the length of its rounds, and the losses by which a node
+tries a partner's weights before they count (`shoal.swarm.exchange.robust`).
 """
 
 from __future__ import annotations
@@ -62,24 +59,21 @@ def make_exchange(
     membership: Membership,
     outer: OuterSettings,
     screen: DistanceScreen,
+    opt: OuterOptimizer,
     *,
     seed: int,
     model: str,
-    fragments: int = 1,
-    overlap: bool = False,
 ) -> PairExchange | GroupExchange:
-    """Return the exchange of the swarm's method.
-
-    ``fragments``: how many its optimizer sends in turn. ``overlap``: that optimizer trains on meanwhile.
-    """
+    """Return the exchange of the swarm's method for its optimizer."""
     host, identity, swarm, directory = membership.host, membership.identity, membership.swarm, membership.directory
     context = PeerContext(
         host, identity, swarm, model, seed, directory.members, directory.look, directory.is_barred, directory.everyone
     )  # fmt: skip
     trial = TRIAL_S if outer.check_loss else 0.0
-    timeouts = ExchangeTimeouts(outer.wait_s, trial=trial)
+    timeouts, fragments = ExchangeTimeouts(outer.wait_s, trial=trial), opt.fragments
     if outer.row.group == "everyone":
         return GroupExchange(context, timeouts, fragments=fragments, max_group=MAX_GROUP, follow=outer.row.follows, screen=screen)
+    overlap = opt.lag > 0  # training goes on meanwhile
     return PairExchange(context, timeouts, fragments=fragments, overlap=overlap, departed=directory.departed, screen=screen)
 
 

@@ -17,7 +17,6 @@ from shoal.optim import FLOAT32, OuterOptimizer, RoundInfo
 from shoal.swarm.exchange.pair.exchange import PairExchange
 from shoal.swarm.exchange.robust import DistanceScreen, RejectedUpdate
 from shoal.swarm.manifest import MAX_GROUP
-from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.directory import State as DirectoryState
 from shoal.swarm.membership.membership import SHOAL_VERSION, Membership
 from shoal.swarm.p2p.addresses import range_met
@@ -183,7 +182,6 @@ class TrainingMember:
         opt, exchange, screen: the outer optimizer, its exchange, and the screen that refuses others' updates.
         model: digest of the model's shapes.
         name: of this node, for people.
-        publisher: the directory that announcements go to; None if the caller publishes ``fields`` itself.
         clock: seconds; a simulation has its own.
     """
 
@@ -197,12 +195,11 @@ class TrainingMember:
         model: str,
         name: str,
         shard: Shard,
-        publisher: Directory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._membership, self._opt, self._screen, self._clock = membership, opt, screen, clock
         screen.newcomers.where = self._range
-        self._name, self._model, self.shard, self._publisher = name, model, shard, publisher
+        self._name, self._model, self.shard = name, model, shard
         self.exchange = exchange
         self.lag_report = LagReport(opt, membership.host.traffic.rate, clock)
         self.reporter: StatusReporter | None = None
@@ -256,9 +253,8 @@ class TrainingMember:
         speed = {"tokens_per_s": rate(rates.tokens_per_s), "mfu": share(rates.mfu), **self.lag_report.details()}
         if self.reporter is not None:
             self.reporter.progress({name: fields[name] for name in PROGRESS} | speed)
-        if self._publisher is not None:
-            details = {} if self._sync is None else self._sync.diagnosis.details()
-            self._publisher.announce(**fields, **details, **speed)
+        details = {} if self._sync is None else self._sync.diagnosis.details()
+        self._membership.directory.announce(**fields, **details, **speed)
 
     def start_counting(self) -> None:
         """Leave the bytes sent and received up to now out of the first round."""
@@ -302,5 +298,4 @@ class TrainingMember:
     def leave(self, loss: float | None = None, rates: Rates = STANDING) -> None:
         """Announce that this node leaves, so that nobody waits for it; without an answer its record expires."""
         self.announce("leaving", loss, rates)
-        if self._publisher is not None:
-            self._publisher.leave(LEAVE_S)
+        self._membership.directory.leave(LEAVE_S)

@@ -163,10 +163,7 @@ class Session:
         return self._exchange
 
     def _real_exchange(self, opt: OuterOptimizer) -> PairExchange | GroupExchange:
-        return make_exchange(
-            self._membership, self.settings, self._screen, seed=self.seed, model=self._digest, fragments=opt.fragments,
-            overlap=opt.lag > 0,
-        )  # fmt: skip
+        return make_exchange(self._membership, self.settings, self._screen, opt, seed=self.seed, model=self._digest)
 
     def optimizer(self, inner: Inner | None = None, *, resume: dict[str, Any] | None = None, **options: Any) -> OuterOptimizer:
         """Return the outer optimizer that the swarm's settings ask for, around ``inner``.
@@ -316,14 +313,7 @@ class Session:
         assert self._opt is not None
         membership, opt = self._membership, self._opt
         self._member = member = TrainingMember(
-            membership,
-            opt,
-            self._exchange.inner,
-            self._screen,
-            model=self._digest,
-            name=self._name,
-            shard=self.shard,
-            publisher=membership.directory,
+            membership, opt, self._exchange.inner, self._screen, model=self._digest, name=self._name, shard=self.shard
         )
         begin(membership, self._digest, opt, member, self._announce, first=self._first)
         member.reporter = StatusReporter(membership, self._name)

@@ -67,13 +67,11 @@ def test_a_record_holds_whatever_training_comes_to(loss, speed, tokens, mfu, rou
     def announce(**fields):
         said.append(fields)
 
-    publisher = SimpleNamespace(announce=announce, leave=lambda seconds: None)
+    directory = SimpleNamespace(announce=announce, leave=lambda seconds: None)
     traffic = SimpleNamespace(rate=lambda: None, sent=0, received=0)
-    place = SimpleNamespace(host=SimpleNamespace(traffic=traffic))
+    place = SimpleNamespace(host=SimpleNamespace(traffic=traffic), directory=directory)
     screen = SimpleNamespace(newcomers=Newcomers())
-    member = TrainingMember(
-        place, opt, SimpleNamespace(waited=0.0), screen, model="0" * 64, name="x", shard=Shard(0, 1, 0), publisher=publisher
-    )
+    member = TrainingMember(place, opt, SimpleNamespace(waited=0.0), screen, model="0" * 64, name="x", shard=Shard(0, 1, 0))
     status = member.reporter = StatusReporter(watched(), "anna")
     if leaving:
         member.leave(loss, Rates(speed, tokens, mfu))

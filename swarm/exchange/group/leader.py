@@ -201,7 +201,6 @@ class GroupCommit:
             member.changed = self._changed
 
     async def run(self) -> None:
-        """Lead the group to its decision."""
         self._began = asyncio.get_running_loop().time()
         until = self._began + self._timeout
         everybody = self._members

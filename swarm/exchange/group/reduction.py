@@ -209,7 +209,6 @@ class AllGather:
         return self._me == leader or (peer != leader and self._me < peer)
 
     async def _with(self, peer: str) -> None:
-        """Exchange with one member."""
         with contextlib.suppress(TimeoutError):
             if not self._calls(peer):
                 await asyncio.wait_for(self._called[peer].wait(), self._streams.chunk_timeout)
@@ -290,7 +289,6 @@ class AllReduce:
         """When all that each member sends of this node's share was here. The averages of others wait for all members."""
 
     async def run(self) -> None:
-        """Reduce within the group's time."""
         if self._dtype is None:
             return
         reducing, failing = asyncio.ensure_future(self._reduced(self._dtype)), asyncio.ensure_future(self._failed.wait())
@@ -313,7 +311,6 @@ class AllReduce:
         return 0 if self._mean is None else self.group.everybody
 
     def result(self, mean: int) -> Outcome:
-        """Return the mean of all."""
         assert self._mean is not None
         weights, limit = self.group.weights()
         counted, shapes = sum(weight > 0 for weight in weights.values()), self._mine.shapes

@@ -238,8 +238,6 @@ class PairState:
     selector: PairSelector
     rounds: PairRounds
     evidence: RoundEvidence
-    overlap: bool
-    """Training goes on while this node waits for a partner."""
     time: TrainingTime
     under_way: dict[int, PairingAttempt] = field(default_factory=dict)
     """By fragment."""
@@ -262,7 +260,7 @@ class PairState:
         """
         loop, attempt, key = asyncio.get_running_loop(), pairing.attempt, pairing.key
         began, nbytes = loop.time(), attempt.contribution.payload.nbytes
-        if self.overlap:
+        if self.rounds.overlap:
             self.time.waited(stream.peer_id, 0.0 if pairing.since is None else began - pairing.since)
         transfer = self.transfers.run(stream, attempt, theirs, caller=caller, incoming=incoming)
         held = called if pairing.needed.is_set() else 0.0
@@ -397,7 +395,7 @@ class HeldCalls:
             incoming = Incoming(offer.nbytes)
         gone = asyncio.ensure_future(self._until_gone(stream, incoming, ahead))
         try:
-            await first_of(taken, gone, timeout=OVERLAPPED_S if state.overlap else state.time.patience(fragment))
+            await first_of(taken, gone, timeout=OVERLAPPED_S if state.rounds.overlap else state.time.patience(fragment))
             return (taken.result() if taken.done() else None), incoming
         finally:
             del self.calls[call]
@@ -509,7 +507,7 @@ class Caller:
                     ahead = loop.call_later(0.0 if first else heard, stream.send_ahead, pairing.attempt.contribution.payload)
                 answered = await self._answered(stream, pairing, max(until - loop.time(), 0.01))
             except NetworkError as error:
-                if self._state.overlap and error.reason == "timeout":  # it is behind, and costs no training
+                if self._state.rounds.overlap and error.reason == "timeout":  # it is behind, and costs no training
                     return None
                 raise Unanswered(str(error), error.reason) from None if error.reason == "broken" else error
             finally:

@@ -121,7 +121,7 @@ class PairExchange(ExchangeBase):
         super().__init__(context.host, self.rounds, RoundEvidence(context, fragments), TrainingTime(timeouts, fragments))
         self._context, self._timeouts, self._screen = context, timeouts, screen
         self._selector, transfers = PairSelector(context, departed, fragments), PairTransfer(context.host, timeouts)
-        self.state = PairState(context, timeouts, transfers, self._selector, self.rounds, self.evidence, overlap, self.time)
+        self.state = PairState(context, timeouts, transfers, self._selector, self.rounds, self.evidence, self.time)
         self.held = HeldCalls(self.state)
         self.caller, self.answerer = Caller(self.state), CallAnswerer(self.state, self.held)
         self._preparing = asyncio.Lock()
@@ -158,7 +158,7 @@ class PairExchange(ExchangeBase):
         attempt.commit.when_awaited(lambda: loop.call_soon_threadsafe(needed.set))
         self.evidence.begin(loop.time(), attempt.key.round)
         try:
-            return await (self._until_needed(pairing) if self.state.overlap else self._meet(pairing))
+            return await (self._until_needed(pairing) if self.rounds.overlap else self._meet(pairing))
         except Exception:  # an error that a peer provoked costs one round, never the training
             log.warning("round %d was given up because of an error in shoal; please report it", pairing.key.round, exc_info=True)
             return attempt.commit.received
@@ -201,17 +201,17 @@ class PairExchange(ExchangeBase):
             if partner is None and order:
                 pairing.attempt.stats.odd += 1  # the odd one out
                 wary = self._selector.passed.lately(pairing.key.round)
-                return await self._listen(pairing, linger if wary else 0.0) if wary or self.state.overlap else None
+                return await self._listen(pairing, linger if wary else 0.0) if wary or self.rounds.overlap else None
             if not order:  # the last one here, or a peer whose partner is dead while nobody is free
                 pairing.attempt.stats.pass_over(pairing.key, () if partner is None else (partner,))
-                return await self._listen(pairing, 0.0) if self.state.overlap and partner is not None else None
+                return await self._listen(pairing, 0.0) if self.rounds.overlap and partner is not None else None
             moved = False
             queue, called_back, until = deque(order[:TRIED]), 0, deadline
             while queue or (pairing.turned_away and called_back < TRIED):
                 back = not queue
                 called_back += back
                 peer = pairing.turned_away.popleft() if back else queue.popleft()
-                if self.state.overlap:  # a search costs no training, and two that listen to each other would never meet
+                if self.rounds.overlap:  # a search costs no training, and two that listen to each other would never meet
                     left = PROBE_S if back or peer != partner else deadline - loop.time()
                 else:
                     if peer != partner and until == deadline:  # most others are taken: not worth the round's whole wait
@@ -224,7 +224,7 @@ class PairExchange(ExchangeBase):
                 if received is not None or pairing.broken:
                     return received
                 if pairing.swarm_round <= pairing.key.round:
-                    if failing or not self.state.overlap:
+                    if failing or not self.rounds.overlap:
                         self._selector.tried(peer, pairing.key.round)
                     elif peer == partner and period < 2 * wait:
                         queue = deque(islice(queue, OTHERS))
@@ -232,9 +232,9 @@ class PairExchange(ExchangeBase):
                     pairing.attempt = pairing.attempt.moved_to(pairing.swarm_round)
                     self.rounds.move(pairing.number, pairing.swarm_round, fragment)
                     moved = True
-                    deadline = loop.time() + wait if self.state.overlap else deadline
+                    deadline = loop.time() + wait if self.rounds.overlap else deadline
                     break
-                if loop.time() >= deadline and not self.state.overlap:
+                if loop.time() >= deadline and not self.rounds.overlap:
                     return None
                 if failing and pairing.needed.is_set() and loop.time() - called >= PROBED * self._timeouts.chunk:
                     return None  # its silence took the time that training waits for one that is gone
@@ -271,11 +271,11 @@ class PairExchange(ExchangeBase):
         until = asyncio.get_running_loop().time() + seconds
         while True:
             pairing.phase = Phase(Step.LISTENING)
-            if self.state.overlap:
+            if self.rounds.overlap:
                 await race(pairing.called.wait(), pairing.needed.wait(), timeout=OVERLAPPED_S)
             await pairing.until_called(until)
             called, received = pairing.called.is_set(), await pairing.outcome(self._timeouts)
-            if received is not None or pairing.broken or not (called and self.state.overlap):  # else the caller had gone on
+            if received is not None or pairing.broken or not (called and self.rounds.overlap):  # else the caller had gone on
                 return received
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -38,6 +37,7 @@ from shoal.optim.codecs.mod4 import Reading
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.exchange.context import ExchangeTimeouts
 from shoal.swarm.exchange.contribution import ExchangeAttempt, Problem, Received
+from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import KIB, HashList, M, Message, fresh_nonce, pack, unpack
 from shoal.swarm.wire.messages import Abort, Commit, Offer, OutcomeReply, OutcomeRequest, Ready
@@ -102,7 +102,7 @@ class PairTransfer:
     def __init__(self, host: Host, timeouts: ExchangeTimeouts) -> None:
         self._host, self._timeouts = host, timeouts
         self._undecided: set[tuple[str, bytes]] = set()
-        self._outcomes: OrderedDict[tuple[str, bytes], tuple[Outcome, bytes]] = OrderedDict()
+        self._outcomes = Newest[tuple[str, bytes], tuple[Outcome, bytes]](REMEMBERED)
         """The decisions, and with them the blocks that this node refused."""
         host.serve(OUTCOME_PROTOCOL, self._answer_outcome)
 
@@ -144,8 +144,6 @@ class PairTransfer:
         """Record the one decision of an exchange in which this node is the caller; later questions find it made."""
         self._undecided.discard(exchange)
         self._outcomes[exchange] = outcome, refused
-        while len(self._outcomes) > REMEMBERED:
-            self._outcomes.popitem(last=False)
 
     def _patience(self, attempt: Attempt, until: float) -> float:
         """Return the seconds that the partner may need to verify a payload, of which this node sees nothing, and to answer."""

@@ -80,7 +80,7 @@ def peer_streams(monkeypatch):
 
 def held_calls(monkeypatch):
     monkeypatch.setattr(pair_calls, "MAX_HELD", MOST)
-    waiting = HeldCalls(SimpleNamespace(overlap=True, sizes={}))
+    waiting = HeldCalls(SimpleNamespace(rounds=SimpleNamespace(overlap=True), sizes={}))
     return lambda stream: waiting.hold(stream, SimpleNamespace(round=3, fragment=0, nbytes=0)), None
 
 

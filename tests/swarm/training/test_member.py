@@ -30,7 +30,8 @@ class Recorder:
 def world():
     calls, traffic, waits = [], SimpleNamespace(sent=100, received=50, rate=lambda: None), []
     details = {"wait_s": 0.5}
-    peers = SimpleNamespace(members=lambda: members, everyone=lambda: members)
+    peers = Recorder("directory", calls)
+    peers.members = peers.everyone = lambda: members
     diagnosis = Diagnosis(stats := ExchangeStats(), peers, "anna")
     diagnosis.waited, diagnosis.details, diagnosis.rejected = waits.append, lambda: details, lambda updates: None
     rejected, met, members = [], {}, {}
@@ -49,7 +50,6 @@ def world():
         model="digest",
         name="anna",
         shard=Shard(1, 4, 0),
-        publisher=Recorder("directory", calls),
     )  # fmt: skip
 
     def serve():

@@ -140,7 +140,7 @@ def test_what_a_manifest_allows_an_exchange_takes(network, wait_s):
     directory = SimpleNamespace(members=dict, everyone=dict, look=lambda: None, is_barred=lambda peer: False, departed=dict)
     membership = SimpleNamespace(host=host, identity=host.identity, swarm="a" * 52, directory=directory)
     outer = OuterSettings(method="diloco", wait_s=wait_s)
-    made = make_exchange(membership, outer, make_screen(outer), seed=0, model="0" * 64)
+    made = make_exchange(membership, outer, make_screen(outer), SimpleNamespace(fragments=1, lag=0), seed=0, model="0" * 64)
     assert isinstance(made, GroupExchange)
 
 

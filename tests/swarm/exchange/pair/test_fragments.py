@@ -25,7 +25,7 @@ from shoal.swarm.state.resync import in_step
 from shoal.swarm.wire.envelope import unpack
 from shoal.swarm.wire.messages import Answer
 from tests.sim.clock import VirtualLoop
-from tests.swarm.exchange.pair.test_matchmaking import LONG, MODEL, SEED, SWARM, Peer, until, value
+from tests.swarm.exchange.pair.test_matchmaking import LONG, MODEL, SEED, SWARM, Peer, at_once, until, value
 from tests.swarm.exchange.pair.test_passed_over import directory, selector
 
 
@@ -75,11 +75,7 @@ def test_every_fragment_has_the_partner_of_its_round(network):
         for round in rounds[-3:]:
             met[peer.id, round] = handles[round].result()
 
-    threads = [threading.Thread(target=train, args=(peer,)) for peer in peers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(train, peers)
     expected = {(peer, round): tuple(sorted((peer, partner_of(SEED, round, peer, ids)))) for peer in ids for round in rounds}
     assert {key: mean and mean.members for key, mean in met.items()} == expected
 
@@ -332,7 +328,7 @@ def test_who_found_nobody_meets_one_that_failed_once_but_not_twice(network, fail
 def test_who_has_listened_long_enough_costs_training_no_more(needed, over):
     """Seconds of a virtual clock after the listening began."""
     loop, pairing = VirtualLoop(), PairingAttempt(None, 0)
-    matchmaker = SimpleNamespace(state=SimpleNamespace(overlap=True), _timeouts=None)
+    matchmaker = SimpleNamespace(rounds=SimpleNamespace(overlap=True), _timeouts=None)
 
     async def listen():
         began = loop.time()

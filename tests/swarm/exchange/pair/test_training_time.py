@@ -63,7 +63,7 @@ def run(transfer, holds=(), *, awaited=True, budget=WAIT, tries=False):
     async def go():
         transfers = SimpleNamespace(run=lambda stream, attempt, theirs, caller, incoming: transfer(pairing))
         evidence = RoundEvidence(context, 1)
-        state = PairState(context, timeouts, transfers, selector, PairRounds(1), evidence, overlap=True, time=time)
+        state = PairState(context, timeouts, transfers, selector, PairRounds(1, overlap=True), evidence, time)
         pairing = PairingAttempt(attempt, 0)
         if awaited:
             pairing.needed.set()
@@ -99,33 +99,25 @@ async def slow_until_training_needs_it(pairing):
     return await quick(pairing)
 
 
-def test_what_takes_longer_than_its_budget_is_given_up_and_counted_against_the_peer():
-    received, _, failures, held = run(never)
-    assert (received, failures) == (None, ["timeout"])
-    assert held >= WAIT
+async def breaks_off(pairing):
+    return None
 
 
-def test_a_try_of_a_slow_way_is_not_the_peers_cost():
-    received, ends, failures, held = run(never, tries=True)
-    assert (received, ends, failures, held) == (None, [], ["timeout"], None)
-    received, ends, _, held = run(slow, [WAIT / 100] * 3, budget=30.0, tries=True)
-    assert (received, ends, held) == (THEIRS, [("peer", True)], None)
+MET, NOT_MET = [("peer", True)], [("peer", False)]
 
 
-def test_one_that_breaks_off_a_try_is_not_excused():
-    async def breaks_off(pairing):
-        return None
-
-    assert run(breaks_off, tries=True)[1] == [("peer", False)]
-
-
-def test_what_was_committed_counts_though_the_rest_is_given_up():
-    received, ends, failures, _ = run(committed_and_then_silent)
-    assert (received, ends, failures) == (THEIRS, [("peer", True)], [])
-
-
-def test_within_its_budget_it_goes_on():
-    assert run(slow, budget=30.0)[:3] == (THEIRS, [("peer", True)], [])
+@pytest.mark.parametrize(("transfer", "options", "outcome", "measured"), [
+    (never, {}, (None, NOT_MET, ["timeout"]), True),  # longer than its budget
+    (slow, {"budget": 30.0}, (THEIRS, MET, []), True),
+    (committed_and_then_silent, {}, (THEIRS, MET, []), None),  # what was committed counts though the rest is given up
+    (never, {"tries": True}, (None, [], ["timeout"]), False),  # of a slow way
+    (slow, {"tries": True, "budget": 30.0, "holds": [WAIT / 100] * 3}, (THEIRS, MET, []), False),
+    (breaks_off, {"tries": True}, (None, NOT_MET, []), False),
+])  # fmt: skip
+def test_what_takes_longer_than_its_budget_is_given_up_and_a_cost_unless_both_tried(transfer, options, outcome, measured):
+    *found, held = run(transfer, **options)
+    assert tuple(found) == outcome
+    assert measured is None or (held is not None and held >= WAIT) == measured
 
 
 def test_time_in_which_training_goes_on_costs_nothing():

@@ -36,11 +36,14 @@ class Pair:
         self.exchanges = paired(network, 2, timeouts)
         self.hosts = [exchange._context.host for exchange in self.exchanges]
 
+    def start(self, place, value, round=0, codec=FLOAT32):
+        return self.exchanges[place].start(Contribution(RoundKey(SWARM, round), tensors(value), 1.0, codec))
+
     def begin(self, caller=1.0, callee=3.0, codec=FLOAT32, round=0, look=lambda: None):
-        first = self.exchanges[0].start(Contribution(RoundKey(SWARM, round), tensors(caller), 1.0, codec))
+        first = self.start(0, caller, round, codec)
         until(lambda: self.exchanges[1].held.calls)
         self.seen = look()
-        return first, self.exchanges[1].start(Contribution(RoundKey(SWARM, round), tensors(callee), 1.0, codec))
+        return first, self.start(1, callee, round, codec)
 
     def run(self, *args, **options):
         """What the caller and the callee got."""
@@ -94,8 +97,7 @@ def test_a_large_contribution_gets_the_time_that_a_slow_link_needs(network, monk
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("who", ["caller", "callee"])
-def test_weights_that_are_not_finite_are_refused_by_the_other_and_neither_commits(network, poison, who):
-    pair = Pair(network, ExchangeTimeouts(LONG, LONG, LONG))
+def test_weights_that_are_not_finite_are_refused_by_the_other_and_neither_commits(pair, poison, who):
     began = time.monotonic()
     assert pair.run(**{who: poison}) == [None, None]
     assert time.monotonic() - began < LONG / 2
@@ -184,10 +186,9 @@ def test_a_stranger_who_asks_for_an_outcome_learns_nothing_and_changes_nothing(p
     assert host.call(ask(nonce), 60) == "unknown"
 
 
-def test_a_partner_that_falls_silent_costs_the_chunk_deadline_and_no_more(network, monkeypatch):
-    pair = Pair(network, ExchangeTimeouts(LONG, CHUNK_TIMEOUT, LONG))
+def test_a_partner_that_falls_silent_costs_the_chunk_deadline_and_no_more(brisk, monkeypatch):
     swap = Stream.swap
-    silent = pair.hosts[0]
+    silent = brisk.hosts[0]
 
     async def stalling(stream, outgoing, incoming, **options):
         if stream in silent.streams:
@@ -196,15 +197,14 @@ def test_a_partner_that_falls_silent_costs_the_chunk_deadline_and_no_more(networ
         await swap(stream, outgoing, incoming, **options)
 
     monkeypatch.setattr(Stream, "swap", stalling)
-    _, handle = pair.begin()
+    _, handle = brisk.begin()
     began = time.monotonic()
     assert handle.result() is None
     assert time.monotonic() - began < LONG / 2
 
 
-def test_a_round_that_is_called_off_is_not_committed_afterwards(network, monkeypatch):
+def test_a_round_that_is_called_off_is_not_committed_afterwards(pair, monkeypatch):
     """Time is up while READY is awaited: what comes later changes nothing, and the partner goes on alone too."""
-    pair = Pair(network, ExchangeTimeouts(LONG, LONG, LONG))
     decide = transfer.PairTransfer._decide
     entered, leave = threading.Event(), []
 
@@ -246,7 +246,7 @@ def test_a_caller_that_has_gone_on_when_ready_comes_decides_nothing(pair, monkey
 
 
 def test_a_loop_that_hangs_holds_no_training_thread(pair, network):
-    first = pair.exchanges[0].start(Contribution(RoundKey(SWARM, 0), tensors(1.0), 1.0, FLOAT32))
+    first = pair.start(0, 1.0)
     hangs, over = threading.Event(), threading.Event()
     network.loop.call_soon_threadsafe(lambda: (hangs.set(), over.wait(60)))
     assert hangs.wait(60)
@@ -330,10 +330,8 @@ def test_who_is_far_away_as_a_whole_counts_as_turned_down(pair):
     assert [exchange.stats.turned_down() for exchange in pair.exchanges] == [1, 1]
 
 
-@pytest.mark.parametrize("kind", [Ready, Commit])
-@pytest.mark.parametrize("refused", [b"\xff", bytes(60), bytes(5000)])
-def test_blocks_that_were_never_sent_cannot_be_refused(pair, monkeypatch, kind, refused):
-    """Of 469 blocks: 59 bytes. The peer that is told so applies nothing, in a sentence."""
+def refuse(monkeypatch, kind, refused):
+    """Messages of this kind say that their sender refused these blocks."""
     send = Stream.send
 
     async def lying(stream, data, timeout):
@@ -342,6 +340,13 @@ def test_blocks_that_were_never_sent_cannot_be_refused(pair, monkeypatch, kind, 
         await send(stream, data, timeout)
 
     monkeypatch.setattr(Stream, "send", lying)
+
+
+@pytest.mark.parametrize("kind", [Ready, Commit])
+@pytest.mark.parametrize("refused", [b"\xff", bytes(60), bytes(5000)])
+def test_blocks_that_were_never_sent_cannot_be_refused(pair, monkeypatch, kind, refused):
+    """Of 469 blocks: 59 bytes. The peer that is told so applies nothing, in a sentence."""
+    refuse(monkeypatch, kind, refused)
     _, got = near(pair, 1)
     deceived = 0 if kind is Ready else 1
     assert got[deceived] is None
@@ -350,20 +355,13 @@ def test_blocks_that_were_never_sent_cannot_be_refused(pair, monkeypatch, kind, 
 
 
 def test_with_another_codec_no_block_can_be_refused(pair, monkeypatch):
-    send = Stream.send
-
-    async def lying(stream, data, timeout):
-        if Ready.KIND.encode() in data[:20]:
-            data = pack(unpack(data, Ready).model_copy(update={"refused": b"\x01"}))
-        await send(stream, data, timeout)
-
-    monkeypatch.setattr(Stream, "send", lying)
+    refuse(monkeypatch, Ready, b"\x01")
     assert pair.run()[0] is None
 
 
 def test_partners_with_other_codecs_refuse_each_other_and_apply_nothing(pair):
-    first = pair.exchanges[0].start(Contribution(RoundKey(SWARM, 0), tensors(1.0), 1.0, codec_named("mod4")))
-    second = pair.exchanges[1].start(Contribution(RoundKey(SWARM, 0), tensors(3.0), 1.0, FLOAT32))
+    first = pair.start(0, 1.0, codec=codec_named("mod4"))
+    second = pair.start(1, 3.0)
     pair.exchanges[0].hurry(2.0)
     pair.exchanges[1].hurry(2.0)
     assert (first.result(), second.result()) == (None, None)
@@ -401,9 +399,9 @@ def test_a_partner_that_comes_later_has_the_payload_by_then(pair):
     nbytes = 4 * 300_003
     assert pair.run() == [(2.0, -2.0)] * 2
     came = pair.hosts[1].traffic.received
-    first = pair.exchanges[0].start(Contribution(RoundKey(SWARM, 1), tensors(5.0), 1.0, FLOAT32))
+    first = pair.start(0, 5.0, 1)
     until(lambda: pair.hosts[1].traffic.received >= came + nbytes)
-    second = pair.exchanges[1].start(Contribution(RoundKey(SWARM, 1), tensors(7.0), 1.0, FLOAT32))
+    second = pair.start(1, 7.0, 1)
     assert [means(handle.result()) for handle in (first, second)] == [(6.0, -6.0)] * 2
     assert pair.hosts[1].traffic.received < came + nbytes + 4096  # once
 
@@ -415,9 +413,9 @@ def test_where_the_round_trip_is_known_either_sends_ahead_as_soon_as_an_answer_w
     late, held, nbytes = pair.hosts[1 - early].traffic, pair.exchanges[1 - early].held, 4 * 300_003
     for round in range(2):  # the first opens a stream, on which the second goes
         came = late.received
-        first = pair.exchanges[early].start(Contribution(RoundKey(SWARM, round), tensors(5.0), 1.0, FLOAT32))
+        first = pair.start(early, 5.0, round)
         until(lambda: late.received >= came + nbytes if round else held.calls)  # noqa: B023
-        second = pair.exchanges[1 - early].start(Contribution(RoundKey(SWARM, round), tensors(7.0), 1.0, FLOAT32))
+        second = pair.start(1 - early, 7.0, round)
         assert [means(handle.result()) for handle in (first, second)] == [(6.0, -6.0)] * 2
 
 
@@ -484,7 +482,7 @@ def test_who_was_turned_down_sends_no_payload_ahead_the_next_time(pair):
 
     pair.exchanges[1].answerer._judge = busy
     pair.exchanges[0].hurry(LONG)
-    handle = pair.exchanges[0].start(Contribution(RoundKey(SWARM, 1), tensors(1.0), 1.0, FLOAT32))
+    handle = pair.start(0, 1.0, 1)
     assert handle.result() is None
     assert not caller._welcome
     pair.exchanges[1].answerer._judge = answer
