@@ -38,26 +38,13 @@ def rounds_at(*times):
     return found
 
 
-def patience(*times):
-    return rounds_at(*times).patience()
-
-
-def test_long_rounds_wait_for_a_fifth_of_their_time():
-    assert patience(0.0, 500.0, 1000.0) == 100.0
-
-
-@pytest.mark.parametrize("rounds", [(), (0.0,), (0.0, 500.0), (0.0, 2.0, 4.0)])
-def test_quick_rounds_and_the_first_two_wait_as_long_as_is_set(rounds):
-    assert patience(*rounds) == 10.0
-
-
-@pytest.mark.parametrize("rounds", [(0.0, 2.0, 30_000.0), (0.0, 30_000.0, 30_002.0)])
-def test_one_long_pause_is_no_measure(rounds):
-    assert patience(*rounds) == 10.0
-
-
-def test_nobody_waits_longer_than_some_minutes():
-    assert patience(0.0, 86_400.0, 2 * 86_400.0) == LONGEST_S
+@pytest.mark.parametrize(("rounds", "patience"), [
+    ((0.0, 500.0, 1000.0), 100.0), ((0.0, 86_400.0, 2 * 86_400.0), LONGEST_S),
+    ((), 10.0), ((0.0,), 10.0), ((0.0, 500.0), 10.0), ((0.0, 2.0, 4.0), 10.0),
+    ((0.0, 2.0, 30_000.0), 10.0), ((0.0, 30_000.0, 30_002.0), 10.0),  # one long pause is no measure
+])  # fmt: skip
+def test_long_rounds_wait_for_a_fifth_of_their_time_and_quick_ones_and_the_first_two_as_long_as_is_set(rounds, patience):
+    assert rounds_at(*rounds).patience() == patience
 
 
 def test_a_newcomer_waits_for_a_source_that_exchanges_a_large_model():

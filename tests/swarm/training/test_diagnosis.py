@@ -23,20 +23,25 @@ def member(peer, **changes):
     return member_of(peer, **{"name": name, "issued": 1.0, **changes})
 
 
+def diagnosed(everyone=dict, sketch=lambda: None):
+    """A diagnosis of a node that has the members that ``everyone`` returns in view, and its clock."""
+    clock = Clock()
+    directory = SimpleNamespace(members=everyone, everyone=everyone, departed=dict, belongs=lambda peer: True)
+    return Diagnosis(ExchangeStats(), directory, ME, sketch, clock), clock
+
+
 def test_the_record_holds_what_went_wrong_and_who_is_missing():
-    there, now = {peer: member(peer) for peer in (ME, ANNA, BERT)}, [0.0]
-    directory = SimpleNamespace(everyone=lambda: there, departed=dict, belongs=lambda peer: True)
-    stats = ExchangeStats()
-    diagnosis = Diagnosis(stats, directory, ME, lambda: (3, 0, (1.0, 2.0, 3.0, 4.0)), lambda: now[0])
+    there = {peer: member(peer) for peer in (ME, ANNA, BERT)}
+    diagnosis, clock = diagnosed(lambda: there, sketch=lambda: (3, 0, (1.0, 2.0, 3.0, 4.0)))
     assert diagnosis.news() == []
     assert member(ME, **diagnosis.details()).wait_s == 0.0
-    stats.failed(RoundKey("run", 1), ANNA, "timeout")
+    diagnosis.stats.failed(RoundKey("run", 1), ANNA, "timeout")
     for seconds in [9.0, *[0.5] * RECENT]:
         diagnosis.waited(seconds)
     there = {ME: member(ME)}
-    now[0] = 1.5
+    clock.now += 1.5
     assert diagnosis.news() == []
-    now[0] += CONFIRM
+    clock.now += CONFIRM
     ((about, said),) = diagnosis.news()
     assert about == "partition"
     assert said.startswith("a partition is suspected: 2 of 3 members vanished within 0 s (anna, bert)")
@@ -47,26 +52,23 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
 
 
 def test_it_looks_at_most_once_a_second():
-    looks, now = [], [0.0]
-    directory = SimpleNamespace(everyone=lambda: looks.append(now[0]) or {}, departed=dict, belongs=lambda peer: True)
-    diagnosis = Diagnosis(ExchangeStats(), directory, ME, clock=lambda: now[0])
+    looks = []
+    diagnosis, clock = diagnosed(lambda: looks.append(clock.now) or {})
     for quarter in range(12):
-        now[0] = quarter / 4
+        clock.now = quarter / 4
         diagnosis.news()
     assert looks == [0.0, 1.0, 2.0]
 
 
 def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in_each_round():
     """Mutants: said in each round that lasts; one sentence of a liar hides that this node itself takes over others' weights."""
-    now = [5.0]
-    directory = SimpleNamespace(everyone=dict, departed=dict, belongs=lambda peer: True)
-    diagnosis = Diagnosis(ExchangeStats(), directory, ME, clock=lambda: now[0])
+    diagnosis, clock = diagnosed()
     there = {peer: member(peer) for peer in (ME, ANNA)}
     diagnosis.apart((), there, False)
     assert diagnosis.news() == []
     for _ in range(20):
         diagnosis.apart({ANNA}, there, False)
-        now[0] += (AGAIN_S - 1) / 20
+        clock.now += (AGAIN_S - 1) / 20
     purpose = "; to load other weights on purpose, call opt.restart_from_model() on all members"
     assert diagnosis.news() == [
         ("weights", f"the weights of 1 other member (anna) differ from this node's, and are to give way to them{purpose}")
@@ -75,7 +77,7 @@ def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in
     ((_, said),) = diagnosis.news()
     names = ", ".join("anna" if peer == ANNA else short(BERT) for peer in sorted((ANNA, BERT)))
     assert said == f"this node's weights differ from those of 2 other members ({names}), so it takes over theirs{purpose}"
-    now[0] += AGAIN_S
+    clock.now += AGAIN_S
     diagnosis.apart({ANNA}, there, False)
     assert len(diagnosis.news()) == 1
     assert diagnosis.news() == []
@@ -84,9 +86,9 @@ def test_differing_weights_are_said_once_by_either_side_whatever_a_peer_shows_in
 @pytest.fixture
 def alone():
     """A node in view of bert, who trains the same model: what it is told after exchanges that had no partner."""
-    members, stats = {BERT: member(BERT, model=MODEL)}, ExchangeStats()
-    directory = SimpleNamespace(members=lambda: members, everyone=lambda: members, departed=dict, belongs=lambda peer: True)
-    diagnosis, number = Diagnosis(stats, directory, ME, clock=Clock()), itertools.count()
+    members, number = {BERT: member(BERT, model=MODEL)}, itertools.count()
+    diagnosis, _ = diagnosed(lambda: members)
+    stats = diagnosis.stats
 
     def exchange(*others, kind=None, passed=False, odd=False, fragments=1):
         key = RoundKey("run", next(number), 0)
@@ -97,7 +99,7 @@ def alone():
         diagnosis.met(RoundInfo(key, (ME, *others), 10, 0), MODEL, fragments, odd=odd)
         return [said for about, said in diagnosis.news() if about == "partner"]
 
-    return SimpleNamespace(exchange=exchange, members=members, stats=stats)
+    return SimpleNamespace(exchange=exchange, members=members)
 
 
 def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_again_when_they_are_over(alone):
@@ -156,8 +158,7 @@ def test_a_round_of_several_fragments_counts_once(alone):
 
 def test_what_was_refused_of_others_is_said_once_a_minute_and_none_of_it_is_lost():
     """Mutants: every change is said; what was refused within the minute is forgotten; all since the start is said each time."""
-    clock, directory = Clock(), SimpleNamespace(everyone=dict, departed=dict, belongs=lambda peer: True)
-    diagnosis = Diagnosis(ExchangeStats(), directory, ME, clock=clock)
+    diagnosis, clock = diagnosed()
 
     def told(**counts):
         diagnosis.refused(counts)
@@ -174,8 +175,7 @@ def test_what_was_refused_of_others_is_said_once_a_minute_and_none_of_it_is_lost
 
 def test_a_contribution_that_was_refused_is_named_with_the_setting_that_would_take_it():
     there = {ANNA: member(ANNA)}
-    directory = SimpleNamespace(everyone=lambda: there, departed=dict, belongs=lambda peer: True)
-    diagnosis = Diagnosis(ExchangeStats(), directory, ME)
+    diagnosis, _ = diagnosed(lambda: there)
     diagnosis.rejected([RejectedUpdate(RoundKey("run", 7), ANNA, "it is far away", "outer.robust=none")])
     ((about, said),) = diagnosis.news()
     assert about == "update"

@@ -25,20 +25,18 @@ def train(opt, module, data, steps):
         opt.zero_grad()
 
 
-def swarm(jobs, **outer):
-    """Run ``jobs`` in threads, the first with the session that makes the swarm, each as ``job(session, module)``; their results."""
-    modules = [model(number) for number in range(len(jobs))]
-    first = shoal.create(
-        state=modules[0], every=EVERY, network=HERE, node="peer0", **{"start_when": len(jobs), "wait_s": 60.0} | outer
-    )
-    joined = [shoal.join(first.link, state=modules[n], network=HERE, node=f"peer{n}") for n in range(1, len(jobs))]
+def swarm(job, peers, **outer):
+    """Run ``job(number, session, opt, module, data)`` in threads, the first in the session that makes the swarm; the results."""
+    modules = [model(number) for number in range(peers)]
+    first = shoal.create(state=modules[0], every=EVERY, network=HERE, node="peer0", start_when=peers, wait_s=60.0, **outer)
+    joined = [shoal.join(first.link, state=modules[n], network=HERE, node=f"peer{n}") for n in range(1, peers)]
 
-    def run(job, session, module):
+    def run(number, session, module):
         with session:
-            return job(session, module)
+            return job(number, session, session.optimizer(sgd(module)), module, torch.Generator().manual_seed(number))
 
-    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
-        return [future.result(200) for future in list(map(partial(pool.submit, run), jobs, [first, *joined], modules))]
+    with concurrent.futures.ThreadPoolExecutor(peers) as pool:
+        return [future.result(200) for future in list(map(partial(pool.submit, run), range(peers), [first, *joined], modules))]
 
 
 def said(caplog):
@@ -51,20 +49,15 @@ def test_weights_that_are_changed_behind_the_optimizer_are_noticed_in_quick_roun
     caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
     before = []
 
-    def job(number):
-        def go(session, module):
-            opt = session.optimizer(sgd(module))
-            data = torch.Generator().manual_seed(number)
-            train(opt, module, data, 8 * EVERY)
-            before.extend(said(caplog))
-            if number == 1:
-                for tensor in opt.slow:
-                    tensor.add_(3.0)
-            train(opt, module, data, 8 * EVERY)
+    def job(number, session, opt, module, data):
+        train(opt, module, data, 8 * EVERY)
+        before.extend(said(caplog))
+        if number == 1:
+            for tensor in opt.slow:
+                tensor.add_(3.0)
+        train(opt, module, data, 8 * EVERY)
 
-        return go
-
-    swarm([job(number) for number in range(peers)], method=method, **METHODS[method])
+    swarm(job, peers, method=method, **METHODS[method])
     assert before == []
     sentences = said(caplog)
     gives_way = [s for s in sentences if s.startswith("this node's weights differ from those of")]
@@ -80,15 +73,11 @@ def test_honest_members_never_say_that_weights_differ(outer, caplog):
     """Mutant: weights of different rounds, which a lag of one's own brings, or of a lossy codec's roundings are compared."""
     caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
 
-    def job(number):
-        def go(session, module):
-            opt = session.optimizer(sgd(module))
-            train(opt, module, torch.Generator().manual_seed(number), 16 * EVERY)
-            return opt.sketch_of(0)
+    def job(number, session, opt, module, data):
+        train(opt, module, data, 16 * EVERY)
+        return opt.sketch_of(0)
 
-        return go
-
-    found = swarm([job(0), job(1), job(2)], **outer)
+    found = swarm(job, 3, **outer)
     assert all(sketch == pytest.approx(found[0], abs=1e-4) for sketch in found)
     assert said(caplog) == []
 
@@ -97,26 +86,22 @@ def test_a_node_whose_weights_differ_takes_over_those_of_the_others():
     """Mutant: it only says so. Between two rounds all wait until what it fetches is there, for these are quicker than a fetch."""
     meeting = threading.Barrier(3)
 
-    def job(number):
-        def go(session, module):
-            opt, data = session.optimizer(sgd(module)), torch.Generator().manual_seed(number)
-            train(opt, module, data, 4 * EVERY)
+    def job(number, session, opt, module, data):
+        train(opt, module, data, 4 * EVERY)
+        if number == 1:
+            for tensor in opt.slow:
+                tensor.add_(3.0)
+        for _ in range(8):
+            train(opt, module, data, EVERY)
             if number == 1:
-                for tensor in opt.slow:
-                    tensor.add_(3.0)
-            for _ in range(8):
-                train(opt, module, data, EVERY)
-                if number == 1:
-                    concurrent.futures.wait(filter(None, [session._member.sync._resynchronizer._pending]), 60)
+                concurrent.futures.wait(filter(None, [session._member.sync._resynchronizer._pending]), 60)
+                meeting.wait(60)
+            else:
+                with session._member.sync.at_rest():
                     meeting.wait(60)
-                else:
-                    with session._member.sync.at_rest():
-                        meeting.wait(60)
-            return [t.clone() for t in opt.slow]
+        return [t.clone() for t in opt.slow]
 
-        return go
-
-    found = swarm([job(number) for number in range(3)], method="diloco")
+    found = swarm(job, 3, method="diloco")
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -141,25 +126,21 @@ def test_members_that_begin_anew_together_go_on_from_the_loaded_weights_whatever
     """Mutants: weights that were fetched before replace the loaded ones; the sketches of before are compared with those after."""
     caplog.set_level(logging.WARNING, "shoal.swarm.training.session")
 
-    def job(number):
-        def go(session, module):
-            opt, data = session.optimizer(sgd(module)), torch.Generator().manual_seed(number)
-            train(opt, module, data, 4 * EVERY)
-            resynchronizer = session._member.sync._resynchronizer
-            if number == 1:  # as after a missed round: the weights of before are there, and would be taken over after a step
-                resynchronizer._diverged.add(0)
-                resynchronizer._pending = fetched = concurrent.futures.Future()
-                fetched.set_result(State(opt.round, [torch.zeros_like(t) for t in opt.slow], opt.shared, list(opt.applied)))
-            module.load_state_dict(model(5).state_dict())
-            opt.restart_from_model()
-            train(opt, module, data, 1)
-            assert (session._member.sync.diagnosis.details()["sketch"], resynchronizer.diverged) == (None, False)
-            train(opt, module, data, 4 * EVERY - 1)
-            return [t.clone() for t in opt.slow]
+    def job(number, session, opt, module, data):
+        train(opt, module, data, 4 * EVERY)
+        resynchronizer = session._member.sync._resynchronizer
+        if number == 1:  # as after a missed round: the weights of before are there, and would be taken over after a step
+            resynchronizer._diverged.add(0)
+            resynchronizer._pending = fetched = concurrent.futures.Future()
+            fetched.set_result(State(opt.round, [torch.zeros_like(t) for t in opt.slow], opt.shared, list(opt.applied)))
+        module.load_state_dict(model(5).state_dict())
+        opt.restart_from_model()
+        train(opt, module, data, 1)
+        assert (session._member.sync.diagnosis.details()["sketch"], resynchronizer.diverged) == (None, False)
+        train(opt, module, data, 4 * EVERY - 1)
+        return [t.clone() for t in opt.slow]
 
-        return go
-
-    found = swarm([job(0), job(1)], method="diloco")
+    found = swarm(job, 2, method="diloco")
     wanted = simulated(4)
     for mine in found:
         for one, other in zip(mine, wanted, strict=True):

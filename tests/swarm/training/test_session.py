@@ -2,6 +2,7 @@
 
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -55,27 +56,32 @@ def test_a_swarm_is_made_with_buckets():
 
 def together(*jobs):
     """Run the jobs in threads; their results, or the first exception."""
-    results, errors = [None] * len(jobs), []
-
-    def work(number, job):
-        try:
-            results[number] = job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=item) for item in enumerate(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads)
-    return results
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result(100) for future in [pool.submit(job) for job in jobs]]
 
 
 def sgd(module):
     return torch.optim.SGD(module.parameters(), lr=0.05)
+
+
+def trained(session, make, module, data_seed):
+    """The slow weights after the loop of a session whose optimizer ``make(session)`` is."""
+    with session as s:
+        opt = make(s)
+        loop(opt, module, data_seed)
+        return [t.clone() for t in opt.slow]
+
+
+def simulated(make, net):
+    """The same of two simulated peers: ``make(module, exchange)``, of ``net()`` each."""
+
+    def peer(exchange):
+        module = net()
+        opt = make(module, exchange)
+        loop(opt, module, int(exchange.peer))
+        return [t.clone() for t in opt.slow]
+
+    return Simulation(["1", "2"]).run(peer).values()
 
 
 @pytest.mark.parametrize(
@@ -85,12 +91,6 @@ def test_two_loops_compute_what_a_simulation_computes(method, make, lag):
     begin = model(0)
     first = shoal.create(state=begin, method=method, every=EVERY, **lag, start_when=2, network=HERE, node="anna")
     link, seen = first.link, {}
-
-    def anna():
-        with first as s:
-            opt = make(sgd(begin), s.exchange(), every=EVERY)
-            loop(opt, begin, 1)
-            return [t.clone() for t in opt.slow]
 
     def bert():
         other = model(7)  # it takes over what anna begins with
@@ -105,17 +105,10 @@ def test_two_loops_compute_what_a_simulation_computes(method, make, lag):
             assert set(status["members"][0]) == set(expected["members"][0])
             return [t.clone() for t in opt.slow]
 
-    slow = together(anna, bert)
-
-    def simulated(exchange):
-        module = model(0)
-        opt = make(sgd(module), exchange, every=EVERY)
-        loop(opt, module, int(exchange.peer))
-        return [t.clone() for t in opt.slow]
-
-    wanted = Simulation(["1", "2"]).run(simulated)
+    slow = together(partial(trained, first, lambda s: make(sgd(begin), s.exchange(), every=EVERY), begin, 1), bert)
+    wanted = simulated(lambda module, exchange: make(sgd(module), exchange, every=EVERY), partial(model, 0))
     assert seen == {**dict.fromkeys(range(ROUNDS), 2), "names": ["anna", "bert"]}
-    for mine, theirs in zip(slow, wanted.values(), strict=True):
+    for mine, theirs in zip(slow, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
@@ -184,31 +177,22 @@ def test_fragments_that_the_creator_names_are_those_of_all_who_join():
     link, manifest = first.link, first.membership.manifest
     assert (manifest.outer.fragments, manifest.fragment_of) == (2, (1, 1, 1, 1, 0, 0, 1))
 
-    def anna():
-        with first as s:
-            opt = NoLoCo(decayed(begin), s.exchange(), every=EVERY, lag=0, fragments=cut)
-            loop(opt, begin, 1)
-            return [t.clone() for t in opt.slow]
+    def joiner(s):
+        with pytest.raises(SessionError, match="its fragments hold other parameters"):
+            NoLoCo(sgd(other), s.exchange(), every=EVERY, lag=0, fragments=[other[0], [other[1], other[2], other[3]]])
+        opt = s.optimizer(sgd(other))
+        assert [opt.positions(0), opt.positions(1)] == [[4, 5], [0, 1, 2, 3, 6]]
+        return opt
 
-    def bert():
-        with shoal.join(link, state=other, network=HERE) as s:
-            with pytest.raises(SessionError, match="its fragments hold other parameters"):
-                NoLoCo(sgd(other), s.exchange(), every=EVERY, lag=0, fragments=[other[0], [other[1], other[2], other[3]]])
-            opt = s.optimizer(sgd(other))
-            assert [opt.positions(0), opt.positions(1)] == [[4, 5], [0, 1, 2, 3, 6]]
-            loop(opt, other, 2)
-            return [t.clone() for t in opt.slow]
-
-    found = together(anna, bert)
-
-    def simulated(exchange):
-        net = square(0)
-        opt = NoLoCo(sgd(net), exchange, every=EVERY, lag=0, fragments=[net[2], [net[0], net[3].bias, net[1]]])
-        loop(opt, net, int(exchange.peer))
-        return [t.clone() for t in opt.slow]
-
-    wanted = Simulation(["1", "2"]).run(simulated)
-    for mine, theirs in zip(found, wanted.values(), strict=True):
+    found = together(
+        lambda: trained(first, lambda s: NoLoCo(decayed(begin), s.exchange(), every=EVERY, lag=0, fragments=cut), begin, 1),
+        lambda: trained(shoal.join(link, state=other, network=HERE), joiner, other, 2),
+    )
+    wanted = simulated(
+        lambda net, exchange: NoLoCo(sgd(net), exchange, every=EVERY, lag=0, fragments=[net[2], [net[0], net[3].bias, net[1]]]),
+        partial(square, 0),
+    )
+    for mine, theirs in zip(found, wanted, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
@@ -393,35 +377,19 @@ def several(module):
 def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_group(settings, frozen):
     """It catches parameters that are sent in the order of an optimizer's groups: their shapes are equal here."""
     first = shoal.create(state=(begin := square(0, frozen)), every=EVERY, codec="float32", **settings, start_when=2, network=HERE)
-    link = first.link
-
-    def anna():
-        with first as s:
-            make = DiLoCo if "method" in settings else partial(NoLoCo, **settings)
-            opt = make(decayed(begin), s.exchange(), every=EVERY)
-            loop(opt, begin, 1)
-            return [t.clone() for t in opt.slow]
-
-    def bert():
-        other = square(7, frozen)
-        if frozen:
-            other[0].weight.data.copy_(begin[0].weight)
-        with shoal.join(link, state=other, network=HERE) as s:
-            opt = s.optimizer(several(other))
-            loop(opt, other, 2)
-            return [t.clone() for t in opt.slow]
-
-    found = together(anna, bert)
-
-    def simulated(exchange):
-        module = square(0, frozen)
-        options = {} if "method" in settings else {"model": module, **settings}
-        opt = (DiLoCo if "method" in settings else NoLoCo)(sgd(module), exchange, every=EVERY, **options)
-        loop(opt, module, int(exchange.peer))
-        return [t.clone() for t in opt.slow]
-
-    wanted = Simulation(["1", "2"]).run(simulated)
-    for mine, theirs in zip(found, wanted.values(), strict=True):
+    link, other = first.link, square(7, frozen)
+    make = DiLoCo if "method" in settings else partial(NoLoCo, **settings)
+    if frozen:
+        other[0].weight.data.copy_(begin[0].weight)
+    found = together(
+        lambda: trained(first, lambda s: make(decayed(begin), s.exchange(), every=EVERY), begin, 1),
+        lambda: trained(shoal.join(link, state=other, network=HERE), lambda s: s.optimizer(several(other)), other, 2),
+    )
+    wanted = simulated(
+        lambda module, exchange: make(sgd(module), exchange, every=EVERY, **{} if make is DiLoCo else {"model": module}),
+        lambda: square(0, frozen),
+    )
+    for mine, theirs in zip(found, wanted, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
