@@ -49,11 +49,6 @@ def test_before_anything_is_usual_the_own_norm_says_what_is_far(sends):
     assert problem(screen, 2, 1e9, own=0.0) is None  # who has nothing yet cannot judge
 
 
-def test_minus_the_weights_are_refused_from_the_first_round_on():
-    own = tensors(0)
-    assert DistanceScreen().problem(RoundKey(RUN, 0), lambda: own, "peer", [-tensor for tensor in own]) is not None
-
-
 def test_peers_that_stand_still_teach_nothing():
     screen = DistanceScreen()
     for number in range(3 * LEAST):

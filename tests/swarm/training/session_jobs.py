@@ -185,26 +185,22 @@ def refused(what, kind="ddp"):
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     model, ranks = laid_out(kind, 0), shoal.Ranks(timeout=1.0 if what == "alone" else 30.0)
     first, session = ranks.first, None
+    create = partial(shoal.create, network=HERE)
+    wrong = {
+        "type": lambda: create(state=model, ranks=2),
+        "no ranks": lambda: create(state=model),
+        "setting": lambda: create(state=model, ranks=ranks, every=0),
+        "state": lambda: create(state=model if first else [], ranks=ranks),
+        "model": lambda: create(state=model if first else nn.Linear(3, 3), ranks=ranks),
+        "link": lambda: shoal.join("http://x", state=model, ranks=ranks, network=HERE),
+        "alone": lambda: None if first else create(state=model, ranks=ranks),
+        "size": lambda: create(state=model, ranks=shoal.Ranks(dist.new_group([dist.get_rank()], use_local_synchronization=True))),
+    }
     try:
-        if what == "type":
-            shoal.create(state=model, ranks=2, network=HERE)
-        elif what == "no ranks":
-            shoal.create(state=model, network=HERE)
-        elif what == "setting":
-            shoal.create(state=model, ranks=ranks, network=HERE, every=0)
-        elif what == "state":
-            shoal.create(state=model if first else [], ranks=ranks, network=HERE)
-        elif what == "model":
-            shoal.create(state=model if first else nn.Linear(3, 3), ranks=ranks, network=HERE)
-        elif what == "link":
-            shoal.join("http://x", state=model, ranks=ranks, network=HERE)
-        elif what == "alone" and not first:
-            shoal.create(state=model, ranks=ranks, network=HERE)
-        elif what == "size":
-            one = shoal.Ranks(dist.new_group([dist.get_rank()], use_local_synchronization=True))
-            shoal.create(state=model, ranks=one, network=HERE)
-        elif what != "alone":
-            session = shoal.create(state=model, ranks=ranks, network=HERE, every=EVERY, lag=0)
+        if what in wrong:
+            wrong[what]()
+        else:
+            session = create(state=model, ranks=ranks, every=EVERY, lag=0)
             if what == "optimizer":
                 shoal.NoLoCo(sgd(model), session.exchange(), every=EVERY, lag=0, model=model)
             elif what == "every":

@@ -13,6 +13,7 @@ from shoal.swarm.exchange.group import leader as group_lead
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import LEADER_PROTOCOL, PendingGroup
 from shoal.swarm.wire.messages import GroupReady
+from tests.swarm.exchange.pair.test_matchmaking import at_once
 
 
 def test_several_fragments_are_in_flight_at_once_in_any_order(school):
@@ -54,11 +55,7 @@ def test_peers_in_their_own_time_always_find_their_group(school):
         for round in range(15):
             met[peer.id, round] = peer.start(round, 1.0).result()
 
-    threads = [threading.Thread(target=train, args=(peer,)) for peer in four]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(train, four)
     everybody = tuple(sorted(peer.id for peer in four))
     assert [mean and mean.members for mean in met.values()] == [everybody] * 60
 
@@ -394,16 +391,6 @@ def test_contributions_that_differ_are_refused_by_the_name_of_the_difference(sch
     assert school.values(handles) == [2.0, 2.0]
     said = [record.getMessage() for record in caplog.records if "will not exchange with this node" in record.getMessage()]
     assert any(re.search(reason, sentence) for sentence in said)
-
-
-def test_a_shorter_deadline_and_hurry_are_kept(school):
-    peer, _ = school.peers(2, wait=60.0)
-    began = time.monotonic()
-    assert peer.start(0).result(0.3) is None
-    handle = peer.start(1)
-    threading.Timer(0.2, peer.exchange.hurry, [0.2]).start()
-    assert handle.result() is None
-    assert time.monotonic() - began < 30.0  # half of the wait
 
 
 def test_mistakes_of_the_caller(school, network):
