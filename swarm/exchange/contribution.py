@@ -53,6 +53,8 @@ class Payload(ABC):
     """Payload that is read from its beginning to its end, as often as wanted, also by several readers at once."""
 
     nbytes: int
+    message: PairMessage | None = None
+    """What reads the partner's payload, if the codec is one for pairs."""
 
     @functools.cached_property
     def sha256(self) -> bytes:
@@ -87,6 +89,8 @@ class EncodedPayload(Payload):
 
 class PairPayload(Payload):
     """Payload that a partner reads by its own weights, as ``message`` reads the partner's. It is written when it is first read."""
+
+    message: PairMessage
 
     def __init__(self, message: PairMessage) -> None:
         self.message, self.nbytes = message, message.nbytes
@@ -170,11 +174,6 @@ class EncodedContribution:
         """Write and digest what is to be sent, and return this. Slow."""
         assert self.payload.sha256
         return self
-
-    @property
-    def message(self) -> PairMessage | None:
-        """What reads the partner's contribution, if the codec is one for pairs."""
-        return self.payload.message if isinstance(self.payload, PairPayload) else None
 
     def differs(self, theirs: Offer) -> str | None:
         """Return the reason why this cannot be averaged with the offered contribution, or None."""
@@ -294,13 +293,8 @@ class ExchangeStats:
     def turned_down(self) -> int:
         """Return how many peers in a row refused this node, or were rejected by it, since its last committed exchange."""
         with self._lock:
-            peers = set()
-            for _, peer, kind in reversed(self._events):
-                if kind is None:
-                    break
-                if kind in ("refused", "suspicious"):
-                    peers.add(peer)
-            return len(peers)
+            since = itertools.takewhile(lambda event: event[2] is not None, reversed(self._events))
+            return len({peer for _, peer, kind in since if kind in ("refused", "suspicious")})
 
     def report(self) -> dict[str, Any]:
         """Return the fields of `shoal.swarm.wire.messages.Member` that describe the exchanges."""
@@ -387,7 +381,7 @@ class ExchangeAttempt(Generic[R]):
 
     def problem(self, peer: str, payload: Tensor) -> tuple[Problem | None, Received]:
         """Return why the payload of ``peer`` cannot be used, or None, and what it says. Slow: for a worker thread."""
-        mine, message = self.contribution, self.contribution.message
+        mine, message = self.contribution, self.contribution.payload.message
         try:
             read = None if message is None else message.read(payload)
             tensors = mine.codec.decode(payload, mine.shapes) if message is None or read is None else message.seen(read)
@@ -406,8 +400,8 @@ SLICE_S = 0.1
 class ExchangeBase(Exchange):
     """Base of network exchanges: round counter, time limit, statistics of waits and failures."""
 
-    def __init__(self, host: Host, counter: PairRounds | RoundTracker, evidence: RoundEvidence, time: TrainingTime) -> None:
-        self.host, self.evidence, self._counter, self.time = host, evidence, counter, time
+    def __init__(self, host: Host, rounds: PairRounds | RoundTracker, evidence: RoundEvidence, time: TrainingTime) -> None:
+        self.host, self.rounds, self.evidence, self.time = host, rounds, evidence, time
         host.resource_manager.partner = evidence.knows
         self.until = float("inf")
         self.stats = ExchangeStats()
@@ -422,11 +416,11 @@ class ExchangeBase(Exchange):
     @property
     def next_round(self) -> int:
         """The number of the next round; more than one above the last one's if this node caught up with the swarm."""
-        return self._counter.next_round
+        return self.rounds.next_round
 
     @next_round.setter
     def next_round(self, round: int) -> None:
-        self._counter.next_round = round
+        self.rounds.next_round = round
 
     def back(self, round: int) -> int | None:
         """Return the round that the optimizer, about to go on in ``round``, should go back to, where the others are; None if it
@@ -434,7 +428,7 @@ class ExchangeBase(Exchange):
         """
         to = self.evidence.back(round)
         if to is not None:
-            self._counter.go_back(to)
+            self.rounds.go_back(to)
         return to
 
     def hurry(self, seconds: float) -> None:

@@ -15,6 +15,7 @@ with its figures.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -168,22 +169,12 @@ def forecast(work: Work, line: Line) -> Forecast:
     return Forecast(computing / round_s, round_s, exchange_s(work, line), expected_lag(work, line), moved, filled)
 
 
-def least_every(work: Work, line: Line, wanted: float = GOOD, most: int = 1_000_000) -> int | None:
-    """Return the fewest inner steps in a round with which the utilisation is ``wanted``, and at most ``BUSY`` of the link filled.
-
-    None if ``most`` are too few.
-    """
+def least_every(work: Work, line: Line, most: int = 1_000_000) -> int | None:
+    """Return the fewest inner steps in a round with which the forecast is ``good``; None if ``most`` are too few."""
 
     def enough(every: int) -> bool:
         lag = every if work.lag == work.every else work.lag  # a whole round stays one
-        found = forecast(replace(work, every=every, lag=lag), line)
-        return found.utilisation >= wanted and found.filled <= BUSY
+        return forecast(replace(work, every=every, lag=lag), line).good
 
     low = max(work.fragments, 1 if work.lag == "auto" else work.lag + 1 if work.lag < work.every else 1)
-    if not enough(most):
-        return None
-    high = most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle + 1, high)
-    return low
+    return low + bisect_left(range(low, most), True, key=enough) if enough(most) else None

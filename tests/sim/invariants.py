@@ -65,7 +65,6 @@ class Checks:
         raise Broken(f"at {self._swarm.network.loop.time():.3f} s: {what}")
 
     def look(self) -> None:
-        """Check the swarm after an event."""
         swarm = self._swarm
         if swarm.network.errors:
             raise swarm.network.errors[0]
@@ -84,7 +83,7 @@ class Checks:
                 self._fail(f"{peer.name} sends fragment {peer.turn} in round {peer.round}, where nobody else does")
             for mine, handle in peer.in_flight.values():
                 if isinstance(peer.exchange, GroupExchange):
-                    mine.leaders.update(peer.exchange._rounds._elsewhere.values())
+                    mine.leaders.update(peer.exchange.rounds._elsewhere.values())
                 self._decision(peer, handle._attempt.commit)
         if self._apart_at_calm is None and swarm.network.loop.time() > swarm.setting.calm:
             self._apart_at_calm = swarm.spread()
@@ -111,7 +110,6 @@ class Checks:
     # -- outcomes --------------------------------------------------------------------------------------------------------
 
     def outcome(self, peer: SimPeer, mine: SimContribution) -> None:
-        """Check a finished round of ``peer``."""
         assert mine.ended is not None
         took = mine.ended - mine.needed - (peer.slept - mine.slept)
         if took >= mine.limit:
@@ -156,7 +154,7 @@ class Checks:
         """
         moved = (mean.tensors[0] - mine.tensors[0]) * (mean.weight / other.weight)
         attempt = next(handle._attempt for one, handle in peer.in_flight.values() if one is mine)
-        steps = 9 / 16 * (2.0 ** (attempt.contribution.message.exponents / 4) + attempt.commit.received.values.expected)
+        steps = 9 / 16 * (2.0 ** (attempt.contribution.payload.message.exponents / 4) + attempt.commit.received.values.expected)
         wrong = moved - (other.tensors[0] - mine.tensors[0])
         if moved.count_nonzero() and wrong.abs().max() > float(steps) / 2 + 1e-5:
             self._fail(f"{peer.name} moved by {moved.tolist()}, which is wrong by {wrong.tolist()}")
@@ -198,7 +196,6 @@ class Checks:
     # -- the end ---------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Check the end, when all have left and everything has had time to finish."""
         self.look()
         swarm = self._swarm
         if not swarm.over:  # first, for then nobody has left, and there are tasks, streams and entries too

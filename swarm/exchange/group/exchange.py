@@ -120,6 +120,8 @@ class GroupExchange(ExchangeBase):
         ValueError: ``max_group`` or ``fragments`` out of range.
     """
 
+    rounds: RoundTracker
+
     def __init__(
         self,
         context: PeerContext,
@@ -137,7 +139,7 @@ class GroupExchange(ExchangeBase):
         rounds, view, time = RoundTracker(fragments), LivenessView(context, fragments), TrainingTime(timeouts, fragments)
         super().__init__(context.host, rounds, view.evidence, time)
         self._context, self._timeouts, self._screen = context, timeouts, screen
-        self._rounds, self._view, self._largest, self._follow = rounds, view, max_group + 1, follow
+        self._view, self._largest, self._follow = view, max_group + 1, follow
         self._decisions = DecisionLog(context.host, context.identity, context.swarm)
         self._leader = GroupLeader(context, self._decisions, rounds, view, time, max_group, screen.gathers)
         self._streams = PeerStreams(context.host, view, timeouts.chunk)
@@ -165,7 +167,7 @@ class GroupExchange(ExchangeBase):
         except Exception:  # an error that a peer provoked costs one round, never the training
             log.warning("round %d was given up because of an error in shoal; please report it", attempt.key.round, exc_info=True)
         finally:
-            self._rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
+            self.rounds.end(pending.attempt.key.round, pending.attempt.key.fragment)
             if attempt.commit.received is None:
                 self.evidence.missed()
         return attempt.commit.received
@@ -174,7 +176,7 @@ class GroupExchange(ExchangeBase):
         loop = asyncio.get_running_loop()
         while True:
             key = pending.attempt.key
-            self._rounds.begin(key.round, key.fragment)
+            self.rounds.begin(key.round, key.fragment)
             leaders = self._view.order(self._context.seed, key.round)
             if len(leaders) < 2:
                 pending.attempt.stats.pass_over(key, self._view.here() - {self._context.me})
@@ -193,8 +195,8 @@ class GroupExchange(ExchangeBase):
                     break
             if pending.moved_to <= key.round:
                 return
-            self._rounds.end(key.round, key.fragment)
-            self._rounds.next_round = max(self._rounds.next_round, pending.moved_to)
+            self.rounds.end(key.round, key.fragment)
+            self.rounds.next_round = max(self.rounds.next_round, pending.moved_to)
             if not self._follow:
                 return
             pending.attempt = pending.attempt.moved_to(pending.moved_to)
@@ -226,7 +228,7 @@ class GroupExchange(ExchangeBase):
             if receipt.verdict != "noted":
                 self._note(pending, leader, receipt)
                 return
-            self._rounds.join(ready.round, ready.fragment, leader)
+            self.rounds.join(ready.round, ready.fragment, leader)
             if leader != self._context.me:
                 await self._leader.leave(ready.round, ready.fragment, leader)
             formed: Message = await channel.receive(pending.until + LINGER_S, GroupFormed, GroupReceipt)
@@ -238,7 +240,7 @@ class GroupExchange(ExchangeBase):
                 if barred:  # the next leader may know better; a member barred later ends what it has begun
                     raise MessageError(f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned.")
                 pending.entered = True
-                self._rounds.end(ready.round, ready.fragment)
+                self.rounds.end(ready.round, ready.fragment)
                 for peer in group.members:  # else this node, when it leads, would not wait for one that was away and is back
                     self._view.mark_awake(peer)
                 if before is not None:
@@ -266,7 +268,7 @@ class GroupExchange(ExchangeBase):
                 self._view.doubted |= any(member.round > ready.round for member in self._view.members().values())
             log.info("round %d: no group with leader %s: %s", ready.round, short(leader), error)
         finally:
-            self._rounds.leave(ready.round, ready.fragment)
+            self.rounds.leave(ready.round, ready.fragment)
             stream.close()
 
     async def _open(self, leader: str, addresses: Sequence[str], seconds: float) -> Stream:
@@ -292,7 +294,7 @@ class GroupExchange(ExchangeBase):
         self.evidence.heard(leader, receipt.round)
         if receipt.verdict == "passed":
             most = self.evidence.furthest(leader, receipt.round, asyncio.get_running_loop().time())
-            pending.moved_to = max(pending.moved_to, self._rounds.within(receipt.round, key.round, most))
+            pending.moved_to = max(pending.moved_to, self.rounds.within(receipt.round, key.round, most))
         elif receipt.verdict == "busy" and receipt.reason == COSTLY:
             pending.turned_away = self._view.doubted = True
         elif receipt.verdict == "elsewhere" and not self._view.barred([receipt.leader or ""]):

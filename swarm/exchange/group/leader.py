@@ -504,10 +504,8 @@ class GroupLeader:
                         self._view.mark_late(here, key[0])
                     break
                 pending.changed.clear()
-                try:
+                with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(pending.changed.wait(), min(forming - now, LOOK_S))
-                except TimeoutError:
-                    continue
         finally:
             probing.cancel()
             del self._pending[key]

@@ -105,6 +105,8 @@ class PairExchange(ExchangeBase):
         ValueError: ``fragments`` is not positive.
     """
 
+    rounds: PairRounds
+
     def __init__(
         self,
         context: PeerContext,
@@ -117,8 +119,8 @@ class PairExchange(ExchangeBase):
     ) -> None:
         if fragments < 1:
             raise ValueError(f"fragments must be positive, got {fragments}")
-        self.rounds = PairRounds(fragments, overlap)
-        super().__init__(context.host, self.rounds, RoundEvidence(context, fragments), TrainingTime(timeouts, fragments))
+        rounds, time = PairRounds(fragments, overlap), TrainingTime(timeouts, fragments)
+        super().__init__(context.host, rounds, RoundEvidence(context, fragments), time)
         self._context, self._timeouts, self._screen = context, timeouts, screen
         self._selector, transfers = PairSelector(context, departed, fragments), PairTransfer(context.host, timeouts)
         self.state = PairState(context, timeouts, transfers, self._selector, self.rounds, self.evidence, self.time)
@@ -296,15 +298,15 @@ class Averaged:
 
     def learnt(self, theirs: PartnerContribution) -> Mean:
         """Let a codec for pairs learn from what came, and return the mean."""
-        if isinstance(theirs.values, Reading) and (pairs := for_pairs(self._mine.codec)) and self._mine.message:
-            pairs[0].learn(self._mine.message, theirs.values)
+        if isinstance(theirs.values, Reading) and (pairs := for_pairs(self._mine.codec)) and self._mine.payload.message:
+            pairs[0].learn(self._mine.payload.message, theirs.values)
         return self.mean(theirs)
 
     def _computed(self, theirs: PartnerContribution) -> Mean:
         me, mine, fragment = self._me, self._mine, self._mine.key.fragment
         if isinstance(theirs.values, Reading):
-            assert mine.message is not None
-            own, other = (me, mine.weight, mine.message), (theirs.peer, theirs.weight, theirs.values)
+            assert mine.payload.message is not None
+            own, other = (me, mine.weight, mine.payload.message), (theirs.peer, theirs.weight, theirs.values)
             return pair_mean(self._screen, fragment, own, other, theirs.refused, mine.even)
         contributions = [(me, mine.weight, mine.payload.tensors()), (theirs.peer, theirs.weight, theirs.values)]
         return mean_of(self._screen, mine.codec, me, fragment, contributions, mine.even)

@@ -256,13 +256,13 @@ class PairTransfer:
 
 def _room(attempt: Attempt) -> int:
     """Return the bytes of the largest message that ends the exchange."""
-    message = attempt.contribution.message
+    message = attempt.contribution.payload.message
     return Abort.LIMIT + (0 if message is None else len(message.own) // 8)
 
 
 def _agreed(attempt: Attempt, received: PartnerContribution, refused: bytes) -> PartnerContribution:
     """Return what was received, with the blocks that its sender refused. Raises MessageError if these are none of this exchange."""
-    message = attempt.contribution.message
+    message = attempt.contribution.payload.message
     try:
         if message is not None:
             message.refused(refused)
