@@ -133,7 +133,6 @@ SCENARIOS: dict[str, Callable[[BucketSwarm, random.Random], None]] = {
 
 
 def run_scenario(name: str, seed: int) -> BucketBroken | None:
-    """Run a scenario of a seed, and return what did not hold."""
     chance = random.Random(f"{name} {seed}")
     swarm = BucketSwarm(boards=2, bucket=chance.choice((16, 20, 24)), seed=seed + 1)
     try:

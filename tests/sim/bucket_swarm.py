@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from shoal.swarm.membership.directory import PERIOD, TTL
+from shoal.swarm.membership.directory import PERIOD, ROOM, TTL
 from shoal.swarm.wire.messages import Member
 from tests.records import SWARM, member_of
 from tests.sim.clock import VirtualLoop
@@ -21,8 +21,10 @@ FIRST = EPOCH_S - EPOCH % EPOCH_S  # virtual second at which the second epoch be
 class BucketSwarm:
     """Directories of peers that come and go; ``boards``: tables that know nothing of each other, as in a partition."""
 
-    def __init__(self, boards: int = 1, bucket: int = BUCKET, seed: int = 0) -> None:
-        self.loop, self.bucket, self.seed = VirtualLoop(), bucket, seed
+    def __init__(self, boards: int = 1, bucket: int = BUCKET, seed: int = 0, limit: int = ROOM) -> None:
+        self.loop, self.bucket, self.seed, self.limit = VirtualLoop(), bucket, seed, limit
+        self.rounds: dict[str, int] = {}
+        """The rounds that peers are in, where it is not 0."""
         self.network = SimNetwork(self.loop, seed, Links(0.05, 0.0), Trace())
         self.boards = [Board(self.network, SWARM) for _ in range(boards)]
         self.all: list[tuple[SimHost, SimDirectory]] = []
@@ -34,7 +36,9 @@ class BucketSwarm:
             name = f"p{number}"
             host = self.network.host(name, self.network.identity(name if not self.seed else f"{self.seed} {name}"))
             chance = random.Random(number if not self.seed else f"{self.seed} {number}")
-            directory = SimDirectory(self.boards[board], host, self._record(host), chance, bucket=self.bucket, epoch_s=EPOCH_S)
+            directory = SimDirectory(
+                self.boards[board], host, self._record(host), chance, self.limit, bucket=self.bucket, epoch_s=EPOCH_S
+            )
             if size:
                 directory.settle(size)
             added.append((host, directory))
@@ -52,8 +56,7 @@ class BucketSwarm:
         return lambda: self.member(host.peer_id, host.name)
 
     def member(self, peer: str, name: str) -> Member:
-        """Return a record of this moment."""
-        return member_of(peer, name=name, issued=EPOCH + self.loop.time())
+        return member_of(peer, name=name, round=self.rounds.get(peer, 0), issued=EPOCH + self.loop.time())
 
     def forge(self, peer: str, prefix: str, until: float) -> None:
         """Put the record of a made-up peer under a key of the first table, and again every few seconds up to a virtual time."""
@@ -63,16 +66,13 @@ class BucketSwarm:
             self.loop.call_later(PERIOD, self.forge, peer, prefix, until, context=NOTHING)
 
     def run(self, seconds: float) -> None:
-        """Let virtual seconds pass."""
         self.loop.call_later(seconds, self.loop.stop, context=NOTHING)
         self.loop.run_forever()
 
     def until(self, virtual: float) -> None:
-        """Let time pass up to a virtual second."""
         self.run(virtual - self.loop.time())
 
     def end(self) -> None:
-        """End all peers."""
         self.network.end()
         self.loop.close()
 

@@ -130,12 +130,10 @@ class VirtualLoop(BaseEventLoop):
         self._now = max(self._now, when)
 
     def counted(self) -> int:
-        """Return the number of the next future or task."""
         self._futures += 1
         return self._futures
 
     def create_future(self) -> asyncio.Future[Any]:
-        """Return a future with a number."""
         future = _Future(loop=self)
         future.number = self.counted()
         return future

@@ -4,6 +4,7 @@ import gc
 
 import pytest
 
+from tests.sim.bucket_swarm import BucketSwarm
 from tests.sim.run import simulate
 
 
@@ -34,3 +35,17 @@ def seeds():
     gc.collect()
     gc.freeze()  # and stays so: to look at it all again takes most of a second in each test
     return Seeds()
+
+
+@pytest.fixture
+def make():
+    """Make directories of a swarm, which end with the test."""
+    made = []
+
+    def swarm(*arguments, **options):
+        made.append(BucketSwarm(*arguments, **options))
+        return made[-1]
+
+    yield swarm
+    for each in made:
+        each.end()

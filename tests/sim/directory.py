@@ -130,7 +130,6 @@ class SimDirectory:
         return self.index.shows(peer)
 
     def is_barred(self, peer: str) -> bool:
-        """Return False: no peer is barred."""
         return False
 
     def look(self) -> None:

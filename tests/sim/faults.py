@@ -79,78 +79,69 @@ class FaultInjector:
         chosen = [peer for peer in there if (peer.name == name if fault.victim < 0 else peer.number == fault.victim)]
         if fault.kind in ("kill", "sleep", "slow", "drag") and not chosen:
             return
-        seconds = min(fault.seconds, left)
-        trouble = FaultPlan(frozenset(peer.id for peer in chosen[:1]), loop.time(), loop.time() + seconds)
-        getattr(self, f"_{fault.kind}")(fault, seconds, chosen, trouble)
-
-    def _note(self, trouble: FaultPlan, peers: frozenset[str] | None = None) -> None:
-        self.troubles.append(trouble if peers is None else FaultPlan(peers, trouble.since, trouble.until))
-
-    def _kill(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
-        victim, swarm = chosen[0], self._swarm
-        for_good = fault.dice < 0.5
-        if for_good and sum(not peer.gone for peer in swarm.peers) <= 2:
+        seconds, since = min(fault.seconds, left), loop.time()
+        touched = {peer.id for peer in chosen[:1]}
+        if fault.kind == "part":
+            touched = self._part(fault, seconds)
+        elif fault.kind in ("sever", "stall"):
+            touched = self._stream(fault)
+        elif fault.kind in ("kill", "drag") and not self._kill(fault, seconds, chosen[0]):
             return
+        elif fault.kind == "sleep":
+            self._sleep(seconds, chosen[0])
+        elif fault.kind == "slow":
+            self._slow(fault, seconds, chosen[0])
+        self.troubles.append(FaultPlan(frozenset(touched), since, since + seconds))
+
+    def _kill(self, fault: Fault, seconds: float, victim: SimPeer) -> bool:
+        """Kill a peer for some time or, unless only two are left, for good; one that drags the others turns hostile."""
+        swarm, hostile = self._swarm, fault.kind == "drag"
+        for_good = hostile or fault.dice < 0.5
+        if for_good and sum(not peer.gone for peer in swarm.peers) <= 2:
+            return False
         swarm.network.kill(victim.id)
         victim.gone = True
-        self._note(trouble)
-        if not for_good:
+        if hostile:
+            Liar(swarm, victim, fault.dice, swarm.network.loop.time() + seconds)
+        elif not for_good:
             swarm.network.loop.call_later(seconds, self._return, victim, context=NOTHING)
+        return True
 
     def _return(self, victim: SimPeer) -> None:
         victim.gone = False
         victim.begin()
         self._swarm.network.note(victim.name, "came back")
 
-    def _drag(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
-        """Let a peer turn hostile; it never comes back."""
-        victim, swarm = chosen[0], self._swarm
-        if sum(not peer.gone for peer in swarm.peers) <= 2:
-            return
-        swarm.network.kill(victim.id)
-        victim.gone = True
-        self._note(trouble)
-        Liar(swarm, victim, fault.dice, trouble.until)
-
-    def _sleep(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
-        network, victim = self._swarm.network, chosen[0]
+    def _sleep(self, seconds: float, victim: SimPeer) -> None:
+        network = self._swarm.network
         network.sleep(victim.id)
         victim.slept += seconds
-        self._note(trouble)
         network.loop.call_later(seconds, network.wake, victim.id, context=NOTHING)
 
-    def _part(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
-        network, peers = self._swarm.network, self._swarm.peers
-        sides = random.Random(fault.dice)
-        network.part({peer.id: sides.randrange(2) for peer in peers})
-        self._note(trouble, frozenset(peer.id for peer in peers))
+    def _part(self, fault: Fault, seconds: float) -> set[str]:
+        network, sides = self._swarm.network, random.Random(fault.dice)
+        parts = {peer.id: sides.randrange(2) for peer in self._swarm.peers}
+        network.part(parts)
         network.loop.call_later(seconds, network.part, {}, context=NOTHING)
+        return {*parts}
 
-    def _sever(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
-        number = self._stream(fault, trouble)
-        if number is not None:
-            self._swarm.network.sever(number, reset=fault.dice * 1000 % 1 < 0.5)
-
-    def _stall(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
-        number = self._stream(fault, trouble)
-        if number is not None:
-            self._swarm.network.stall(number)
-
-    def _stream(self, fault: Fault, trouble: FaultPlan) -> int | None:
-        """Return the number of a stream that is open now, if there is one, and note the trouble of its ends."""
+    def _stream(self, fault: Fault) -> set[str]:
+        """Sever or stall a stream that is open now, if there is one; return its ends."""
         network = self._swarm.network
         open_now = sorted(network.wires)
         if not open_now:
-            return None
+            return set()
         number = open_now[int(fault.dice * len(open_now))]
-        self._note(trouble, frozenset(host.peer_id for host in network.wires[number].hosts))
-        return number
+        ends = {host.peer_id for host in network.wires[number].hosts}
+        if fault.kind == "stall":
+            network.stall(number)
+        else:
+            network.sever(number, reset=fault.dice * 1000 % 1 < 0.5)
+        return ends
 
-    def _slow(self, fault: Fault, seconds: float, chosen: list[SimPeer], trouble: FaultPlan) -> None:
-        victim = chosen[0]
+    def _slow(self, fault: Fault, seconds: float, victim: SimPeer) -> None:
         victim.host.slow = 0.1 + 1.5 * fault.dice
         self._swarm.network.note(victim.name, f"is slow by {victim.host.slow:.3f}")
-        self._note(trouble)
         self._swarm.network.loop.call_later(seconds, self._quick, victim, context=NOTHING)
 
     def _quick(self, victim: SimPeer) -> None:

@@ -5,6 +5,7 @@ Its numbers follow from the seed. It is known to those with which it exchanged w
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from functools import partial
 
@@ -64,11 +65,10 @@ class Liar:
                 if swarm.setting.kind == "pair":
                     with contextlib.suppress(ShoalError):
                         await self._call(other)
-            await swarm.sleep(PERIOD)
+            await asyncio.sleep(PERIOD)
         swarm.network.kill(victim.id)
 
     async def _call(self, other: SimPeer) -> None:
-        """Call a peer for a round in which it is not."""
         offer = Offer(
             swarm=SWARM, round=0 if self._back else self._round(), fragment=0, nbytes=0, shapes=(), dtype="float32", codec="none",
             sha256=bytes(32), weight=1.0, model=MODEL, nonce=bytes(16),

@@ -23,7 +23,6 @@ class ErrorCollector(logging.Handler):
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record with an exception."""
         if record.exc_info is not None and record.exc_info[1] is not None:
             self.found.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
 

@@ -47,32 +47,25 @@ class MemoryTransport(_FlowControlMixin):
     # -- asyncio's interface of a transport ------------------------------------------------------------------------------
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        """Return the protocol that reads here."""
         return cast(asyncio.BaseProtocol, self._protocol)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Let ``protocol`` read from now on."""
         self._protocol = protocol
 
     def is_closing(self) -> bool:
-        """Return whether this end was closed, or broke."""
         return self._closing
 
     def is_reading(self) -> bool:
-        """Return whether arriving data is handed to the protocol."""
         return not self._reading_paused and not self._closing
 
     def pause_reading(self) -> None:
-        """Hold arriving data back."""
         self._reading_paused = True
 
     def resume_reading(self) -> None:
-        """Hand arriving data to the protocol again."""
         self._reading_paused = False
         self._feed_soon()
 
     def get_write_buffer_size(self) -> int:
-        """Return the number of bytes that were not sent yet."""
         return self._queued
 
     def can_write_eof(self) -> bool:
@@ -204,7 +197,6 @@ Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def streams_of(end: MemoryTransport, loop: asyncio.AbstractEventLoop) -> Ends:
-    """Return a reader and a writer on one end."""
     reader = asyncio.StreamReader(loop=loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     end.set_protocol(protocol)

@@ -64,7 +64,6 @@ class Trace:
         self.events = 0
 
     def note(self, time: float, peer: str, event: str) -> None:
-        """Add one event of ``peer`` at a virtual ``time``."""
         line = f"{time:.9f} {peer} {event}"
         self._hash.update(line.encode() + b"\n")
         self.events += 1
@@ -72,7 +71,6 @@ class Trace:
             self.lines.append(line)
 
     def hexdigest(self) -> str:
-        """Return the hash, equal for equal traces."""
         return self._hash.hexdigest()
 
 
@@ -101,7 +99,6 @@ class SimNetwork:
         return Identity(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"shoal sim {name}".encode()).digest()))
 
     def note(self, name: str, event: str) -> None:
-        """Record an event."""
         self.trace.note(self.loop.time(), name, event)
         self.watch(name)
 
@@ -118,15 +115,12 @@ class SimNetwork:
         return self._number
 
     def latency(self, one: SimHost, two: SimHost) -> float:
-        """Return the seconds that the next bytes need from one to the other."""
         return self.links.latency + self.links.jitter * self.chance.random() + one.slow + two.slow
 
     def apart(self, one: str, two: str) -> bool:
-        """Return whether a partition separates two peers."""
         return bool(self._sides) and self._sides.get(one) != self._sides.get(two)
 
     def wire(self, one: SimHost, two: SimHost) -> tuple[MemoryTransport, MemoryTransport]:
-        """Return a new stream's two ends."""
         number = self.born()
         self.note(one.name, f"opens {number} to {two.name}")
         wire = self.wires[number] = Wire(self, number, one, two)
@@ -290,11 +284,9 @@ class SimHost:
         self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
 
     def entry(self) -> tuple[str, ...]:
-        """Return no addresses: no peer got it onto the network."""
         return ()
 
     def seeds(self) -> dict[str, tuple[str, ...]]:
-        """Return no seeds."""
         return {}
 
     def serve(self, protocol: str, handler: Callable[[Stream], Awaitable[None]]) -> None:
@@ -348,7 +340,6 @@ class SimHost:
         return stream
 
     def usable(self, stream: Stream) -> bool:
-        """Return whether a stream may be used again, like ``Host.usable``."""
         return stream.idle
 
     def _incoming(self, peer_id: str, end: MemoryTransport, handler: Callable[[Stream], Awaitable[None]]) -> None:

@@ -152,11 +152,9 @@ class SimPeer:
     # -- who is there ----------------------------------------------------------------------------------------------------
 
     def wall(self) -> float:
-        """Return the Unix time on this peer's clock."""
         return EPOCH + self.swarm.network.loop.time() + self.skew
 
     def record(self) -> Member:
-        """Return this peer's current record."""
         return member_of(self.id, name=self.name, round=self.round, state=self.state, issued=self.wall())
 
     def receive(self, member: Member) -> None:
@@ -170,11 +168,9 @@ class SimPeer:
         return {peer: member for peer, member in self.seen.items() if member.issued >= oldest and member.state in states}
 
     def members(self) -> dict[str, Member]:
-        """Return the members, as far as this peer knows."""
         return self._live("training") | ({self.id: self.record()} if self.state == "training" else {})
 
     def departed(self) -> dict[str, Member]:
-        """Return the peers that announced their departure lately."""
         return self._live("leaving")
 
     def _send_record(self) -> None:
@@ -187,15 +183,15 @@ class SimPeer:
     async def _announce(self) -> None:
         while self.state == "training":
             self._send_record()
-            await self.swarm.sleep(PERIOD * self.chance.uniform(0.8, 1.0))
+            await asyncio.sleep(PERIOD * self.chance.uniform(0.8, 1.0))
 
     # -- what it does ----------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
         swarm = self.swarm
-        await swarm.sleep(self.chance.uniform(0.0, 0.5))
+        await asyncio.sleep(self.chance.uniform(0.0, 0.5))
         while not swarm.over:
-            await swarm.sleep(self.pace * self.chance.uniform(0.8, 1.2))
+            await asyncio.sleep(self.pace * self.chance.uniform(0.8, 1.2))
             if swarm.network.loop.time() < swarm.setting.calm:
                 self.weights = self.weights + 0.1 * torch.randn(VALUES, generator=swarm.noise)
             fragment = self.turn
@@ -284,10 +280,6 @@ class SimSwarm:
             peer = SimPeer(self, number)
             self.peers.append(peer)
             self.named[peer.id] = peer.name
-
-    async def sleep(self, seconds: float) -> None:
-        """Let virtual time pass."""
-        await asyncio.sleep(seconds)
 
     def outcome(self, peer: SimPeer, mine: SimContribution) -> None:
         """Note a finished round; for observers to replace."""
