@@ -141,11 +141,8 @@ def peers(folder):
         fully_shard(model, mesh=mesh["shard"])
         exchange = Distributed.for_shards(mesh, wait=20.0)
         inner = torch.optim.AdamW(model.parameters(), lr=0.05)
-        return (
-            model,
-            method_named("noloco").make(inner, exchange, every=EVERY, momentum=0.3, pull=0.2, lag=0, model=model),
-            exchange,
-        )
+        opt = method_named("noloco").make(inner, exchange, every=EVERY, momentum=0.3, pull=0.2, lag=0, model=model)
+        return model, opt, exchange
 
     model, opt, exchange = one(peer)
     for step in range(9):

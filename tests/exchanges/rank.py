@@ -64,8 +64,6 @@ def answer_to(order, store):
 
 
 def main():
-    import torch._dynamo  # the first optimizer would import it, in each rank anew  # noqa: F401
-
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         order = json.loads(line)

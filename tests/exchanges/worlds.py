@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -174,7 +175,6 @@ class OnSwarm:
             for host, identity in hosts
         ]
         marks = {step[1]: threading.Event() for steps in scripts for step in steps if step[0] == "mark"}
-        notes, errors = [None] * len(scripts), []
 
         def after(what):
             assert marks[what].wait(LIMIT_S)
@@ -189,23 +189,13 @@ class OnSwarm:
 
             try:
                 mark = lambda what: marks[what].set()  # noqa: E731
-                notes[number] = numbered(script.play(exchanges[number], swarm, scripts[number], mark, after, die), ids)
+                return numbered(script.play(exchanges[number], swarm, scripts[number], mark, after, die), ids)
             except Dead:
                 self._hosts.remove(hosts[number])
-            except BaseException as error:
-                errors.append(error)
 
-        threads = [threading.Thread(target=peer, args=(number,)) for number in range(len(scripts))]
         # What others are waited for follows from the time of a round, and rounds of real nodes take minutes.
-        with mock.patch.object(TrainingTime, "period", return_value=4 * wait):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(LIMIT_S)
-                assert not thread.is_alive()
-        for error in errors:
-            raise error
-        return notes
+        with mock.patch.object(TrainingTime, "period", return_value=4 * wait), ThreadPoolExecutor(len(scripts)) as pool:
+            return [played.result(LIMIT_S) for played in [pool.submit(peer, number) for number in range(len(scripts))]]
 
     def suits(self, seed, ids):
         """Return True if, of three, the last has a partner in round 1, and the others are partners from round 4 on."""
