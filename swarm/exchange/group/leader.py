@@ -134,7 +134,7 @@ def moved(nbytes: int, members: int) -> int:
     return nbytes * max(members - 1, 2)  # an all-reduce moves twice the contribution at most
 
 
-@dataclass
+@dataclass(eq=False)
 class MemberState:
     """One member as its leader sees it: its channel, and its messages so far."""
 
