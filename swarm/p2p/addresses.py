@@ -53,10 +53,6 @@ _PARTS: dict[str, tuple[int, int | None]] = {
 _NAMES = {code: (name, size) for name, (code, size) in _PARTS.items()}
 _UNIX = 400
 
-# Codes of the parts of a direct connection's address, as varints.
-_IP4, _IP6, _TCP = b"\x04", b"\x29", b"\x06"
-_UDP, _QUIC = b"\x91\x02", b"\xcd\x03"
-
 
 def varint(number: int) -> bytes:
     """Encode a number above or equal 0 as an unsigned LEB128 varint."""
@@ -143,11 +139,6 @@ def unix_address(path: Path) -> bytes:
     return varint(_UNIX) + varint(len(name)) + name
 
 
-def without_peer(address: str) -> str:
-    """Cut off the last ``/p2p/ID``, if there is one: the form in which the daemon takes an address."""
-    return address.rpartition("/p2p/")[0] or address
-
-
 def by_quic(address: str) -> str:
     """Return the address at which whoever listens at this one by TCP listens by QUIC, if so: at the same port."""
     return re.sub("/tcp/([0-9]+)(?=/p2p/|$)", r"/udp/\1/quic-v1", address)
@@ -155,19 +146,16 @@ def by_quic(address: str) -> str:
 
 def origin(address: bytes) -> str:
     """Return the IP address in a binary multiaddr of a direct connection over TCP or QUIC; empty for any other, as by a relay."""
-    for code, size in ((_IP4, 4), (_IP6, 16)):
-        host, rest = address[1 : 1 + size], address[1 + size :]
-        if address[:1] == code and len(host) == size:
-            tcp = rest[:1] == _TCP and len(rest) == 3
-            quic = rest[:2] == _UDP and rest[4:] == _QUIC
-            return str(ipaddress.ip_address(host)) if tcp or quic else ""
+    with contextlib.suppress(ValueError):
+        match to_text(address).split("/"):
+            case ["", "ip4" | "ip6", host, "tcp", _] | ["", "ip4" | "ip6", host, "udp", _, "quic-v1"]:
+                return host
     return ""
 
 
 def is_loopback(address: str) -> bool:
     """Return whether a multiaddr reaches no further than this machine."""
-    parts = address.split("/")
-    return len(parts) > 2 and is_loopback_host(parts[2])
+    return is_loopback_host(host_of(address))
 
 
 def is_loopback_host(host: str) -> bool:
@@ -202,6 +190,14 @@ def range_of(host: str) -> str:
 def host_of(address: str) -> str:
     """Return the IP address or name in a multiaddr; nothing if it has none."""
     return "".join(address.split("/")[2:3])
+
+
+def by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
+    """Return peer id -> its addresses, of full multiaddrs."""
+    found: dict[str, list[str]] = {}
+    for address in addresses:
+        found.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+    return found
 
 
 def range_met(peer: str, said: Sequence[str], met: Mapping[str, str]) -> str:
@@ -290,11 +286,8 @@ class Peerstore:
 
     def remember(self, addresses: Iterable[str]) -> None:
         """Note full multiaddrs, the best one of each peer first. Leave out this node's own, and those that no link can hold."""
-        found: dict[str, list[str]] = {}
-        for address in addresses:
-            peer = address.rpartition("/p2p/")[2]
-            if peer != self._own and address_problem(address) is None:
-                found.setdefault(peer, []).append(address)
+        found = by_peer(address for address in addresses if address_problem(address) is None)
+        found.pop(self._own, None)
         with self._lock:
             for peer, new in found.items():
                 merged = list(dict.fromkeys((*new, *self._peers.pop(peer, ()))))

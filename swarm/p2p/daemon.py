@@ -16,40 +16,18 @@ import shutil
 import signal
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity, b58encode
-from shoal.swarm.p2p.addresses import (
-    MAX_ID,
-    DialBackoff,
-    is_loopback,
-    origin,
-    peer_bytes,
-    to_bytes,
-    to_text,
-    unix_address,
-    varint,
-    without_peer,
-)
+from shoal.swarm.p2p import daemon_process
+from shoal.swarm.p2p.addresses import MAX_ID, DialBackoff, is_loopback, origin, peer_bytes, to_bytes, to_text, unix_address, varint
 from shoal.swarm.p2p.daemon_guard import GRACE
-from shoal.swarm.p2p.daemon_process import (
-    GuardedProcess,
-    Relay,
-    check_binary,
-    daemon_path,
-    follow,
-    hivemind_folder,
-    options,
-    run_folder,
-    start_guarded,
-)
+from shoal.swarm.p2p.daemon_process import Relay, daemon_path
 
 log = logging.getLogger(__name__)
-
-D = TypeVar("D", bound="Daemon")
 
 MAX_FRAME = 2 << 20  # bytes of one message of the daemon; a gossiped one has 1 MiB at most
 ANSWER_S = 10.0  # seconds for the daemon to take a stream handler, or to name the peer of a stream
@@ -76,19 +54,12 @@ def messages() -> Any:
     loaded = sys.modules.get("hivemind.proto.p2pd_pb2")
     if loaded is not None:
         return loaded
-    spec = importlib.util.spec_from_file_location("shoal_p2pd_pb2", hivemind_folder() / "proto" / "p2pd_pb2.py")
+    spec = importlib.util.spec_from_file_location("shoal_p2pd_pb2", daemon_process.hivemind_folder() / "proto" / "p2pd_pb2.py")
     if spec is None or spec.loader is None:
         raise StartupError("the package hivemind lacks its file of messages: reinstall it.")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-async def write_message(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Send a protobuf message, its length before it."""
-    data = message.SerializeToString()
-    writer.write(varint(len(data)) + data)
-    await writer.drain()
 
 
 async def read_message(reader: asyncio.StreamReader, message: Any) -> Any:
@@ -116,7 +87,7 @@ class Daemon:
         self.control, self.inbound = run_dir / "daemon.sock", run_dir / "client.sock"
         self.at_end: list[Callable[[], object]] = []
         """Called before the process is ended."""
-        self._child: GuardedProcess | None = None  # the guard
+        self._child: daemon_process.GuardedProcess | None = None  # the guard
         self._follower: asyncio.Task[None] | None = None
         self._server: asyncio.AbstractServer | None = None
         self._handlers: dict[str, Incoming] = {}
@@ -124,15 +95,15 @@ class Daemon:
 
     @classmethod
     async def launch(
-        cls: type[D], identity: Identity, *, listen: Sequence[str], relay: Relay = "auto", timeout: float = 30.0, **chosen: Any
-    ) -> D:
+        cls, identity: Identity, *, listen: Sequence[str], relay: Relay = "auto", timeout: float = 30.0, **chosen: Any
+    ) -> Self:
         """Start a daemon with ``identity``'s peer id, with `daemon_process.options`; it answers when this returns.
 
         Raises StartupError, after removing everything again, within ``timeout`` seconds.
         """
         binary = daemon_path()
-        check_binary(binary)
-        run_dir, lock = run_folder()
+        daemon_process.check_binary(binary)
+        run_dir, lock = daemon_process.run_folder()
         self = cls(identity.peer_id, run_dir)
         started = False
         try:
@@ -140,7 +111,8 @@ class Daemon:
             if key is None:
                 key = run_dir / "key"
                 identity.write_to(key)
-            command = [str(binary), *options(control=f"/unix{self.control}", key=key, listen=listen, relay=relay, **chosen)]
+            chosen |= {"control": f"/unix{self.control}", "key": key, "listen": listen, "relay": relay}
+            command = [str(binary), *daemon_process.options(**chosen)]
             if relay == "off":  # -relay=0 has no effect, since p2pd's configuration has it on unless a file says otherwise
                 (run_dir / "config").write_text('{"Relay": {"Enabled": false}}')
                 command.append(f"-f={run_dir / 'config'}")
@@ -164,12 +136,12 @@ class Daemon:
 
     async def _start(self, command: list[str], lock: int) -> str:
         """Start the process and wait for it; return the peer id that it has."""
-        self._child = start_guarded(self._run_dir, command, lock)
+        self._child = daemon_process.start_guarded(self._run_dir, command, lock)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._follower = asyncio.create_task(follow(await self._child.output(), self._output, ready))
+        self._follower = asyncio.create_task(daemon_process.follow(await self._child.output(), self._output, ready))
         await ready
         self._server = await asyncio.start_unix_server(self._accept, str(self.inbound))
-        return b58encode((await self._identify()).id[:MAX_ID])
+        return b58encode((await self._ask("IDENTIFY")).identify.id[:MAX_ID])
 
     async def ended(self) -> int:
         assert self._child is not None
@@ -235,7 +207,9 @@ class Daemon:
         types = messages()
         reader, writer = await asyncio.open_unix_connection(str(self.control))
         try:
-            await write_message(writer, types.Request(type=types.Request.Type.Value(kind), **fields))
+            data = types.Request(type=types.Request.Type.Value(kind), **fields).SerializeToString()
+            writer.write(varint(len(data)) + data)
+            await writer.drain()
             answer = await read_message(reader, types.Response())
             if answer.type != types.Response.OK:
                 raise DaemonError(answer.error.msg)
@@ -249,15 +223,12 @@ class Daemon:
         writer.close()
         return answer
 
-    async def _identify(self) -> Any:
-        return (await self._ask("IDENTIFY")).identify
-
     async def addresses(self) -> tuple[str, ...]:
         """Return full multiaddrs under which peers may reach this node, those beyond this machine first.
 
         Raises ValueError if there is none.
         """
-        found = [to_text(address) for address in (await self._identify()).addrs]
+        found = [to_text(address) for address in (await self._ask("IDENTIFY")).identify.addrs]
         if not found:
             raise ValueError("the network daemon has no address")
         return tuple(f"{address}/p2p/{self.peer_id}" for address in sorted(found, key=is_loopback))
@@ -273,7 +244,7 @@ class Daemon:
         bare, wrong = {}, ""
         for address in addresses:
             try:
-                bare[address] = to_bytes(without_peer(address))
+                bare[address] = to_bytes(address.rpartition("/p2p/")[0] or address)
             except ValueError as error:
                 wrong = str(error)
         if not bare:
@@ -313,10 +284,7 @@ class Daemon:
         """Return the addresses of each connected peer's connections, but of kinds that this node does not know."""
         found: dict[str, list[str]] = {}
         for peer in (await self._ask("LIST_PEERS")).peers:
-            ways = found.setdefault(b58encode(peer.id[:MAX_ID]), [])
-            for address in peer.addrs:
-                with contextlib.suppress(ValueError):
-                    ways.append(to_text(address))
+            found.setdefault(b58encode(peer.id[:MAX_ID]), []).extend(_known(peer.addrs))
         return found
 
     async def disconnect(self, peer_id: str) -> None:
@@ -335,9 +303,13 @@ class Daemon:
         that this node does not know are left out. Raises one of `DAEMON_GONE`, also when the peer is not connected and libp2p's
         own routing does not know it.
         """
-        types, found = messages(), []
+        types = messages()
         ask = types.DHTRequest(type=types.DHTRequest.FIND_PEER, peer=peer_bytes(peer_id), timeout=FIND_S)
-        for address in (await self._ask("DHT", dht=ask)).dht.peer.addrs:
-            with contextlib.suppress(ValueError):
-                found.append(f"{to_text(address)}/p2p/{peer_id}")
-        return tuple(found)
+        return tuple(f"{address}/p2p/{peer_id}" for address in _known((await self._ask("DHT", dht=ask)).dht.peer.addrs))
+
+
+def _known(addresses: Iterable[bytes]) -> Iterator[str]:
+    """Yield the text of those binary multiaddrs that this node knows."""
+    for address in addresses:
+        with contextlib.suppress(ValueError):
+            yield to_text(address)
