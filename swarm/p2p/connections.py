@@ -30,10 +30,22 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from shoal.swarm.access import address_problem
 from shoal.swarm.errors import NetworkError, StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.addresses import by_quic, host_of, is_loopback, is_public_host
+from shoal.swarm.p2p.addresses import by_peer, by_quic, host_of, is_loopback, is_public_host
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, read_message
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import MAX_ADDRESS
+
+_BIND_PROBLEMS = {
+    errno.EADDRINUSE: "the port is taken by another program, choose another with --listen or stop that program",
+    errno.EACCES: "ports below 1024 need root, choose a higher one with --listen",
+    errno.EADDRNOTAVAIL: "this machine has no such address, use /ip4/0.0.0.0/... to listen on all it has",
+}
+
+
+def _socket(ip: str, transport: str) -> socket.socket:
+    """Return a socket for an address of ``ip4`` or ``ip6`` and ``tcp`` or ``udp``."""
+    family = socket.AF_INET if ip == "ip4" else socket.AF_INET6
+    return socket.socket(family, socket.SOCK_STREAM if transport == "tcp" else socket.SOCK_DGRAM)
 
 
 def check_free(listen: Sequence[str]) -> None:
@@ -46,19 +58,18 @@ def check_free(listen: Sequence[str]) -> None:
         found = re.match(r"/(ip4|ip6)/([^/]+)/(tcp|udp)/(\d+)", address)
         if found is None:
             raise StartupError(f"cannot listen on {address}: write it like /ip4/0.0.0.0/tcp/4001.")
-        family = socket.AF_INET if found[1] == "ip4" else socket.AF_INET6
-        kind = socket.SOCK_STREAM if found[3] == "tcp" else socket.SOCK_DGRAM
         if int(found[4]) > 65535:
             raise StartupError(f"cannot listen on {address}: a port is at most 65535.")
         try:
-            with socket.socket(family, kind) as probe:
-                if family == socket.AF_INET6:
+            with _socket(found[1], found[3]) as probe:
+                if found[1] == "ip6":
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                if kind == socket.SOCK_STREAM:
+                if found[3] == "tcp":
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the daemon does: TIME_WAIT does not matter
                 probe.bind((found[2], int(found[4])))
         except OSError as error:
-            raise StartupError(f"cannot listen on {address}: {_bind_problem(error)}.") from error
+            other = f"{error.strerror or error}, choose another address with --listen"
+            raise StartupError(f"cannot listen on {address}: {_BIND_PROBLEMS.get(error.errno or 0, other)}.") from error
 
 
 def beside(listen: Sequence[str]) -> list[str]:
@@ -82,16 +93,6 @@ def check_announced(announce: Sequence[str], peer_id: str) -> None:
             problem = f"it has {len(address)} characters, at most {MAX_ADDRESS - len(full) + len(address)} are allowed"
         if problem:
             raise StartupError(f"cannot announce {address[:80]}: {problem}; write it like /ip4/203.0.113.5/tcp/4001.")
-
-
-def _bind_problem(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "the port is taken by another program, choose another with --listen or stop that program"
-    if error.errno == errno.EACCES:
-        return "ports below 1024 need root, choose a higher one with --listen"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "this machine has no such address, use /ip4/0.0.0.0/... to listen on all it has"
-    return f"{error.strerror or error}, choose another address with --listen"
 
 
 def fixed_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, ...]:
@@ -128,9 +129,7 @@ def obtain_ports(listen: Sequence[str]) -> tuple[str, ...]:
     for address in listen:
         found = re.match(r"(/(ip4|ip6)/([^/]+)/(tcp|udp)/)0(?=/|$)", address)
         if found:
-            family = socket.AF_INET if found[2] == "ip4" else socket.AF_INET6
-            kind = socket.SOCK_STREAM if found[4] == "tcp" else socket.SOCK_DGRAM
-            with socket.socket(family, kind) as probe:
+            with _socket(found[2], found[4]) as probe:
                 probe.bind((found[3], 0))
                 address = f"{found[1]}{probe.getsockname()[1]}{address[found.end() :]}"
         chosen.append(address)
@@ -162,10 +161,7 @@ async def connect_any(daemon: Daemon, bootstrap: Sequence[str], timeout: float) 
 
     Once one has answered, the others get `PATIENCE` seconds more. Takes at most ``timeout`` seconds.
     """
-    by_peer: dict[str, list[str]] = {}
-    for address in bootstrap:
-        by_peer.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-    tasks = {asyncio.create_task(daemon.connect(peer, found)): peer for peer, found in by_peer.items()}
+    tasks = {asyncio.create_task(daemon.connect(peer, found)): (peer, found) for peer, found in by_peer(bootstrap).items()}
     loop = asyncio.get_running_loop()
     began = loop.time()
     end = began + timeout
@@ -176,18 +172,17 @@ async def connect_any(daemon: Daemon, bootstrap: Sequence[str], timeout: float) 
         while pending and loop.time() < end:
             done, pending = await asyncio.wait(pending, timeout=end - loop.time(), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                peer = tasks[task]
-                error = task.exception()
-                if error is None:
+                peer, found = tasks[task]
+                if (error := task.exception()) is None:
                     reached.append(peer)
                     end = min(end, loop.time() + PATIENCE)
                 else:
-                    failed.update((address, why(error, address)) for address in by_peer[peer])
+                    failed |= {address: why(error, address) for address in found}
     finally:
         for task in pending:
             task.cancel()
     for task in pending:
-        failed.update((address, f"did not answer within {loop.time() - began:.3g} s") for address in by_peer[tasks[task]])
+        failed |= dict.fromkeys(tasks[task][1], f"did not answer within {loop.time() - began:.3g} s")
     return reached, failed
 
 
@@ -206,22 +201,11 @@ def why(error: BaseException, address: str) -> str:
     return f"could not be connected to ({lines[-1].strip()[:200] if lines else 'no reason given'})"
 
 
-def unreachable(failed: dict[str, str], tried_besides: int = 0) -> StartupError:
-    """Make the error for bootstrap peers none of which answered, nor did so many known addresses besides."""
-    one = "; ".join(f"{address} {reason}" for address, reason in failed.items())
-    besides = f"; nor does any of {tried_besides} addresses known from an earlier run answer" if tried_besides else ""
-    return StartupError(f"no bootstrap peer can be reached: {one}{besides}.")
-
-
 def candidates(bootstrap: Sequence[str]) -> list[str]:
     """Return one address of each peer that may be reached directly, in the order given."""
-    relayed = {address.rpartition("/p2p/")[2] for address in bootstrap if "/p2p-circuit/" in address}
-    found: dict[str, str] = {}
-    for address in bootstrap:
-        peer = address.rpartition("/p2p/")[2]
-        if peer not in relayed and address.split("/")[3:4] == ["tcp"] and not is_loopback(address):
-            found.setdefault(peer, address)
-    return list(found.values())
+    relayed = by_peer(address for address in bootstrap if "/p2p-circuit/" in address)
+    by_tcp = by_peer(address for address in bootstrap if address.split("/")[3:4] == ["tcp"] and not is_loopback(address))
+    return [addresses[0] for peer, addresses in by_tcp.items() if peer not in relayed]
 
 
 async def answering(bootstrap: Sequence[str]) -> list[str]:
@@ -381,14 +365,14 @@ class RelaySlots:
         return False
 
 
-async def launch_relay(identity: Identity, *, listen: Sequence[str], announce: Sequence[str] = (), **chosen: Any) -> Daemon:
+async def launch_relay(identity: Identity, *, listen: Sequence[str], **chosen: Any) -> Daemon:
     """Start a daemon (`Daemon.launch`) that counts as reachable and forwards for others, without a limit that anybody meets.
 
     Where a daemon counts as reachable, libp2p starts a relay of its own, which cuts connections off after 128 KiB. The daemon's
     comes after it and takes its place, but in about one of 24 starts before it. So it is asked for a slot, and started anew then.
     """
     for _ in range(STARTS):
-        daemon = await Daemon.launch(identity, listen=listen, announce=announce, public=True, **chosen)
+        daemon = await Daemon.launch(identity, listen=listen, public=True, **chosen)
         try:
             if chosen.get("relay") == "off" or all(map(is_loopback, listen)) or await _forwards(daemon, listen):
                 break
@@ -397,7 +381,7 @@ async def launch_relay(identity: Identity, *, listen: Sequence[str], announce: S
             raise
         await daemon.shutdown()
     else:
-        daemon = await Daemon.launch(identity, listen=listen, announce=announce, public=True, **chosen)
+        daemon = await Daemon.launch(identity, listen=listen, public=True, **chosen)
         log.warning("this node cuts connections that it forwards off after 128 KiB; start it anew")
     return daemon
 

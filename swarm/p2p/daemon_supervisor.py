@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shoal.swarm.errors import NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import connections, reachability
-from shoal.swarm.p2p.addresses import DialBackoff, Peerstore, is_loopback
+from shoal.swarm.p2p.addresses import DialBackoff, Peerstore, by_peer, is_loopback
 from shoal.swarm.p2p.connections import RelaySlots, answering, as_before, check_free, fixed_ports, launch_relay
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, Incoming
 from shoal.swarm.p2p.daemon_process import Relay
@@ -67,8 +67,7 @@ class Bootstrapper:
         """Ids of the members through which this node joined."""
         self.hivemind_loaded = asyncio.Event()
         """Set once `hivemind_adapter` is imported: by the thread that starts the host, while the daemon starts and dials."""
-        self._supervisor, self._peer_id, self._known, self._calls = supervisor, peer_id, known, calls
-        self._options, self._swarm, self._must_join = options, options.swarm, options.must_join
+        self._supervisor, self._peer_id, self._options, self._known, self._calls = supervisor, peer_id, options, known, calls
         self._classified: set[str] = set()  # bootstrap peers of which it is known whether they are bootstrap nodes
         self._looked_up: dict[str, int] = {}  # connected peer -> the look at which its addresses were looked up last
 
@@ -79,14 +78,16 @@ class Bootstrapper:
         reached, failed = await connections.connect_any(daemon, [*self.bootstrap, *known], left)
         self._known.learn(reached)
         reasons = {address: reason for address, reason in failed.items() if address in self.bootstrap}
-        if self.bootstrap and self._must_join and not reached:
-            raise connections.unreachable(reasons, tried_besides=len(known))
+        if self.bootstrap and self._options.must_join and not reached:
+            each = "; ".join(f"{address} {reason}" for address, reason in reasons.items())
+            besides = f"; nor does any of {len(known)} addresses known from an earlier run answer" if known else ""
+            raise StartupError(f"no bootstrap peer can be reached: {each}{besides}.")
         for address, reason in reasons.items():  # some of a link's addresses are old, and one that answers is enough
             log.log(logging.INFO if reached else logging.WARNING, "bootstrap peer %s %s", address, reason)
         members, dht = await self._join(daemon, reached, end)
         from shoal.swarm.p2p.hivemind_adapter import count_peers
 
-        if self.bootstrap and self._must_join and not count_peers(dht):
+        if self.bootstrap and self._options.must_join and not count_peers(dht):
             if self.seeds and not members:
                 raise StartupError(
                     f"the bootstrap node {', '.join(self.seeds)} knows no member of this swarm that can be reached: its last one "
@@ -111,12 +112,12 @@ class Bootstrapper:
     async def _join(self, daemon: Daemon, reached: Sequence[str], end: float) -> tuple[list[str], DHTNode]:
         """Return the members among ``reached`` and those that bootstrap nodes name, all connected; and a DHT node that met them."""
         found: list[str] = []
-        while self._swarm is not None:
-            named = await self._ask_seeds(daemon, reached)
+        while self._options.swarm is not None:
+            named = await self._ask_seeds(daemon, self._options.swarm, reached)
             more = [address for address in named if address.rpartition("/p2p/")[2] not in (*reached, self._peer_id)]
             found, _ = await connections.connect_any(daemon, more, LOOK_IN_S if self._options.light else 10.0)
             only_seeds = bool(self.seeds) and not set(reached) - set(self.seeds)
-            if found or not only_seeds or not self._must_join or asyncio.get_running_loop().time() + SEED_S > end:
+            if found or not only_seeds or not self._options.must_join or asyncio.get_running_loop().time() + SEED_S > end:
                 break
             await asyncio.sleep(SEED_AGAIN)  # a member that nobody can reach needs some 20 s until it has a relay
         members = [peer for peer in (*reached, *found) if peer not in self.seeds]
@@ -126,10 +127,8 @@ class Bootstrapper:
 
         return members, await join_dht(daemon, members, self._options.validator, self._options.light, self._calls)
 
-    async def _ask_seeds(self, daemon: Daemon, reached: Sequence[str]) -> list[str]:
+    async def _ask_seeds(self, daemon: Daemon, swarm: str, reached: Sequence[str]) -> list[str]:
         """Return addresses of members of the swarm, from the bootstrap nodes among ``reached``."""
-        assert self._swarm is not None
-        swarm = self._swarm
 
         async def ask(peer: str) -> list[str]:
             try:
@@ -140,13 +139,12 @@ class Bootstrapper:
                 raise
             try:
                 self._classified.add(peer)
-                self.seeds[peer] = tuple(address for address in self.bootstrap if address.endswith(f"/p2p/{peer}"))
+                self.seeds[peer] = tuple(by_peer(self.bootstrap)[peer])
                 return reachability.addresses_of(await reachability.ask_seed(stream, swarm))
             finally:
                 stream.close()
 
-        bootstrap = {address.rpartition("/p2p/")[2] for address in self.bootstrap}
-        asked = [asyncio.wait_for(ask(peer), SEED_S) for peer in reached if peer in bootstrap]
+        asked = [asyncio.wait_for(ask(peer), SEED_S) for peer in reached if peer in by_peer(self.bootstrap)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -156,10 +154,10 @@ class Bootstrapper:
     async def find_seeds(self) -> None:
         """Try the bootstrap peers again that did not answer so far: a bootstrap node may have been down. Raises NetworkError."""
         missing = [address for address in self.bootstrap if address.rpartition("/p2p/")[2] not in self._classified]
-        if missing and self._swarm is not None:
+        if missing and self._options.swarm is not None:
             daemon = self._supervisor.running()
             reached, _ = await self._supervisor.unless_down(connections.connect_any(daemon, missing, 5.0), 6.0)
-            await self._supervisor.unless_down(self._ask_seeds(daemon, reached), SEED_S + 1.0)
+            await self._supervisor.unless_down(self._ask_seeds(daemon, self._options.swarm, reached), SEED_S + 1.0)
 
     async def meet(self, addresses: Sequence[str]) -> None:
         """Connect to peers by full multiaddrs, and let the DHT node meet those that it does not know. Raises NetworkError."""
@@ -176,8 +174,8 @@ class Bootstrapper:
     async def look_around(self) -> None:
         """Keep the addresses of this node and of its peers up to date, and search for others while there are none, for ever."""
         searched = 0.0
-        for look in itertools.count():
-            await asyncio.sleep(LOOK_AROUND[min(look, len(LOOK_AROUND) - 1)])
+        for look, pause in enumerate(itertools.chain(LOOK_AROUND, itertools.repeat(LOOK_AROUND[-1]))):
+            await asyncio.sleep(pause)
             try:
                 daemon = self._supervisor.running()
             except NetworkError:
@@ -214,7 +212,8 @@ class DaemonSupervisor:
     def __init__(self, identity: Identity, options: HostOptions, known: Peerstore, calls: Callable[[str, int], str]) -> None:
         self.daemon: Daemon | None = None
         self.dht: DHTNode | None = None
-        self._addresses: tuple[str, ...] = ()
+        self.addresses: tuple[str, ...] = ()
+        """Full multiaddrs that the daemon gives for this node."""
         self.restarts = 0
         self.known = known
         self.backoff = DialBackoff(options.bootstrap)
@@ -222,7 +221,7 @@ class DaemonSupervisor:
         self.bootstrapper = Bootstrapper(self, identity.peer_id, options, known, calls)
         self._identity, self._options = identity, options
         self._listen = self._wanted = tuple(options.listen)
-        self._slots = RelaySlots(identity.peer_id, options.bootstrap, options.relay == "only")
+        self.slots = RelaySlots(identity.peer_id, options.bootstrap, options.relay == "only")
         self._down: asyncio.Future[None] | None = None  # done as soon as the present daemon is gone
         self.handlers: dict[str, Incoming] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -240,19 +239,6 @@ class DaemonSupervisor:
             except DAEMON_GONE as error:
                 log.debug("the daemon did not take %s: %r", protocol, error)
                 await asyncio.sleep(BACKOFF[0])
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Full multiaddrs under which others reach this node, those by relays last."""
-        return tuple(dict.fromkeys((*self._addresses, *self._slots.addresses())))
-
-    @addresses.setter
-    def addresses(self, found: tuple[str, ...]) -> None:
-        self._addresses = found
-
-    @property
-    def moves(self) -> int:
-        return self._slots.moves
 
     def running(self) -> Daemon:
         """Return the daemon. Raises NetworkError during a restart."""
@@ -307,7 +293,7 @@ class DaemonSupervisor:
     async def _launch(self, timeout: float) -> Daemon:
         beyond, relay, announce = not all(map(is_loopback, self._listen)), self._options.relay, self._options.announce
         relays = await answering(self._options.bootstrap) if beyond and relay != "off" else []
-        self._slots.needed |= not relays and relay == "auto" and not announce  # what libp2p finds is not seen then
+        self.slots.needed |= not relays and relay == "auto" and not announce  # what libp2p finds is not seen then
         if relay == "only" and not relays:
             log.warning("no bootstrap node or peer can forward to this node now, so nobody behind a NAT reaches it")
         # A node that announces addresses is reached there.
@@ -339,19 +325,18 @@ class DaemonSupervisor:
             status = await daemon.ended()
             log.warning("the network daemon stopped (status %s); restarting it", status)
             self.daemon = None
-            self._slots.ended()
+            self.slots.ended()
             dht, self.dht = self.dht, None
             if dht is not None:
                 dht.is_alive = False
             if self._down is not None and not self._down.done():
                 self._down.set_result(None)
             await daemon.shutdown()
-            attempt = 0
-            while self.daemon is None:
-                await asyncio.sleep(BACKOFF[min(attempt, len(BACKOFF) - 1)])
-                attempt += 1
+            for pause in itertools.chain(BACKOFF, itertools.repeat(BACKOFF[-1])):
+                await asyncio.sleep(pause)
                 try:
                     await asyncio.wait_for(self._again(), 60.0)
+                    break
                 except Exception as error:  # whatever it was, the node needs its network back
                     expected = isinstance(error, (ShoalError, *DAEMON_GONE, asyncio.TimeoutError))
                     why = str(error) or type(error).__name__
@@ -364,7 +349,7 @@ class DaemonSupervisor:
             if (daemon := self.daemon) is None:
                 continue
             try:
-                if await self._slots.look(daemon, self._addresses):
+                if await self.slots.look(daemon, self.addresses):
                     log.warning("the network daemon puts off relays that answer; restarting it")
                     daemon.end_by_force()
             except DAEMON_GONE as error:

@@ -240,11 +240,12 @@ class Host:
         return self._supervisor.restarts
 
     def addresses(self) -> tuple[str, ...]:
-        """Return full multiaddrs (``.../p2p/ID``) under which others reach this node, those beyond this machine first.
+        """Return full multiaddrs under which others reach this node, those beyond this machine first, and by relays last.
 
         One that no message can hold, as by a relay with a very long name, is left out.
         """
-        return tuple(address for address in self._supervisor.addresses if len(address) <= MAX_ADDRESS)
+        found = dict.fromkeys((*self._supervisor.addresses, *self._supervisor.slots.addresses()))
+        return tuple(address for address in found if len(address) <= MAX_ADDRESS)
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run a coroutine on the host's loop and wait for its result, at most ``timeout`` seconds.

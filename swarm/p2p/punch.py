@@ -158,9 +158,9 @@ class Puncher:
 
     async def _look(self) -> list[str]:
         """Note who is reached. Return whom to ask now, and note that it is; of two members the one with the smaller id asks."""
-        if self.daemon is not None and self._moves != self._supervisor.moves:
+        if self.daemon is not None and self._moves != self._supervisor.slots.moves:
             self.daemon.end_by_force()
-        self._moves = self._supervisor.moves
+        self._moves = self._supervisor.slots.moves
         there = await self.daemon.peers() if self.daemon is not None else ()
         self.reached = frozenset(self._owners[its] for its in there if its in self._owners)
         now, wanted = asyncio.get_running_loop().time(), []

@@ -111,7 +111,7 @@ class World:
         self.supervisor = SimpleNamespace(
             running=lambda: SimpleNamespace(origins=origins, open=opened),
             bootstrapper=SimpleNamespace(seeds={SEED: (f"/ip4/203.0.113.9/tcp/4001/p2p/{SEED}",)}),
-            known=SimpleNamespace(addresses=list), handlers={}, moves=0,
+            known=SimpleNamespace(addresses=list), handlers={}, slots=SimpleNamespace(moves=0),
         )  # fmt: skip
         self.puncher = Puncher(self.supervisor, me, self.resources, TrafficMeter())
 
@@ -387,7 +387,7 @@ def test_a_second_daemon_of_another_network_is_ended_and_its_members_are_asked_a
         ways.note(world.other, False, 9e5)
         await world.puncher._look()
         assert not before.gone.is_set()
-        world.supervisor.moves += 1
+        world.supervisor.slots.moves += 1
         await world.puncher._look()
         assert before.gone.is_set()
         await world.puncher._watching
