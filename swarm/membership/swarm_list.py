@@ -1,19 +1,16 @@
-"""The public swarms that bootstrap nodes list: asking for them, and what of an answer is believed.
+"""What a node tells bootstrap nodes of itself and of its public swarm, the swarms that they list, and redialling of lost peers.
 
-That a swarm has this name and these settings follows from the hash of its manifest, which is its id. Sizes are what one member
-says, and the number of peers what the bootstrap node says: they help to choose, and joining checks everything again.
-
-Reporting this node to the swarm's bootstrap nodes, so that newcomers find it, and meeting the peers that they name.
-
-Of a public swarm they are also told what it is, for those who look for one (`shoal swarms`).
-
-So a swarm can be joined though every address in the link but the bootstrap node's is dead, and two parts of a swarm that lost each
-other, but not the bootstrap node, meet again.
+A node reports itself to the swarm's bootstrap nodes, and meets the peers that they name. So a swarm can be joined though every
+other address in the link is dead, and two parts of a swarm that lost each other, but not the bootstrap node, meet again.
 
 Of a partitioned swarm without one each half keeps its own directory, and a node that has a neighbour looks no further. So every
 `REDIAL_S` seconds a node dials some of the peers that it knows but has not in view, each again after twice the time, up to
-`LONGEST`. (libp2p itself refuses to dial an address again for up to five minutes after many failures.) Peers that left on purpose
-are not dialled.
+`LONGEST`. (libp2p itself refuses to dial an address again for up to five minutes after many failures.) Peers that left on
+purpose are not dialled.
+
+That a listed swarm (`shoal swarms`) has this name and these settings follows from the hash of its manifest, which is its id.
+Sizes are what one member says, and the number of peers what the bootstrap node says: they help to choose, and joining checks
+all again.
 """
 
 from __future__ import annotations
@@ -29,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, Title, is_public, swarm_id, title_of
+from shoal.swarm.p2p.addresses import by_peer
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
-from shoal.swarm.p2p.reachability import addresses_of, announce, ask_seed
+from shoal.swarm.p2p.reachability import addresses_of, ask_seed
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import MAX_BYTES, MAX_COUNT, pack, peek, seal, unpack, unseal
@@ -62,15 +60,12 @@ class Reconnector:
 
     def __init__(self, host: Host, directory: Directory) -> None:
         self._host, self._directory = host, directory
-        self._due: dict[str, tuple[float, float]] = {}
-        """For each peer the time of its next dial, and the pause after that."""
+        self._due: dict[str, tuple[float, float]] = {}  # for each peer the time of its next dial, and the pause after that
         self._gone: set[str] = set()
 
     def due(self, now: float) -> list[str]:
         """Return the addresses to dial at ``now``, which count as dialled."""
-        where: dict[str, list[str]] = {}
-        for address in self._host.known():
-            where.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+        where = by_peer(self._host.known())
         here = self._directory.everyone().keys()
         self._gone = ((self._gone | self._directory.departed().keys()) - here) & where.keys()
         missing = where.keys() - here - self._gone
@@ -177,10 +172,15 @@ class SeedAnnouncer:
     async def _announce(self, seed: str, addresses: Sequence[str], announced: Announcement) -> None:
         """Announce the swarm to a seed, after this node's record. Raises NetworkError or MessageError."""
         sealed = seal(announced.model_copy(update={"issued": time.time()}), self._identity)
-        with contextlib.closing(await self._host.open(seed, SWARMS_PROTOCOL, addresses=addresses, timeout=OPEN_S)) as stream:
-            reason = await announce(stream, sealed)
-        if reason:
+        stream = await self._host.open(seed, SWARMS_PROTOCOL, addresses=addresses, timeout=OPEN_S)
+        if reason := (await _asked(stream, SwarmsRequest(announcement=sealed))).reason:
             log.warning("bootstrap node %s does not list this swarm: %s", short(seed), reason)
+
+
+async def _asked(stream: Stream, request: SwarmsRequest) -> SwarmsReply:
+    with contextlib.closing(stream):
+        await stream.send(pack(request), ANSWER_S)
+        return unpack(await stream.receive(SwarmsReply.LIMIT, ANSWER_S), SwarmsReply)
 
 
 SEED_S = 15.0  # seconds for one bootstrap node
@@ -196,18 +196,13 @@ class PublicSwarm:
 
     swarm: str
     title: Title
-    peers: int
-    """Members that the bootstrap node knows, which keeps a bounded number of each swarm."""
+    peers: int  # members that the bootstrap node knows, which keeps a bounded number of each swarm
     params: int
     round_bytes: int
-    memory: int
-    """Bytes beyond training alone; 0: not measured."""
-    device: str
-    """On what the member that announced it computes: cpu, cuda, xpu or mps."""
-    addresses: tuple[str, ...]
-    """Of the bootstrap node that listed it, and of members."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The task's, as the manifest has them, unchecked."""
+    memory: int  # bytes beyond training alone; 0: not measured
+    device: str  # on what the member that announced it computes: cpu, cuda, xpu or mps
+    addresses: tuple[str, ...]  # of the bootstrap node that listed it, and of members
+    options: Mapping[str, Any] = field(default_factory=dict)  # the task's, as the manifest has them, unchecked
 
 
 def read_listed(packed: bytes, seed: str) -> PublicSwarm:
@@ -238,35 +233,24 @@ def merged(found: Iterable[PublicSwarm]) -> list[PublicSwarm]:
     return sorted(whole, key=lambda one: (-one.peers, one.title.name, one.swarm))
 
 
-async def listed_by(daemon: Daemon, seed: str) -> list[PublicSwarm]:
-    """Return the public swarms that the bootstrap node at the multiaddr ``seed`` lists. Raises NetworkError or MessageError."""
+async def _listed_by(daemon: Daemon, seed: str) -> list[PublicSwarm]:
+    """Return the public swarms that the bootstrap node at the multiaddr ``seed`` lists."""
     peer = seed.rpartition("/p2p/")[2]
-    try:
-        await daemon.connect(peer, [seed])
-        found, after = list[PublicSwarm](), None
-        for _ in range(MAX_PAGES):
-            reply = await _asked(daemon, peer, SwarmsRequest(after=after))
-            for packed in reply.swarms:
-                try:
-                    found.append(read_listed(packed, seed))
-                except MessageError as error:
-                    log.debug("bootstrap node %s listed something wrong: %s", short(peer), error)
-            last = found[-1].swarm if found else None
-            if not reply.more or last == after:
-                break
-            after = last
-        return found
-    except (*DAEMON_GONE, ValueError) as error:
-        why = str(error).partition(":")[0]  # the daemon goes on about each address
-        raise NetworkError(
-            f"the bootstrap node at {seed} does not answer ({why}): check the address, or ask another one."
-        ) from error
-
-
-async def _asked(daemon: Daemon, peer: str, request: SwarmsRequest) -> SwarmsReply:
-    with contextlib.closing(Stream(peer, *await daemon.open(peer, SWARMS_PROTOCOL), TrafficMeter())) as stream:
-        await stream.send(pack(request), ANSWER_S)
-        return unpack(await stream.receive(SwarmsReply.LIMIT, ANSWER_S), SwarmsReply)
+    await daemon.connect(peer, [seed])
+    found, after = list[PublicSwarm](), None
+    for _ in range(MAX_PAGES):
+        stream = Stream(peer, *await daemon.open(peer, SWARMS_PROTOCOL), TrafficMeter())
+        reply = await _asked(stream, SwarmsRequest(after=after))
+        for packed in reply.swarms:
+            try:
+                found.append(read_listed(packed, seed))
+            except MessageError as error:
+                log.debug("bootstrap node %s listed something wrong: %s", short(peer), error)
+        last = found[-1].swarm if found else None
+        if not reply.more or last == after:
+            break
+        after = last
+    return found
 
 
 async def look(seeds: Sequence[str]) -> tuple[list[PublicSwarm], list[str]]:
@@ -284,8 +268,11 @@ async def look(seeds: Sequence[str]) -> tuple[list[PublicSwarm], list[str]]:
 
 async def _within(daemon: Daemon, seed: str) -> tuple[list[PublicSwarm], str]:
     try:
-        return await asyncio.wait_for(listed_by(daemon, seed), SEED_S), ""
+        return await asyncio.wait_for(_listed_by(daemon, seed), SEED_S), ""
     except TimeoutError:
         return [], f"the bootstrap node at {seed} did not answer within {SEED_S:g} s: check the address, or ask another one."
+    except (*DAEMON_GONE, ValueError) as error:
+        why = str(error).partition(":")[0]  # the daemon goes on about each address
+        return [], f"the bootstrap node at {seed} does not answer ({why}): check the address, or ask another one."
     except (NetworkError, MessageError) as error:
         return [], str(error)

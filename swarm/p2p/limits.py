@@ -12,10 +12,6 @@ A refused stream is ended before anything of it is read, and counted under its r
 
 The daemon has accepted the connection by then, for it knows no lists; its connection manager bounds the number of connections.
 
-Accounts of traffic: token buckets that limit each sender, counters of events.
-
-Bounded numbers of streams that are served at once, shared by the address ranges from which they come.
-
 Keys cost nothing, so a table that is first come belongs to whoever fills it. Here the range with the most streams gives one up to a
 range with fewer; and in one range, which may be a home's, or of all that come by a relay, a stranger gives way to a peer with which
 this node has exchanged.
@@ -91,8 +87,7 @@ class TokenBuckets:
 
     def take(self, sender: str, messages: int, nbytes: int) -> bool:
         """Charge ``sender`` and return True; or return False, charging nothing, if it has not that much left."""
-        now = self._clock()
-        account = self._account(sender, now)
+        account = self._account(sender)
         if account is None:
             return False
         self._accounts.move_to_end(sender)
@@ -104,28 +99,24 @@ class TokenBuckets:
 
     def charge(self, sender: str, nbytes: int) -> None:
         """Charge ``sender`` for bytes that it was given already; its account may become overdrawn."""
-        account = self._account(sender, self._clock())
-        if account is not None:
+        if (account := self._account(sender)) is not None:
             account.nbytes -= nbytes
 
-    def _account(self, sender: str, now: float) -> _Account | None:
-        account = self._accounts.get(sender)
-        if account is None:
-            if len(self._accounts) >= self._limit.senders and not self._forget(now):
-                return None
-            account = self._accounts[sender] = _Account(self._limit.messages, self._limit.nbytes, now)
-        self._refill(account, now)
-        return account
+    def _account(self, sender: str) -> _Account | None:
+        """Return the refilled account of ``sender``, a new one in place of the oldest if need be; None if that is not full."""
+        if sender not in self._accounts:
+            if len(self._accounts) >= self._limit.senders:
+                unused, oldest = next(iter(self._accounts.items()))
+                self._refill(oldest)
+                if oldest.messages < self._limit.messages or oldest.nbytes < self._limit.nbytes:
+                    return None
+                del self._accounts[unused]
+            self._accounts[sender] = _Account(self._limit.messages, self._limit.nbytes, self._clock())
+        self._refill(self._accounts[sender])
+        return self._accounts[sender]
 
-    def _forget(self, now: float) -> bool:
-        sender, oldest = next(iter(self._accounts.items()))
-        self._refill(oldest, now)
-        if oldest.messages < self._limit.messages or oldest.nbytes < self._limit.nbytes:
-            return False
-        del self._accounts[sender]
-        return True
-
-    def _refill(self, account: _Account, now: float) -> None:
+    def _refill(self, account: _Account) -> None:
+        now = self._clock()
         share = max(now - account.since, 0.0) / self._limit.period
         account.messages = min(account.messages + share * self._limit.messages, self._limit.messages)
         account.nbytes = min(account.nbytes + share * self._limit.nbytes, self._limit.nbytes)
@@ -163,8 +154,7 @@ class StreamPlaces:
     def __init__(self, most: int, ends: Callable[[Stream], None] | None = None) -> None:
         self._most, self._ends = most, ends
         self._streams: dict[Stream, None] = {}  # the oldest first
-        self.peers: Counter[str] = Counter()
-        """The streams of each peer."""
+        self.peers: Counter[str] = Counter()  # the streams of each peer
 
     def take(self, stream: Stream, beyond: int = 0) -> bool:
         """Give ``stream`` a place, one of ``beyond`` further ones if need be; return False if none is left for it."""
@@ -211,16 +201,14 @@ REASONS = ("denied", "uninvited", "crowded", "rate", "spent", "punch")
 
 @dataclass(frozen=True)
 class Rates:
-    """Limits of requests in a minute, in one burst or not."""
+    """Limits in a minute, in one burst or not: streams that one peer may open, and all peers of its address range together; calls
+    to the DHT node that one peer may make, and the bytes in them.
+    """
 
     streams: int = 6000
-    """Streams that one peer may open."""
     streams_of_range: int = 60_000
-    """Streams that all peers of one address range may open together."""
     calls: int = 6000
-    """Calls to the DHT node that one peer may make."""
     call_bytes: int = 64 << 20
-    """Bytes in those calls."""
 
 
 class ResourceManager:
@@ -257,22 +245,15 @@ class ResourceManager:
     def acquire(self, stream: Stream, protocol: str) -> str:
         """Return why the stream is refused; nothing if it is served, and then `release` must be called at its end."""
         stream.partner = self.partner(stream.peer_id)
-        reason = self._refusal(stream.peer_id, range_of(stream.origin), protocol) or self._placed(stream)
-        if reason:
-            self._counters.reject(reason)
-        return reason
+        return self._counted(self._refusal(stream, protocol) or self._placed(stream))
 
     def renew(self, stream: Stream, protocol: str) -> bool:
         """Return whether a further request on a stream that is served may be answered: it counts as one on a new stream."""
-        reason = self._refusal(stream.peer_id, range_of(stream.origin), protocol, 1)
-        if reason:
-            self._counters.reject(reason)
-        return not reason
+        return not self._counted(self._refusal(stream, protocol, own=1))
 
     def release(self, stream: Stream, protocol: str, sent: int) -> None:
         """Note the end of a stream on which ``sent`` bytes went out."""
-        self._places.free(stream)
-        self._strangers.free(stream)
+        self._free(stream)
         if protocol in self._hourly:
             self._hourly[protocol].charge(stream.peer_id, sent)
 
@@ -288,19 +269,22 @@ class ResourceManager:
 
         DHT records need no invitation: each is signed, and `shoal.swarm.membership.directory` applies the access policy to it.
         """
-        reason = "denied" if self.access_policy.denies(peer) else "" if self._calls.take(peer, 1, nbytes) else "rate"
+        return self._counted("denied" if self.access_policy.denies(peer) else "" if self._calls.take(peer, 1, nbytes) else "rate")
+
+    def _counted(self, reason: str) -> str:
         if reason:
             self._counters.reject(reason)
         return reason
 
-    def _refusal(self, peer: str, where: str, protocol: str, own: int = 0) -> str:
+    def _refusal(self, stream: Stream, protocol: str, own: int = 0) -> str:
+        peer = stream.peer_id
         if self.access_policy.denies(peer) or (protocol not in FREE and self.access_policy.blocks(peer)):
             return "denied"
         if protocol not in FREE and not self.access_policy.admits(peer):
             return "uninvited"
         if self._busy[peer] - own >= MAX_HANDLERS_PER_PEER:
             return "crowded"
-        if not self._streams.take(peer, 1, 0) or not self._ranges.take(where, 1, 0):
+        if not self._streams.take(peer, 1, 0) or not self._ranges.take(range_of(stream.origin), 1, 0):
             return "rate"
         hourly = self._hourly.get(protocol)
         return "spent" if hourly is not None and not hourly.take(peer, 1, 1) else ""
@@ -316,9 +300,12 @@ class ResourceManager:
         self._strangers.free(stream)
         return "crowded"
 
-    def _end(self, stream: Stream) -> None:
-        """End a stream that has to give way."""
+    def _free(self, stream: Stream) -> None:
         self._places.free(stream)
         self._strangers.free(stream)
+
+    def _end(self, stream: Stream) -> None:
+        """End a stream that has to give way."""
+        self._free(stream)
         self._counters.reject("crowded")
         stream.abort()

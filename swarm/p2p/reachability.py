@@ -1,4 +1,4 @@
-"""Asking a peer for this node's address as it sees it, the time on its clock, and whether a port here can be reached.
+"""What a peer is asked for: this node's address as it sees it, its time, whether it can dial this node, members, the throughput.
 
     asks                                     answers (a node or a bootstrap node)
       | dial-request (port, token) ----------> |
@@ -8,11 +8,8 @@
 
 No peer can be made to dial a third party: only the address of the asker's own direct connection is dialled, no port below 1024,
 a few times a minute, and nothing is sent there. At a private address every outcome but the asker's own token is reported as
-``unreached``, so that nobody learns about a foreign network.
-
-The client of bootstrap nodes (`shoal seed`): ask one for members of the swarm, and report this node to it.
-
-A measurement of the throughput to a peer: both sides send the same few MB at once, as in an exchange.
+``unreached``, so that nobody learns about a foreign network. To measure the throughput both sides send the same few MB at once,
+as in an exchange.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from shoal.swarm.p2p.addresses import is_loopback, is_public_host
 from shoal.swarm.p2p.limits import RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import Message, Moment, Nonce, Reach, Reason, pack, unpack, unseal
-from shoal.swarm.wire.messages import Member, SeedReply, SeedRequest, SwarmsReply, SwarmsRequest
+from shoal.swarm.wire.messages import Member, SeedReply, SeedRequest
 
 log = logging.getLogger(__name__)
 
@@ -61,12 +58,6 @@ async def ask_seed(stream: Stream, swarm: str, record: bytes | None = None, topi
         if member.swarm == swarm:
             found.append(member)
     return found
-
-
-async def announce(stream: Stream, announcement: bytes) -> str:
-    """Hand a sealed `Announcement` to a bootstrap node; return why it was refused, or "". Raises NetworkError or MessageError."""
-    await stream.send(pack(SwarmsRequest(announcement=announcement)), ANSWER_S)
-    return unpack(await stream.receive(SwarmsReply.LIMIT, ANSWER_S), SwarmsReply).reason
 
 
 def addresses_of(members: Sequence[Member]) -> list[str]:
@@ -276,19 +267,13 @@ class ThroughputProbe:
             reason = "it was asked too often, so try again in a minute"
         await stream.send(pack(SpeedReply(reason=reason)), SMALL_S)
         if not reason:
-            await _swap(stream, request.nbytes, bytearray(request.nbytes), None)
+            await _swap(stream, request.nbytes)
             await stream.send(pack(SpeedDone()), SMALL_S)
 
 
-async def _swap(stream: Stream, nbytes: int, into: bytearray, moved: list[tuple[float, int]] | None) -> None:
-    loop = asyncio.get_running_loop()
-
-    def progress(received: int) -> None:
-        if moved is not None:
-            moved.append((loop.time(), received))
-
-    end = loop.time() + MOVE_S
-    await stream.swap(memoryview(bytes(nbytes)), memoryview(into), chunk_timeout=SMALL_S, deadline=end, on_progress=progress)
+async def _swap(stream: Stream, nbytes: int, on_progress: Callable[[int], None] | None = None) -> None:
+    end, out, into = asyncio.get_running_loop().time() + MOVE_S, memoryview(bytes(nbytes)), memoryview(bytearray(nbytes))
+    await stream.swap(out, into, chunk_timeout=SMALL_S, deadline=end, on_progress=on_progress)
 
 
 async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Throughput:
@@ -301,7 +286,7 @@ async def measure(stream: Stream, nbytes: int = MAX_BYTES) -> Throughput:
     began, moved = loop.time(), [(loop.time(), 0)]
     whole = True
     try:
-        await _swap(stream, nbytes, bytearray(nbytes), moved)
+        await _swap(stream, nbytes, lambda received: moved.append((loop.time(), received)))
         unpack(await stream.receive(SpeedDone.LIMIT, MOVE_S), SpeedDone)
     except NetworkError:
         if not moved[-1][1]:
