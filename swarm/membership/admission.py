@@ -1,17 +1,15 @@
-"""Entering a swarm: the manifest, checked against the swarm id in the link, and admission, where one needs an invitation.
+"""Entering a swarm, or looking into it: the manifest, checked against the id in the link, and admission, where that is needed.
 
-Two peers of an invitation-only swarm that first meet show each other their admissions.
-
-The directory holds the same admissions, but a newcomer asks for weights before it has a record there, and peers read it at
-different moments. A peer that has shown no admission is served nothing but this and the manifest.
-
-Looking into a swarm without being a member of it.
+Two peers of an invitation-only swarm that first meet show each other their admissions. The directory holds the same, but a newcomer
+asks for weights before it has a record there, and peers read it at different moments. A peer that has shown no admission is served
+nothing but this and the manifest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +21,7 @@ from shoal.swarm.membership.dht import MemberValidator
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import ADMISSION_PROTOCOL, FREE, Newest
-from shoal.swarm.p2p.stream import Stream, first_of, short, stop
+from shoal.swarm.p2p.stream import Stream, running, short
 from shoal.swarm.wire.envelope import pack, unpack
 from shoal.swarm.wire.messages import AdmissionReply, ManifestReply, ManifestRequest, Member
 
@@ -92,33 +90,32 @@ def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes
         NetworkError: none answered.
     """
 
-    async def ask(peer: str, addresses: tuple[str, ...]) -> ManifestReply:
-        with contextlib.closing(await host.open(peer, MANIFEST_PROTOCOL, addresses=addresses, timeout=MANIFEST_S)) as stream:
-            await stream.send(pack(ManifestRequest(swarm=link.swarm)), MANIFEST_S)
-            return unpack(await stream.receive(ManifestReply.LIMIT, MANIFEST_S), ManifestReply)
+    async def ask(address: str, dial: tuple[str, ...]) -> tuple[bytes, Manifest]:
+        try:
+            opening = host.open(address.rpartition("/p2p/")[2], MANIFEST_PROTOCOL, addresses=dial, timeout=MANIFEST_S)
+            with contextlib.closing(await opening) as stream:
+                await stream.send(pack(ManifestRequest(swarm=link.swarm)), MANIFEST_S)
+                reply = unpack(await stream.receive(ManifestReply.LIMIT, MANIFEST_S), ManifestReply)
+        except NetworkError as error:
+            raise NetworkError(f"{address}: {error}") from error
+        if reply.manifest is None:
+            raise MessageError(
+                f"Wrong swarm id: the peer {address} belongs to swarm {reply.swarm}, the link asks for {link.swarm}; "
+                "ask for a fresh link."
+            )
+        return reply.manifest, open_manifest(reply.manifest, link.swarm)
 
     async def first() -> tuple[bytes, Manifest]:
         problem, wrong = "", None
-        asked = {asyncio.ensure_future(ask(address.rpartition("/p2p/")[2], dial)): address for address, dial in sources.items()}
-        try:
-            while asked:
-                await first_of(*asked)
-                for task in [task for task in asked if task.done()]:
-                    address = asked.pop(task)
-                    try:
-                        reply = task.result()
-                        if reply.manifest is not None:
-                            return reply.manifest, open_manifest(reply.manifest, link.swarm)
-                        wrong = wrong or MessageError(
-                            f"Wrong swarm id: the peer {address} belongs to swarm {reply.swarm}, the link asks for {link.swarm}; "
-                            "ask for a fresh link."
-                        )
-                    except NetworkError as error:
-                        problem = f"{address}: {error}"
-                    except MessageError as error:
-                        wrong = wrong or error
-        finally:
-            await stop(*asked)
+        async with running(*itertools.starmap(ask, sources.items())) as asked:
+            for answer in asyncio.as_completed(asked):
+                try:
+                    found: tuple[bytes, Manifest] = await answer
+                    return found
+                except NetworkError as error:
+                    problem = str(error)
+                except MessageError as error:
+                    wrong = wrong or error
         raise wrong or NetworkError(f"No peer of the link served the swarm's manifest ({problem}); ask for a fresh link.")
 
     seeds, entry = host.seeds(), host.entry()

@@ -34,14 +34,14 @@ peers since, and those below it must not vanish from view. They move up when it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
-import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgpack
 
@@ -53,7 +53,7 @@ from shoal.swarm.wire.messages import Member
 if TYPE_CHECKING:
     from hivemind.dht.validation import DHTRecord
 
-log = logging.getLogger(__name__)
+N = TypeVar("N")
 
 MAX_DEPTH = 48  # bits of the longest prefix
 # Seconds a record may live: hardly more than `Directory` gives it. Of two records of a peer the DHT keeps the one that expires
@@ -188,10 +188,23 @@ RISE = 1 / 8  # chance per reading to move up to a half-empty parent: otherwise 
 RISE_HIDDEN = 1 / 2  # the same when the parent holds so few that readers no longer look below it
 
 Names = Mapping[str, object]  # peer id -> its record: the peers under a key
+Get = Callable[[str], Awaitable[N]]
+
+
+async def _read_all(get: Get[N], keys: Iterable[str]) -> dict[str, N]:
+    """Return what is under each of ``keys``; one that cannot be read (NetworkError) is left out."""
+    keys = tuple(keys)
+    found: dict[str, N] = {}
+    for key, answer in zip(keys, await asyncio.gather(*map(get, keys), return_exceptions=True), strict=True):
+        if not isinstance(answer, BaseException):
+            found[key] = answer
+        elif not isinstance(answer, NetworkError):
+            raise answer
+    return found
 
 
 async def read(
-    get: Callable[[str], Awaitable[Names]],
+    get: Get[Names],
     own: str,
     *,
     now: str | None = None,
@@ -215,17 +228,13 @@ async def read(
             ways = {bits[:depth] for bits in missing.values() for depth in {len(prefix) for prefix in queue}}
             queue = [prefix for prefix in queue if prefix in ways] if len(found) < MAX_KEYS else []
         batch, queue = queue[:AT_ONCE], queue[AT_ONCE:]
-        answers = await asyncio.gather(*(get(prefix) for prefix in batch), return_exceptions=True)
-        for prefix, answer in zip(batch, answers, strict=True):
-            if isinstance(answer, NetworkError):
-                continue
-            if isinstance(answer, BaseException):
-                raise answer
-            found[prefix] = answer
-            for peer in answer:
+        answers = await _read_all(get, batch)
+        found |= answers
+        for prefix, names in answers.items():
+            for peer in names:
                 missing.pop(peer, None)
-            total += len(answer)
-            queue += _children(prefix, answer, own, now or "", cap)
+            total += len(names)
+            queue += _children(prefix, names, own, now or "", cap)
     return found
 
 
@@ -277,9 +286,6 @@ SMOOTH = 0.25  # weight of an epoch in the estimate of the swarm's size
 # it begins.
 LEAD, LOOK = 19.0, 9.5
 
-Get = Callable[[str], Awaitable[Names]]
-GetBytes = Callable[[str], Awaitable[Mapping[str, bytes]]]
-
 
 @dataclass
 class Draw:
@@ -289,12 +295,9 @@ class Draw:
     bits: str
     depth: int
     read: bool = False
-    count: int = 1
-    """Members seen in the bucket, this peer among them, and those that went deeper."""
-    above: int = 0
-    """Members of the bucket one level above that are not of this one, and publish there."""
-    elsewhere: frozenset[str] = frozenset()
-    """Peers that went one level deeper, into the other half of this bucket."""
+    count: int = 1  # members seen in the bucket, this peer among them, and those that went deeper
+    above: int = 0  # members of the bucket one level above that are not of this one, and publish there
+    elsewhere: frozenset[str] = frozenset()  # peers that went one level deeper, into the other half of this bucket
 
     def prefix(self, depth: int) -> str:
         """Return the prefix of this peer's bucket at a ``depth`` of at least 1."""
@@ -369,11 +372,9 @@ class Index:
     ) -> None:
         self._swarm, self._me, self._bucket, self._epoch_s, self._breadth = swarm, me, bucket, epoch_s, breadth
         self._clock, self._issued, self._cap, self._limit = clock, issued, cap, limit
-        self._draws: tuple[Draw, ...] = ()
-        """The newest that may be in effect first."""
+        self._draws: tuple[Draw, ...] = ()  # the newest that may be in effect first
         self._estimate: float | None = None
-        self.moved = False
-        """Whether the last reading changed a depth, so that others should know, and the keys there be read."""
+        self.moved = False  # whether the last reading changed a depth, so that others should know, and the keys there be read
 
     # -- any thread ------------------------------------------------------------------------------------------------------
 
@@ -421,7 +422,7 @@ class Index:
             self._estimate = float(size)
             self._turn()
 
-    async def read(self, get: Get, *, now: str | None, known: Collection[str] = ()) -> dict[str, Names]:
+    async def read(self, get: Get[Names], *, now: str | None, known: Collection[str] = ()) -> dict[str, Names]:
         """Return the records under each prefix. ``now``: where the own record is. Raises NetworkError: the own key is not read."""
         if not self._bucket:
             return await self._trie(get, now, known, self._limit)
@@ -431,19 +432,16 @@ class Index:
         draws = [draw for draw in self._draws if draw.epoch in wanted]
         keys = [draw.prefix(depth) for draw in draws for depth in sorted(wanted[draw.epoch]) if depth]
         keys += [draw.beside() for draw in draws if draw.depth + 1 in wanted[draw.epoch]]
-        wants_trie = any(0 in levels for levels in wanted.values())
         limit = self._limit if any(draw.depth == 0 for draw in draws) else 2 * self._bucket
-        answers = await asyncio.gather(
-            *([self._trie(get, now, known, limit)] if wants_trie else []), *map(get, keys), return_exceptions=True
-        )
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, NetworkError):
-                raise answer
-        found: dict[str, Names] = {}
-        if wants_trie:
-            trie, *answers = answers
-            found.update(trie if isinstance(trie, dict) else {})
-        found.update((key, answer) for key, answer in zip(keys, answers, strict=True) if not isinstance(answer, BaseException))
+
+        async def trie() -> dict[str, Names]:
+            with contextlib.suppress(NetworkError):
+                if any(0 in levels for levels in wanted.values()):
+                    return await self._trie(get, now, known, limit)
+            return {}
+
+        in_trie, in_buckets = await asyncio.gather(trie(), _read_all(get, keys))
+        found = in_trie | in_buckets
         self.moved = False
         for draw in draws:
             self._decide(draw, wanted[draw.epoch], found)
@@ -454,35 +452,27 @@ class Index:
             await self._read_around(get, current, found)
         return found
 
-    async def _read_around(self, get: Get, draw: Draw, found: dict[str, Names]) -> None:
+    async def _read_around(self, get: Get[Names], draw: Draw, found: dict[str, Names]) -> None:
         """Read the other buckets of the part that a visitor sees, one level deeper too; keys that cannot be read are left out."""
         tops = [draw.bits[: self._top(draw)]]
         for _ in range(self._top(draw), draw.depth + 2):
             keys = [bucket_prefix(draw.epoch, bits) for bits in tops if bits]
             keys = [key for key in keys if key not in found]
             for at in range(0, len(keys), AT_ONCE):
-                batch = keys[at : at + AT_ONCE]
-                answers = await asyncio.gather(*map(get, batch), return_exceptions=True)
-                for key, answer in zip(batch, answers, strict=True):
-                    if not isinstance(answer, BaseException):
-                        found[key] = answer
-                    elif not isinstance(answer, NetworkError):
-                        raise answer
+                found |= await _read_all(get, keys[at : at + AT_ONCE])
             tops = [bits + bit for bits in tops for bit in "01"]
 
     def places(self, now: str | None, seen: Mapping[str, Names], chance: float | None = None) -> tuple[str, ...]:
         """Return the prefixes to publish under, that of the trie last; ``now``, ``seen``, ``chance`` as in `place`."""
         current = self._current()
-        if not self._bucket or current is None:
-            return (place(self._me, now, seen, cap=self._cap, chance=chance),)
         draws = [draw for draw in self._draws if draw is current or self._due(draw, current, LEAD)]
         deep = [draw.prefix(draw.depth) for draw in draws if draw.depth]
-        if len(deep) == len(draws):
+        if draws and len(deep) == len(draws):
             return tuple(deep)
         in_trie = None if now is None or "/" in now else now
         return (*deep, place(self._me, in_trie, seen, cap=self._cap, chance=chance))
 
-    def _trie(self, get: Get, now: str | None, known: Collection[str], limit: int) -> Awaitable[dict[str, Names]]:
+    def _trie(self, get: Get[Names], now: str | None, known: Collection[str], limit: int) -> Awaitable[dict[str, Names]]:
         in_trie = None if now is None or "/" in now else now
         return read(get, bits_of(self._me), now=in_trie, cap=self._cap, limit=limit, known=known)
 
@@ -559,7 +549,7 @@ class Index:
         draw.above = sum(not position(peer).startswith(draw.bits[:depth]) for peer in there.get(depth - 1, ()))
 
 
-async def is_in_its_bucket(get: GetBytes, swarm: str, peer: str, epoch: int) -> bool:
+async def is_in_its_bucket(get: Get[Mapping[str, bytes]], swarm: str, peer: str, epoch: int) -> bool:
     """Return whether ``peer`` has a record under any key at which its bucket of ``epoch`` can be, or in the trie of all.
 
     ``get`` returns the records under a key, by peer id. A key that cannot be read counts as one without the record.
@@ -569,17 +559,11 @@ async def is_in_its_bucket(get: GetBytes, swarm: str, peer: str, epoch: int) -> 
     own, trie = bits_in(swarm, epoch, peer), bits_of(peer)
     prefixes = [bucket_prefix(epoch, own[:depth]) for depth in range(1, DEEPEST + 1)]
     prefixes += [trie[:depth] for depth in range(DEEPEST + 1)]
-    answers = await asyncio.gather(*(get(key_of(swarm, prefix)) for prefix in prefixes), return_exceptions=True)
-    read = 0
-    for prefix, answer in zip(prefixes, answers, strict=True):
-        if isinstance(answer, NetworkError):
-            continue
-        if isinstance(answer, BaseException):
-            raise answer
-        read += 1
-        record = open_record(answer[peer]) if peer in answer else None
+    found = await _read_all(lambda prefix: get(key_of(swarm, prefix)), prefixes)
+    if not found:
+        raise NetworkError("no key of the peer's bucket could be read.")
+    for prefix, records in found.items():
+        record = open_record(records[peer]) if peer in records else None
         if record is not None and record.prefix == prefix and record.member.peer == peer and record.member.swarm == swarm:
             return True
-    if not read:
-        raise NetworkError("no key of the peer's bucket could be read.")
     return False

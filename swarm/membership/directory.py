@@ -145,8 +145,8 @@ class Directory:
         self._said = Repeats()
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake: tuple[asyncio.Event, ...] = ()  # of what reads and of what publishes
-        self._publishing: asyncio.Lock | None = None
+        self._wake_reader, self._wake_publisher, self._looked = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._publishing = asyncio.Lock()  # a record that says leaving must not be overtaken by an earlier one
         self._run_future = host.submit(self._run())
 
     # -- any thread ------------------------------------------------------------------------------------------------------
@@ -307,48 +307,45 @@ class Directory:
         )
 
     def _wake_up(self) -> None:
-        loop = self._loop
-        if loop is not None and not self._closed:
+        if self._loop is not None and not self._closed:
             try:
-                for wake in self._wake:
-                    loop.call_soon_threadsafe(wake.set)
+                self._loop.call_soon_threadsafe(self._wake_reader.set)
+                self._loop.call_soon_threadsafe(self._wake_publisher.set)
             except RuntimeError:
                 log.debug("the host closed before the directory")
 
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        looked = asyncio.Event()
-        self._wake = (asyncio.Event(), asyncio.Event())
         self._loop = asyncio.get_running_loop()
         # Two loops, because others must hear of this node however long its reading takes.
-        await asyncio.gather(self._keep_reading(self._wake[0], looked), self._keep_publishing(self._wake[1], looked))
+        await asyncio.gather(self._keep_reading(), self._keep_publishing())
 
-    async def _keep_reading(self, wake: asyncio.Event, looked: asyncio.Event) -> None:
+    async def _keep_reading(self) -> None:
         read = float("-inf")
         while not self._closed:
-            wake.clear()
+            self._wake_reader.clear()
             now = time.monotonic()
             # Less than any pause below.
             if self._waiting or now - read >= (GAP if self._look_soon else self._period * 0.75) or self._prefix is None:
                 read, self._look_soon = now, False
                 await self._guarded(self._read)
-            looked.set()
+            self._looked.set()
             await self._rest(now)
             hasty = self._waiting or self._look_soon or (self._mine is not None and self._prefix is None)
-            await self._sleep(wake, HASTE if hasty else self._pause())
+            await self._sleep(self._wake_reader, HASTE if hasty else self._pause())
 
-    async def _keep_publishing(self, wake: asyncio.Event, looked: asyncio.Event) -> None:
-        await looked.wait()  # where the record belongs follows from what the keys hold
+    async def _keep_publishing(self) -> None:
+        await self._looked.wait()  # where the record belongs follows from what the keys hold
         published = float("-inf")
         while not self._closed:
-            wake.clear()
+            self._wake_publisher.clear()
             now = time.monotonic()
             if self._mine is not None and (self._urgent or now - published >= self._period * 0.75):
                 published = now
                 await self._guarded(self._publish)
                 await self._rest(now)
-            await self._sleep(wake, HASTE if self._mine is not None and self._prefix is None else self._pause())
+            await self._sleep(self._wake_publisher, HASTE if self._mine is not None and self._prefix is None else self._pause())
             since = time.monotonic() - published
             if self._urgent and since < GAP:
                 await asyncio.sleep(GAP - since)
@@ -412,9 +409,7 @@ class Directory:
         return self.access_policy.record(peer, member.admission, member.issued, member.state in HERE)
 
     async def _publish(self) -> bool:
-        if self._publishing is None:
-            self._publishing = asyncio.Lock()
-        async with self._publishing:  # a record that says leaving must not be overtaken by an earlier one
+        async with self._publishing:
             with self._changed:
                 fields = self._mine
                 self._urgent = False

@@ -51,21 +51,15 @@ class NetworkOptions:
 
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
     announce: Sequence[str] = ()
-    bootstrap: Sequence[str] = ()
-    """Bootstrap nodes or members besides those of the link."""
+    bootstrap: Sequence[str] = ()  # bootstrap nodes or members besides those of the link
     relay: Relay = "auto"
-    known: Path | None = None
-    """File that keeps addresses of peers from run to run."""
-    allow: Sequence[str] = ()
-    """Peer ids; if there are any, no other peer is met."""
-    deny: Sequence[str] = ()
-    """Peer ids that are never met."""
-    upload: float = 0.0
-    """Most megabits a second that this node sends; 0: unlimited."""
+    known: Path | None = None  # file that keeps addresses of peers from run to run
+    allow: Sequence[str] = ()  # peer ids; if there are any, no other peer is met
+    deny: Sequence[str] = ()  # peer ids that are never met
+    upload: float = 0.0  # most megabits a second that this node sends; 0: unlimited
     models_per_hour: float = 60.0
     """Most data that one peer may download from this node in an hour, in multiples of the model's size."""
-    body_store: int = MAX_STORED
-    """Bytes of this node's gossiped records that are kept for others to fetch."""
+    body_store: int = MAX_STORED  # bytes of this node's gossiped records that are kept for others to fetch
 
 
 @dataclass
@@ -146,9 +140,7 @@ def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Member
             f"The swarm {manifest.name!r} is by invitation only, and this node's key is not its creator's ({manifest.creator}): "
             "join by a link with an invitation, or begin a new swarm with --resume-from."
         )
-    access_policy = _access_policy(identity, network)
-    host = _start(identity, swarm, network, network.bootstrap, access_policy, must_join=False)
-    return _membership(identity, host, swarm, sealed, manifest, network, access_policy)
+    return _membership(identity, _start(identity, swarm, network), swarm, sealed, manifest, network)
 
 
 def join(
@@ -164,15 +156,13 @@ def join(
     ``meanwhile``: as for `Host.start`.
     """
     ticket = _admission(identity, link)
-    access_policy = _access_policy(identity, network)
-    bootstrap = (*link.bootstrap, *network.bootstrap)
-    host = _start(identity, link.swarm, network, bootstrap, access_policy, must_join=sealed is None, meanwhile=meanwhile)
+    host = _start(identity, link.swarm, network, link.bootstrap, must_join=sealed is None, meanwhile=meanwhile)
     try:
         if sealed is None:
             sealed, manifest = fetch_manifest(host, link)
         else:
             manifest = open_manifest(sealed, link.swarm)
-        membership = _membership(identity, host, link.swarm, sealed, manifest, network, access_policy, ticket)
+        membership = _membership(identity, host, link.swarm, sealed, manifest, network, ticket)
         if manifest.invite_only:
             membership.directory.access_policy.check_own()  # what the invitation itself says
             membership.directory.refresh(READ_S)
@@ -197,35 +187,29 @@ def _admission(identity: Identity, link: Link) -> bytes:
     return b""
 
 
-def _access_policy(identity: Identity, network: NetworkOptions) -> AccessPolicy:
-    """Return the policy of the node's own lists; the manifest is not known yet."""
-    wrong = next((entry for entry in (*network.allow, *network.deny) if not is_peer_id(entry)), None)
-    if wrong is not None:
-        raise AdmissionError(f"{wrong[:60]!r} is no peer id: correct the list of allowed or denied peers.")
-    return AccessPolicy(identity.peer_id, lists=PeerLists(frozenset(network.allow), frozenset(network.deny)))
-
-
 def _start(
     identity: Identity,
     swarm: str,
     network: NetworkOptions,
-    bootstrap: Sequence[str],
-    access_policy: AccessPolicy,
-    *,
-    must_join: bool = True,
+    bootstrap: Sequence[str] = (),
+    must_join: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Host:
+    """Start a host with the policy of the node's own lists, for the manifest is not known yet. Raises ShoalError."""
+    wrong = next((entry for entry in (*network.allow, *network.deny) if not is_peer_id(entry)), None)
+    if wrong is not None:
+        raise AdmissionError(f"{wrong[:60]!r} is no peer id: correct the list of allowed or denied peers.")
     return Host.start(
         identity,
         listen=network.listen,
         announce=network.announce,
-        bootstrap=tuple(dict.fromkeys(bootstrap)),
+        bootstrap=tuple(dict.fromkeys((*bootstrap, *network.bootstrap))),
         validator=MemberValidator(swarm),
         relay=network.relay,
         swarm=swarm,
         known=network.known,
         must_join=must_join,
-        access_policy=access_policy,
+        access_policy=AccessPolicy(identity.peer_id, lists=PeerLists(frozenset(network.allow), frozenset(network.deny))),
         upload=network.upload * BYTES_OF_MBIT,
         meanwhile=meanwhile,
     )
@@ -238,9 +222,9 @@ def _membership(
     sealed: bytes,
     manifest: Manifest,
     network: NetworkOptions,
-    access_policy: AccessPolicy,
     ticket: bytes = b"",
 ) -> Membership:
+    access_policy = host.resource_manager.access_policy
     if manifest.invite_only:
         access_policy = AccessPolicy(
             identity.peer_id, lists=access_policy.lists, swarm=swarm, creator=manifest.creator, ticket=ticket

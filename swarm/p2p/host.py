@@ -40,7 +40,7 @@ from shoal.swarm.p2p.daemon_process import Relay
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, HostOptions, report
 from shoal.swarm.p2p.limits import ResourceManager
 from shoal.swarm.p2p.punch import PUNCH_PROTOCOL, Puncher, tell_seen
-from shoal.swarm.p2p.stream import Stream, short
+from shoal.swarm.p2p.stream import Stream, running, short
 from shoal.swarm.pacing import PING, BandwidthLimiter, Echo, Pacer, TrafficMeter
 from shoal.swarm.wire.envelope import MAX_ADDRESS, MAX_MESSAGE
 from shoal.swarm.wire.messages import SEEN_PROTOCOL
@@ -93,8 +93,7 @@ class PubSub:
 
     def __init__(self, supervisor: DaemonSupervisor, upload: BandwidthLimiter | None = None) -> None:
         self._supervisor, self._upload = supervisor, upload
-        self.topics: set[str] = set()
-        """All that this node ever subscribed to."""
+        self.topics: set[str] = set()  # all that this node ever subscribed to
 
     async def subscribe(self, topic: str) -> Subscription:
         self.topics.add(topic)
@@ -435,17 +434,13 @@ class Host:
         Raises NetworkError.
         """
         daemon = self._supervisor.running()
-        dials = [asyncio.ensure_future(daemon.connect(peer, addresses)) for peer, addresses in peers if addresses]
         try:
-            if dials:
-                await self._supervisor.unless_down(asyncio.wait(dials, timeout=timeout), timeout + 1.0)
-            await self._supervisor.unless_down(daemon.peers(), timeout)
+            async with running(*(daemon.connect(peer, addresses) for peer, addresses in peers if addresses)) as dials:
+                if dials:
+                    await self._supervisor.unless_down(asyncio.wait(dials, timeout=timeout), timeout + 1.0)
+                await self._supervisor.unless_down(daemon.peers(), timeout)
         except (TimeoutError, *DAEMON_GONE) as error:
             raise NetworkError(f"the daemon was not asked for its peers ({error}).") from None
-        finally:
-            for dial_ in dials:
-                dial_.cancel()
-            await asyncio.gather(*dials, return_exceptions=True)
 
     async def find_seeds(self) -> None:
         """Try those bootstrap peers again that did not answer so far: they may be bootstrap nodes. Raises NetworkError."""
