@@ -30,7 +30,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, repeat, zip_longest
 from typing import NamedTuple
 
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
@@ -74,8 +74,7 @@ GONE = ("leaving", "done")
 class _Place(NamedTuple):
     heard: float
     record: bytes
-    host: str
-    """The IP address from which the record came."""
+    host: str  # the IP address from which the record came
     range: str
 
 
@@ -113,10 +112,6 @@ class SeedRegistry:
         """Return how many members of ``swarm`` are noted, at most MAX_MEMBERS, and the sealed records of ``most`` of them."""
         self._forget_silent()
         return len(self._swarms.get(swarm, {})), self._named(swarm, most)
-
-    def count(self) -> tuple[int, int]:
-        self._forget_silent()
-        return len(self._swarms), sum(map(len, self._swarms.values()))
 
     def _note(self, peer: str, swarm: str, record: bytes, host: str) -> str:
         """Note a record; return why not, if it is refused."""
@@ -254,8 +249,7 @@ class GossipForwarding:
         self._clock = clock
         self._asked: dict[str, dict[str, float]] = {}
         """Address range of the askers -> topic -> until when. The one asked for first is first."""
-        self._rests: dict[str, float] = {}
-        """Topic that exceeded its budget -> until when it rests."""
+        self._rests: dict[str, float] = {}  # topic that exceeded its budget -> until when it rests
         self._budgets = TokenBuckets(BUDGET, clock)
 
     def ask(self, swarm: str, topics: Sequence[str], host: str) -> None:
@@ -325,13 +319,8 @@ def crowding_peers(origins: Mapping[str, str]) -> list[str]:
     """Return the connected peers that have to go, by whence each came: of crowded address ranges, and there of crowded hosts."""
     if len(origins) <= 3 * MAX_OF_RANGE:
         return []
-    of_host, of_range = Counter[str](), Counter[str]()
-    order = []
-    for peer, host in origins.items():
-        order.append((of_host[host], peer))
-        of_host[host] += 1
-    gone = []
-    for _, peer in sorted(order, key=lambda each: each[0]):
+    of_range, gone = Counter[str](), []
+    for peer in by_turns(origins.items(), place=str):
         where = range_of(origins[peer])
         of_range[where] += 1
         if of_range[where] > MAX_OF_RANGE:
@@ -369,23 +358,20 @@ class Seed:
         check_announced(self._announce, self._identity.peer_id)
         if self._announce:
             self._listen = obtain_ports(self._listen)
-        daemon: Daemon | None = await self._launch()
-        attempt = 0
+        daemon = await self._launch()
         while True:
-            if daemon is not None:
-                try:
-                    status = await daemon.ended()
-                finally:
-                    await daemon.shutdown()
-                log.warning("the network daemon stopped (status %s); restarting it", status)
-                attempt = 0
-            await asyncio.sleep(BACKOFF[min(attempt, len(BACKOFF) - 1)])
-            attempt += 1
             try:
-                daemon = await self._launch()
-            except (StartupError, NetworkError) as error:
-                daemon = None
-                log.warning("the network daemon is not back yet, trying again: %s", error)
+                status = await daemon.ended()
+            finally:
+                await daemon.shutdown()
+            log.warning("the network daemon stopped (status %s); restarting it", status)
+            for pause in chain(BACKOFF, repeat(BACKOFF[-1])):
+                await asyncio.sleep(pause)
+                try:
+                    daemon = await self._launch()
+                    break
+                except (StartupError, NetworkError) as error:
+                    log.warning("the network daemon is not back yet, trying again: %s", error)
 
     async def _launch(self) -> Daemon:
         """Start a daemon that counts as reachable, and serve on it. Raises StartupError or NetworkError."""

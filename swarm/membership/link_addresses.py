@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 from shoal.swarm.access import MAX_ADDRESSES, Link, address_problem
-from shoal.swarm.p2p.addresses import host_of, is_loopback, is_public_host, range_of
+from shoal.swarm.p2p.addresses import by_turns, host_of, is_loopback, is_public_host
 
 MOST_OF_SEEDS = 4
 MOST_OWN = 4
@@ -70,14 +70,11 @@ def lasting_link(
 
 def _ranked(members: Mapping[str, Announced], met: Container[str]) -> list[str]:
     """Return peer ids: direct before relayed, met before read of, then by turns over address ranges, the newest of each first."""
-    turns: Counter[tuple[bool, bool, str]] = Counter()
-    placed = []
+    kinds = defaultdict[tuple[bool, bool], list[tuple[str, str]]](list)
     for peer, member in sorted(members.items(), key=lambda item: (-item[1].issued, item[0])):
         best = next(iter(_usable(member.addresses, peer)), "")
-        where = (RELAY in best, peer not in met, range_of(host_of(best)))
-        placed.append((where[0], where[1], turns[where], peer))
-        turns[where] += 1
-    return [peer for *_, peer in sorted(placed, key=lambda each: each[:3])]
+        kinds[RELAY in best, peer not in met].append((peer, host_of(best)))
+    return [peer for kind in sorted(kinds) for peer in by_turns(kinds[kind])]
 
 
 def _usable(addresses: Sequence[str], peer: str) -> list[str]:

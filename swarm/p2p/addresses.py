@@ -205,12 +205,12 @@ def range_met(peer: str, said: Sequence[str], met: Mapping[str, str]) -> str:
     return range_of(met.get(peer) or host_of(said[0] if said else ""))
 
 
-def by_turns(hosts: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the peers of (peer, host): first one of each address range, then a second of each, and so on."""
+def by_turns(hosts: Iterable[tuple[str, str]], place: Callable[[str], str] = range_of) -> list[str]:
+    """Return the peers of (peer, host): first one of each ``place``, by default an address range, then a second, and so on."""
     turns: Counter[str] = Counter()
     placed = []
     for peer, host in hosts:
-        where = range_of(host)
+        where = place(host)
         placed.append((turns[where], peer))
         turns[where] += 1
     return [peer for _, peer in sorted(placed, key=lambda each: each[0])]
@@ -267,16 +267,13 @@ class Peerstore:
         self, own: str, path: Path | None = None, swarm: str | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         self._own, self._clock = own, clock
-        self.met: Mapping[str, str] = {}
-        """Where each peer was met last, as in `DialBackoff`."""
+        self.met: Mapping[str, str] = {}  # where each peer was met last, as in `DialBackoff`
         self._path = None if path is None else path.absolute()
         self._swarm = swarm
         self._lock = threading.Lock()
         self._peers: dict[str, tuple[str, ...]] = {}
-        self._answered: dict[str, float] = {}
-        """Of those addresses, when each answered last."""
-        self.listened: tuple[str, ...] = ()
-        """Addresses, ports included, on which this node listens, or did in an earlier run."""
+        self._answered: dict[str, float] = {}  # of those addresses, when each answered last
+        self.listened: tuple[str, ...] = ()  # addresses, ports included, on which this node listens, or did in an earlier run
         if path is not None:
             self.remember(self._load(path))
         self._saved = self._content()
@@ -382,8 +379,7 @@ class DialBackoff:
         """Host -> port, or "" for all further ones -> failures in a row and the time of the last. The newest host last."""
         self.met: OrderedDict[str, str] = OrderedDict()
         """Peer -> the IP address at which it was met last, or `RELAYED`. The newest last; to be read only."""
-        self._ranges: Counter[str] = Counter()
-        """How many of them each address range has."""
+        self._ranges: Counter[str] = Counter()  # how many of them each address range has
 
     def meet(self, peer: str, host: str) -> None:
         """Note that ``peer`` is at the IP address ``host``, or behind a relay if that is empty.
