@@ -1,15 +1,14 @@
 """Overview of a swarm from the records of its members, for ``shoal status`` and `shoal.swarm.training.session.Session.status`.
 
-The health report says in sentences who is slow or failing, with a remedy for each, and which partitions are suspected. It follows
-from what the members report of themselves and of each other (`shoal.swarm.wire.messages.Member`). One peer's word does not prove
-another's fault: a failing member is named by at least two others, or by itself; otherwise the fault is of the pair.
+The health report says who is slow or failing, with a remedy for each, and which partitions are suspected, by what the members
+report of themselves and of each other (`shoal.swarm.wire.messages.Member`). One peer's word does not prove another's fault: a
+failing member is named by at least two others, or by itself; otherwise the fault is of the pair.
 
-This machine's clock against those of other peers, and whether they can dial it.
-
-The records of a swarm are dated, and the DHT drops those that seem to be of the past or of the future. So a node whose clock is
-wrong sees nobody, or is seen by nobody, and trains alone; it is told so, and what to do, for as long as that lasts. Its directory
-meanwhile goes by the clock of the majority, as far as the DHT, which has this machine's, lets it: it dates records by it, and is in
-the epoch that the others are in.
+Also this machine's clock against those of other peers, and whether they can dial it. The records of a swarm are dated, and the
+DHT drops those that seem to be of the past or of the future. So a node whose clock is wrong sees nobody, or is seen by nobody,
+and trains alone; it is told so, and what to do, for as long as that lasts. Its directory meanwhile goes by the clock of the
+majority, as far as the DHT, which has this machine's, lets it: it dates records by it, and is in the epoch that the others are
+in.
 """
 
 from __future__ import annotations

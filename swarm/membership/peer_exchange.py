@@ -100,8 +100,7 @@ class PeerViews:
     def __init__(self, me: str, chance: random.Random) -> None:
         self._me, self._chance, self._salts = me, chance, [chance.randbytes(16) for _ in range(PASSIVE)]
         self._ranked: dict[tuple[str, str], list[Rank]] = {}
-        self._best: list[Rank] | None = None
-        """The ranks of the peers that have the places; None: to be found."""
+        self._best: list[Rank] | None = None  # the ranks of the peers that have the places; None: to be found
         self.active: dict[str, Contact] = {}
         self.passive: dict[str, Contact] = {}
         self.hints: dict[str, Contact] = {}
@@ -209,10 +208,8 @@ class PeerExchange:
         self._host, self._directory, self._identity, self._swarm, self._clock = host, directory, identity, swarm, clock
         self._chance, self.views = chance, PeerViews(identity.peer_id, chance)
         self._each, self._all = TokenBuckets(RateLimit(EACH), clock), TokenBuckets(RateLimit(ALL, senders=1), clock)
-        self.counters = Counters()
-        """Shuffles and offered records of others that were refused, by reason."""
-        self._tried: dict[str, float] = {}
-        """When each peer that did not answer was tried last."""
+        self.counters = Counters()  # shuffles and offered records of others that were refused, by reason
+        self._tried: dict[str, float] = {}  # when each peer that did not answer was tried last
         self._left: Mapping[str, Member] = {}
         host.serve(SHUFFLE_PROTOCOL, self._answer)
         self._running = host.submit(self._run())

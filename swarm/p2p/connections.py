@@ -1,14 +1,11 @@
-"""The slots that this node holds at relays, asked for again and again, for a slot ends with the connection on which it was given.
+"""Addresses to listen on, connecting to bootstrap peers, and the slots that this node holds at relays.
 
-The daemon asks each relay once, when libp2p finds that nobody can dial this node, and not again after the connection was lost. So
-from then on this module asks: every `RENEW_S` seconds each of the first `MAX_RELAYS` relays that answer, by libp2p's own protocol
-(circuit v2, RESERVE), which costs a relay nothing when it has the slot. A connection on which two requests in a row got no answer
-is ended, and made anew. A machine that was taken to another network has lost all connections: the daemon, which would find that
-out in half a minute, is told to end them as soon as the machine's address is gone.
-
-The addresses to listen on: check that they can be bound, and replace port 0 by the port obtained.
-
-Connecting to bootstrap peers: which addresses answer, and if not, why; and which of them can be relays.
+A slot ends with the connection on which it was given, and the daemon asks each relay once, when libp2p finds that nobody can
+dial this node, and not again after the connection was lost. So from then on this module asks: every `RENEW_S` seconds each of
+the first `MAX_RELAYS` relays that answer, by libp2p's own protocol (circuit v2, RESERVE), which costs a relay nothing when it
+has the slot. A connection on which two requests in a row got no answer is ended, and made anew. A machine that was taken to
+another network has lost all connections: the daemon, which would find that out in half a minute, is told to end them as soon as
+the machine's address is gone.
 """
 
 from __future__ import annotations
@@ -95,17 +92,28 @@ def check_announced(announce: Sequence[str], peer_id: str) -> None:
             raise StartupError(f"cannot announce {address[:80]}: {problem}; write it like /ip4/203.0.113.5/tcp/4001.")
 
 
+_ANY_PORT = re.compile(r"^(/(ip4|ip6)/([^/]+)/(tcp|udp)/)0(?=/|$)")
+
+
 def fixed_ports(listen: Sequence[str], addresses: Sequence[str]) -> tuple[str, ...]:
     """Return ``listen`` with each port 0 replaced by the port in ``addresses``, so that a restart keeps it."""
-    fixed = []
-    for address in listen:
-        found = re.match(r"(/(ip4|ip6)/[^/]+/(tcp|udp)/)0(?=/|$)", address)
-        if found:
-            ports = {m[1] for a in addresses if (m := re.match(rf"/{found[2]}/[^/]+/{found[3]}/(\d+)", a))}
-            if len(ports) == 1:
-                address = found[1] + ports.pop() + address[found.end() :]
-        fixed.append(address)
-    return tuple(fixed)
+
+    def obtained(found: re.Match[str]) -> str:
+        ports = {m[1] for a in addresses if (m := re.match(rf"/{found[2]}/[^/]+/{found[4]}/(\d+)", a))}
+        return found[1] + (ports.pop() if len(ports) == 1 else "0")
+
+    return tuple(_ANY_PORT.sub(obtained, address) for address in listen)
+
+
+def obtain_ports(listen: Sequence[str]) -> tuple[str, ...]:
+    """Return ``listen`` with each port 0 replaced by one that is free now."""
+
+    def free(found: re.Match[str]) -> str:
+        with _socket(found[2], found[4]) as probe:
+            probe.bind((found[3], 0))
+            return f"{found[1]}{probe.getsockname()[1]}"
+
+    return tuple(_ANY_PORT.sub(free, address) for address in listen)
 
 
 def as_before(listen: Sequence[str], before: Sequence[str]) -> tuple[str, ...]:
@@ -121,19 +129,6 @@ def as_before(listen: Sequence[str], before: Sequence[str]) -> tuple[str, ...]:
     except StartupError:
         return tuple(listen)
     return tuple(before)
-
-
-def obtain_ports(listen: Sequence[str]) -> tuple[str, ...]:
-    """Return ``listen`` with each port 0 replaced by one that is free now."""
-    chosen = []
-    for address in listen:
-        found = re.match(r"(/(ip4|ip6)/([^/]+)/(tcp|udp)/)0(?=/|$)", address)
-        if found:
-            with _socket(found[2], found[4]) as probe:
-                probe.bind((found[3], 0))
-                address = f"{found[1]}{probe.getsockname()[1]}{address[found.end() :]}"
-        chosen.append(address)
-    return tuple(chosen)
 
 
 log = logging.getLogger(__name__)
@@ -268,18 +263,13 @@ class RelaySlots:
         self, own: str, bootstrap: Sequence[str], needed: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.needed = needed
-        self._found = False
-        """Whether `needed` is libp2p's finding, by the daemon that runs."""
-        self.moves = 0
-        """How often this machine was taken to another network."""
+        self._found = False  # whether `needed` is libp2p's finding, by the daemon that runs
+        self.moves = 0  # how often this machine was taken to another network
         self._own, self._clock = own, clock
-        self._here = ""
-        """The address from which it sends, if that is known."""
+        self._here = ""  # the address from which it sends, if that is known
         self._candidates = candidates(bootstrap)
-        self._held: dict[str, float] = {}
-        """Address of a relay -> when it gave a slot last."""
-        self._put_off: dict[str, float] = {}
-        """Address of a relay -> until when it is not asked."""
+        self._held: dict[str, float] = {}  # address of a relay -> when it gave a slot last
+        self._put_off: dict[str, float] = {}  # address of a relay -> until when it is not asked
         self._stuck: float | None = None
         """Since when the daemon has refused to dial a relay that takes connections, while no slot is held."""
         self._restarted = float("-inf")

@@ -85,8 +85,7 @@ class Daemon:
         self._owner = os.getpid()
         self._run_dir = run_dir
         self.control, self.inbound = run_dir / "daemon.sock", run_dir / "client.sock"
-        self.at_end: list[Callable[[], object]] = []
-        """Called before the process is ended."""
+        self.at_end: list[Callable[[], object]] = []  # called before the process is ended
         self._child: daemon_process.GuardedProcess | None = None  # the guard
         self._follower: asyncio.Task[None] | None = None
         self._server: asyncio.AbstractServer | None = None

@@ -63,8 +63,7 @@ class Bootstrapper:
         self.bootstrap = tuple(options.bootstrap)
         self.seeds: dict[str, tuple[str, ...]] = {}
         """Peer id -> addresses of the bootstrap peers that turned out to be bootstrap nodes (`shoal seed`)."""
-        self.entry: tuple[str, ...] = ()
-        """Ids of the members through which this node joined."""
+        self.entry: tuple[str, ...] = ()  # ids of the members through which this node joined
         self.hivemind_loaded = asyncio.Event()
         """Set once `hivemind_adapter` is imported: by the thread that starts the host, while the daemon starts and dials."""
         self._supervisor, self._peer_id, self._options, self._known, self._calls = supervisor, peer_id, options, known, calls
@@ -212,8 +211,7 @@ class DaemonSupervisor:
     def __init__(self, identity: Identity, options: HostOptions, known: Peerstore, calls: Callable[[str, int], str]) -> None:
         self.daemon: Daemon | None = None
         self.dht: DHTNode | None = None
-        self.addresses: tuple[str, ...] = ()
-        """Full multiaddrs that the daemon gives for this node."""
+        self.addresses: tuple[str, ...] = ()  # full multiaddrs that the daemon gives for this node
         self.restarts = 0
         self.known = known
         self.backoff = DialBackoff(options.bootstrap)

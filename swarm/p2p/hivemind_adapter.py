@@ -125,38 +125,34 @@ async def join_dht(
     at.at_end.append(calls._terminate)
     with _as_daemon_errors():
         await calls.open(str(at.control), str(at.inbound))
-        return await _node(calls, at.peer_id, peers, validator, light)
-
-
-async def _node(calls: _Calls, me: str, peers: Sequence[str], validator: Any, light: bool) -> SwarmNode:
-    node: SwarmNode = await SwarmNode.create(
-        p2p=calls,
-        node_id=DHTID.generate(source=me),  # the same after a restart
-        initial_peers=[f"/p2p/{peer}" for peer in peers],
-        record_validator=validator,
-        client_mode=light,
-        wait_timeout=LIGHT_S if light else 3.0,
-        bootstrap_timeout=MEET_S if light else 3.0,
-        ensure_bootstrap_success=False,
-        backoff_rate=1.0,  # doubled, a few lost answers would keep this node's records from a peer for longer than they live
-        strict=False,
-        cache_locally=False,  # we always ask for the newest
-        cache_refresh_before_expiry=0,
-    )
-    node.protocol.storage = BoundedStorage()  # what was stored meanwhile is published again within seconds
-    for peer in peers[:1]:
-        try:
-            await node.protocol.call_ping(PeerID.from_base58(peer), validate=True, strict=True)
-        except ValidationError as error:
-            if "time" in str(error):
-                log.warning("this machine's clock differs from peer %s's: set it by NTP (%s)", peer, error)
-            else:
-                log.warning(
-                    "peer %s cannot connect back to this node: open the port given by --listen in the firewall, or others "
-                    "may be unable to start an exchange with it",
-                    peer,
-                )
-    return node
+        node: SwarmNode = await SwarmNode.create(
+            p2p=calls,
+            node_id=DHTID.generate(source=at.peer_id),  # the same after a restart
+            initial_peers=[f"/p2p/{peer}" for peer in peers],
+            record_validator=validator,
+            client_mode=light,
+            wait_timeout=LIGHT_S if light else 3.0,
+            bootstrap_timeout=MEET_S if light else 3.0,
+            ensure_bootstrap_success=False,
+            backoff_rate=1.0,  # doubled, a few lost answers would keep this node's records from a peer for longer than they live
+            strict=False,
+            cache_locally=False,  # we always ask for the newest
+            cache_refresh_before_expiry=0,
+        )
+        node.protocol.storage = BoundedStorage()  # what was stored meanwhile is published again within seconds
+        for peer in peers[:1]:
+            try:
+                await node.protocol.call_ping(PeerID.from_base58(peer), validate=True, strict=True)
+            except ValidationError as error:
+                if "time" in str(error):
+                    log.warning("this machine's clock differs from peer %s's: set it by NTP (%s)", peer, error)
+                else:
+                    log.warning(
+                        "peer %s cannot connect back to this node: open the port given by --listen in the firewall, or others "
+                        "may be unable to start an exchange with it",
+                        peer,
+                    )
+        return node
 
 
 def count_peers(node: DHTNode) -> int:

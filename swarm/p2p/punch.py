@@ -95,8 +95,7 @@ class Puncher:
     """The second daemon of the node ``peer_id``, and who is reached there. On the host's loop."""
 
     def __init__(self, supervisor: DaemonSupervisor, peer_id: str, resources: ResourceManager, traffic: TrafficMeter) -> None:
-        self.reached: frozenset[str] = frozenset()
-        """The members that were connected past a relay at the last look."""
+        self.reached: frozenset[str] = frozenset()  # the members that were connected past a relay at the last look
         self.daemon: Daemon | None = None
         self._supervisor, self._me, self._resources, self._traffic = supervisor, peer_id, resources, traffic
         self._identity = Identity.ephemeral()

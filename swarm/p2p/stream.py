@@ -87,21 +87,16 @@ class Stream:
         way: str = "",
     ) -> None:
         self.peer_id = peer_id
-        self.way = way or peer_id
-        """The id of the daemon at the other end: the peer's, or its second one, past the relay."""
-        self.tries = False
-        """The exchange tries a way that is not the better one (`shoal.swarm.pacing.Ways`): both ends' choice."""
+        self.way = way or peer_id  # the id of the daemon at the other end: the peer's, or its second one, past the relay
+        self.tries = False  # the exchange tries a way that is not the better one (`shoal.swarm.pacing.Ways`): both ends' choice
         self.origin = origin
         """The IP address from which the peer opened it; empty if it came through a relay, or this node opened it."""
-        self.partner = False
-        """This node has exchanged with the peer, which opened it."""
+        self.partner = False  # this node has exchanged with the peer, which opened it
         self._reader = reader
         self._writer = writer
         self._traffic = traffic
-        self.sent = 0
-        """Bytes sent on this stream."""
-        self.received = 0
-        """Bytes received on it."""
+        self.sent = 0  # bytes sent on this stream
+        self.received = 0  # bytes received on it
         self._sent_ahead: _Outgoing | None = None  # what the next swap sends, of which a part was sent
         self._ahead: asyncio.Task[None] | None = None
         self._announced: int | None = None  # length of a message whose body has not arrived yet
