@@ -161,7 +161,7 @@ class Silent(Daemon):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_the_daemon_is_not_asked_for_a_dial_that_is_put_off(backoff, clock, tmp_path, hangs):
+async def test_the_daemon_is_not_asked_for_a_dial_that_is_put_off(backoff, clock, tmp_path, hangs):
     daemon, at = Silent(backoff, tmp_path), [f"{VICTIM}/p2p/{OTHER}"]
     daemon.hangs = hangs
 
@@ -173,16 +173,13 @@ def test_the_daemon_is_not_asked_for_a_dial_that_is_put_off(backoff, clock, tmp_
             task.cancel()
         await task
 
-    async def check():
-        with pytest.raises(asyncio.CancelledError if hangs else DaemonError):
-            await dial(OTHER)
-        for peer in (OTHER, RELAY, Identity.ephemeral().peer_id):
-            with pytest.raises(PutOffError):
-                await daemon.connect(peer, at)
-        daemon.here = [OTHER]
-        await daemon.connect(OTHER, at)  # it is connected: nothing is dialled
-
-    asyncio.run(check())
+    with pytest.raises(asyncio.CancelledError if hangs else DaemonError):
+        await dial(OTHER)
+    for peer in (OTHER, RELAY, Identity.ephemeral().peer_id):
+        with pytest.raises(PutOffError):
+            await daemon.connect(peer, at)
+    daemon.here = [OTHER]
+    await daemon.connect(OTHER, at)  # it is connected: nothing is dialled
     assert daemon.asked == [1]
 
 

@@ -3,6 +3,7 @@
 The daemons only pretend."""
 
 import asyncio
+import contextlib
 import logging
 from types import SimpleNamespace
 
@@ -136,14 +137,11 @@ def world(monkeypatch):
     ([THERE], ""),
     ([], ""),
 ])  # fmt: skip
-def test_who_asks_is_told_the_address_from_which_it_asks(ways, told):
-    async def ask():
-        daemon = SimpleNamespace(ways=lambda: asyncio.sleep(0, {FIRST: ways}))
-        mine, theirs = stream_pair()
-        await tell_seen(daemon, Stream(FIRST, *theirs, TrafficMeter(), "9.9.9.9"))
-        return unpack(await Stream(SEED, *mine, TrafficMeter()).receive(Seen.LIMIT, 5), Seen).address
-
-    assert asyncio.run(ask()) == told
+async def test_who_asks_is_told_the_address_from_which_it_asks(ways, told):
+    daemon = SimpleNamespace(ways=lambda: asyncio.sleep(0, {FIRST: ways}))
+    mine, theirs = stream_pair()
+    await tell_seen(daemon, Stream(FIRST, *theirs, TrafficMeter(), "9.9.9.9"))
+    assert unpack(await Stream(SEED, *mine, TrafficMeter()).receive(Seen.LIMIT, 5), Seen).address == told
 
 
 @pytest.mark.parametrize(("address", "may"), [
@@ -160,19 +158,16 @@ def test_only_public_addresses_by_quic_and_no_port_of_the_system(address, may):
     assert usable(address) is may
 
 
-def test_a_member_is_answered_and_dialled_at_once(world):
-    async def main():
-        side = Identity.ephemeral()
-        answer = await world.asks(asked(SECOND, FIRST, side))
-        (daemon,) = world.started
-        assert (answer.peer, answer.addresses) == (daemon.peer_id, (OWN, SIX))
-        assert daemon.dialled == [f"{THERE}/p2p/{side.peer_id}"]
-        assert world.puncher.reached == {SECOND}
-        assert await world.puncher.open(SECOND, "/x/1")
-        daemon.here.clear()  # the connection ended
-        assert await world.puncher.open(SECOND, "/x/1") is None
-
-    asyncio.run(main())
+async def test_a_member_is_answered_and_dialled_at_once(world):
+    side = Identity.ephemeral()
+    answer = await world.asks(asked(SECOND, FIRST, side))
+    (daemon,) = world.started
+    assert (answer.peer, answer.addresses) == (daemon.peer_id, (OWN, SIX))
+    assert daemon.dialled == [f"{THERE}/p2p/{side.peer_id}"]
+    assert world.puncher.reached == {SECOND}
+    assert await world.puncher.open(SECOND, "/x/1")
+    daemon.here.clear()  # the connection ended
+    assert await world.puncher.open(SECOND, "/x/1") is None
 
 
 @pytest.mark.parametrize(("why", "request_of"), [
@@ -183,61 +178,42 @@ def test_a_member_is_answered_and_dialled_at_once(world):
     ("another's key", lambda: {"data": asked(SECOND, SEED)}),  # for another
     ("not public", lambda: {"data": asked(SECOND, FIRST, address="/ip4/192.168.1.7/udp/4001/quic-v1")}),
 ])  # fmt: skip
-def test_what_is_refused_starts_no_daemon_is_counted_and_logged_once(world, caplog, why, request_of):
-    async def main():
-        for _ in range(3):
-            with pytest.raises(NetworkError, match=why):
-                await world.asks(**request_of())
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(main())
+async def test_what_is_refused_starts_no_daemon_is_counted_and_logged_once(world, caplog, why, request_of):
+    for _ in range(3):
+        with caplog.at_level(logging.WARNING), pytest.raises(NetworkError, match=why):
+            await world.asks(**request_of())
     assert world.started == []
     assert world.resources.refused() == {"punch": 3}
     assert len(caplog.records) == 1
 
 
-def test_a_thousand_requests_are_six_and_two_dials_of_one_host(world, caplog):
-    async def main():
-        for number in range(1000):
-            address = f"/ip4/8.8.8.{number // 3}/udp/{2000 + number}/quic-v1"
-            try:
-                await world.asks(asked(SECOND, FIRST, address=address))
-            except NetworkError:
-                continue
-        return world.started[0].dialled
-
-    dialled = asyncio.run(main())
-    hosts = [address.split("/")[2] for address in dialled]
+async def test_a_thousand_requests_are_six_and_two_dials_of_one_host(world, caplog):
+    for number in range(1000):
+        with contextlib.suppress(NetworkError):
+            await world.asks(asked(SECOND, FIRST, address=f"/ip4/8.8.8.{number // 3}/udp/{2000 + number}/quic-v1"))
+    hosts = [address.split("/")[2] for address in world.started[0].dialled]
     assert hosts == ["8.8.8.0"] * HOST + ["8.8.8.1"] * HOST
     assert len(hosts) + 2 == EACH
     assert world.resources.refused() == {"punch": 996}
     assert len(caplog.records) == 2  # the host, and the rate
 
 
-def test_all_members_together_are_answered_seldom(world):
-    async def main():
-        peers = [Identity.ephemeral().peer_id for _ in range(ALL + 5)]
-        world.members |= set(peers)
-        for number, peer in enumerate(peers):
-            if number == ALL:
-                break
-            await world.asks(asked(peer, FIRST, address=f"/ip4/8.8.8.{number}/udp/4001/quic-v1"), peer)
-        with pytest.raises(NetworkError, match="too often"):
-            await world.asks(asked(peers[-1], FIRST), peers[-1])
-
-    asyncio.run(main())
+async def test_all_members_together_are_answered_seldom(world):
+    *peers, late = [Identity.ephemeral().peer_id for _ in range(ALL + 1)]
+    world.members |= {*peers, late}
+    for number, peer in enumerate(peers):
+        await world.asks(asked(peer, FIRST, address=f"/ip4/8.8.8.{number}/udp/4001/quic-v1"), peer)
+    with pytest.raises(NetworkError, match="too often"):
+        await world.asks(asked(late, FIRST), late)
 
 
-def test_no_message_is_a_refusal_of_its_own(world):
-    async def main():
-        with pytest.raises(MessageError):
-            await world.asks(b"x")
-
-    asyncio.run(main())
+async def test_no_message_is_a_refusal_of_its_own(world):
+    with pytest.raises(MessageError):
+        await world.asks(b"x")
     assert world.started == []
 
 
-def test_one_of_two_relayed_members_asks_and_not_again_soon(monkeypatch):
+async def test_one_of_two_relayed_members_asks_and_not_again_soon(monkeypatch):
     async def look(me, other, **changes):
         world = World(monkeypatch, me, other)
         vars(world).update(changes)
@@ -245,65 +221,53 @@ def test_one_of_two_relayed_members_asks_and_not_again_soon(monkeypatch):
         assert await world.puncher._look() == []
         return wanted
 
-    async def main():
-        assert await look(FIRST, SECOND) == [SECOND]
-        assert await look(SECOND, FIRST) == []
-        assert await look(FIRST, SECOND, members=set()) == []
-        assert await look(FIRST, SECOND, origins={SECOND: "8.8.8.8"}) == []
-
-    asyncio.run(main())
+    assert await look(FIRST, SECOND) == [SECOND]
+    assert await look(SECOND, FIRST) == []
+    assert await look(FIRST, SECOND, members=set()) == []
+    assert await look(FIRST, SECOND, origins={SECOND: "8.8.8.8"}) == []
 
 
-def test_a_member_is_asked_once_it_had_time_to_learn_of_this_one(world, monkeypatch):
+async def test_a_member_is_asked_once_it_had_time_to_learn_of_this_one(world, monkeypatch):
     monkeypatch.setattr(punch, "FIRST_S", 1000.0)
 
-    async def main():
-        assert await world.puncher._look() == []
-        world.puncher._due[SECOND] = (0.0, 0)  # that time is over
-        assert await world.puncher._look() == [SECOND]
-
-    asyncio.run(main())
+    assert await world.puncher._look() == []
+    world.puncher._due[SECOND] = (0.0, 0)  # that time is over
+    assert await world.puncher._look() == [SECOND]
 
 
-def test_the_asking_member_dials_and_what_it_serves_is_served_there_as_to_the_member(world):
+async def test_the_asking_member_dials_and_what_it_serves_is_served_there_as_to_the_member(world):
     served = []
 
     async def incoming(peer, origin, reader, writer):
         served.append((peer, origin))
 
-    async def main():
-        world.supervisor.handlers["/x/1"] = incoming
-        await world.puncher._try(SECOND)
-        (daemon,) = world.started
-        assert world.calls == [(SECOND, PUNCH_PROTOCOL)]
-        assert daemon.dialled == [f"{THERE}/p2p/{world.side.peer_id}"]
-        reader, writer = stream_pair()[0]
-        await daemon.served["/x/1"](world.side.peer_id, "8.8.8.8", reader, writer)
-        await daemon.served["/x/1"](SEED, "8.8.8.8", reader, writer)  # nobody that this node knows
-        assert served == [(world.side.peer_id, "8.8.8.8")]
-        assert (world.puncher.owner(world.side.peer_id), world.puncher.owner(SEED)) == (SECOND, None)
-        assert writer.transport.is_closing()
-        await world.puncher.serve("/y/1", incoming)
-        assert "/y/1" in daemon.served
-
-    asyncio.run(main())
+    world.supervisor.handlers["/x/1"] = incoming
+    await world.puncher._try(SECOND)
+    (daemon,) = world.started
+    assert world.calls == [(SECOND, PUNCH_PROTOCOL)]
+    assert daemon.dialled == [f"{THERE}/p2p/{world.side.peer_id}"]
+    reader, writer = stream_pair()[0]
+    await daemon.served["/x/1"](world.side.peer_id, "8.8.8.8", reader, writer)
+    await daemon.served["/x/1"](SEED, "8.8.8.8", reader, writer)  # nobody that this node knows
+    assert served == [(world.side.peer_id, "8.8.8.8")]
+    assert (world.puncher.owner(world.side.peer_id), world.puncher.owner(SEED)) == (SECOND, None)
+    assert writer.transport.is_closing()
+    await world.puncher.serve("/y/1", incoming)
+    assert "/y/1" in daemon.served
 
 
-def test_streams_go_by_the_relay_where_exchanges_move_more_by_it(world):
-    async def main():
-        await world.puncher._try(SECOND)
-        ways, past = world.puncher._traffic.ways, world.side.peer_id
-        stream = await world.puncher.open(SECOND, "/x/1")
-        assert (stream.peer_id, stream.way, world.puncher.punched()) == (SECOND, past, True)
-        ways.note(SECOND, True, 1e6)
-        ways.note(SECOND, False, 2e6)
-        assert await world.puncher.open(SECOND, "/x/1") is None
-        assert not world.puncher.punched()
-
-    asyncio.run(main())
+async def test_streams_go_by_the_relay_where_exchanges_move_more_by_it(world):
+    await world.puncher._try(SECOND)
+    ways, past = world.puncher._traffic.ways, world.side.peer_id
+    stream = await world.puncher.open(SECOND, "/x/1")
+    assert (stream.peer_id, stream.way, world.puncher.punched()) == (SECOND, past, True)
+    ways.note(SECOND, True, 1e6)
+    ways.note(SECOND, False, 2e6)
+    assert await world.puncher.open(SECOND, "/x/1") is None
+    assert not world.puncher.punched()
 
 
-def test_the_pings_of_bulk_take_its_way(world):
+async def test_the_pings_of_bulk_take_its_way(world):
     asked = []
 
     class First:
@@ -314,114 +278,96 @@ def test_the_pings_of_bulk_take_its_way(world):
             asked.append(way)
             return stream_pair()[0]
 
-    async def main():
-        await world.puncher._try(SECOND)
-        daemon, past = world.puncher.daemon, world.side.peer_id
-        daemon.is_local = First.is_local.__get__(daemon)
-        pinged = daemon.open
-        daemon.open = lambda way, protocol: asked.append(("second", way)) or pinged(way, protocol)
-        host = SimpleNamespace(puncher=world.puncher, _supervisor=SimpleNamespace(running=First))
-        for way in (past, SECOND):
-            async with Host._echo(host, way) as echo:
-                assert echo is not None
-
-    asyncio.run(main())
+    await world.puncher._try(SECOND)
+    daemon, past = world.puncher.daemon, world.side.peer_id
+    daemon.is_local = First.is_local.__get__(daemon)
+    pinged = daemon.open
+    daemon.open = lambda way, protocol: asked.append(("second", way)) or pinged(way, protocol)
+    host = SimpleNamespace(puncher=world.puncher, _supervisor=SimpleNamespace(running=First))
+    for way in (past, SECOND):
+        async with Host._echo(host, way) as echo:
+            assert echo is not None
     assert asked == [("second", world.side.peer_id), SECOND]
 
 
-def test_where_nobody_answers_the_member_stays_relayed_and_is_asked_again_later(world):
-    async def main():
-        await world.puncher._start()
-        world.started[0].nobody = True
-        assert await world.puncher._look() == [SECOND]
-        await world.puncher._try(SECOND)
-        assert world.started[0].dialled
-        assert await world.puncher.open(SECOND, "/x/1") is None
-        assert await world.puncher._look() == []
-
-    asyncio.run(main())
+async def test_where_nobody_answers_the_member_stays_relayed_and_is_asked_again_later(world):
+    await world.puncher._start()
+    world.started[0].nobody = True
+    assert await world.puncher._look() == [SECOND]
+    await world.puncher._try(SECOND)
+    assert world.started[0].dialled
+    assert await world.puncher.open(SECOND, "/x/1") is None
+    assert await world.puncher._look() == []
 
 
-def test_a_connection_that_opens_no_stream_is_left_for_the_relay(world, monkeypatch):
+async def test_a_connection_that_opens_no_stream_is_left_for_the_relay(world, monkeypatch):
     monkeypatch.setattr(punch, "OPEN_S", 0.01)
 
-    async def main():
-        await world.puncher._try(SECOND)
-        assert await world.puncher.open(SECOND, "/x/1")
-        world.started[0].hangs = True
-        assert await world.puncher.open(SECOND, "/x/1") is None
-        world.started[0].hangs = False
-        assert await world.puncher.open(SECOND, "/x/1") is None
-
-    asyncio.run(main())
+    await world.puncher._try(SECOND)
+    assert await world.puncher.open(SECOND, "/x/1")
+    world.started[0].hangs = True
+    assert await world.puncher.open(SECOND, "/x/1") is None
+    world.started[0].hangs = False
+    assert await world.puncher.open(SECOND, "/x/1") is None
 
 
 @pytest.mark.parametrize(("me", "other"), [(FIRST, SECOND), (SECOND, FIRST)], ids=["asks", "answered"])
-def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_its_members_are_asked(monkeypatch, me, other):
+async def test_a_second_daemon_that_ended_is_started_again_with_another_key_and_its_members_are_asked(monkeypatch, me, other):
     world = World(monkeypatch, me, other)
 
-    async def main():
-        await world.puncher._try(other)
-        world.started[0].gone.set()
-        await world.puncher._watching
-        assert (world.puncher.daemon, world.puncher.reached) == (None, frozenset())
-        assert await world.puncher.open(other, "/x/1") is None
-        assert await world.puncher._look() == [other]
-        await world.puncher._try(other)
-        assert len({daemon.peer_id for daemon in world.started}) == 2
-        await world.puncher.end()
-        assert world.started[1].gone.is_set()
-
-    asyncio.run(main())
+    await world.puncher._try(other)
+    world.started[0].gone.set()
+    await world.puncher._watching
+    assert (world.puncher.daemon, world.puncher.reached) == (None, frozenset())
+    assert await world.puncher.open(other, "/x/1") is None
+    assert await world.puncher._look() == [other]
+    await world.puncher._try(other)
+    assert len({daemon.peer_id for daemon in world.started}) == 2
+    await world.puncher.end()
+    assert world.started[1].gone.is_set()
 
 
-def test_a_second_daemon_of_another_network_is_ended_and_its_members_are_asked_anew(world):
+async def test_a_second_daemon_of_another_network_is_ended_and_its_members_are_asked_anew(world):
     """Its connections are dead, but each stream over one would wait for seconds before it goes by the relay. What was measured
     before counts no more, here or at the members.
     """
     ways = world.puncher._traffic.ways
 
-    async def moved():
-        await world.puncher._ask(world.other)
-        (before,) = world.started
+    await world.puncher._ask(world.other)
+    (before,) = world.started
+    ways.note(world.other, False, 9e5)
+    await world.puncher._look()
+    assert not before.gone.is_set()
+    world.supervisor.slots.moves += 1
+    await world.puncher._look()
+    assert before.gone.is_set()
+    await world.puncher._watching
+    assert world.puncher.daemon is None
+    await world.puncher._ask(world.other)
+    assert ways.rate() == 0
+    for side, left in ((world.side.peer_id, 9e5), (Identity.ephemeral().peer_id, 0)):  # the second: it has moved
         ways.note(world.other, False, 9e5)
-        await world.puncher._look()
-        assert not before.gone.is_set()
-        world.supervisor.slots.moves += 1
-        await world.puncher._look()
-        assert before.gone.is_set()
-        await world.puncher._watching
-        assert world.puncher.daemon is None
-        await world.puncher._ask(world.other)
-        assert ways.rate() == 0
-        for side, left in ((world.side.peer_id, 9e5), (Identity.ephemeral().peer_id, 0)):  # the second: it has moved
-            ways.note(world.other, False, 9e5)
-            await world.puncher._dial(world.other, SimpleNamespace(peer=side, addresses=[THERE]))
-            assert ways.rate() == left
-        await world.puncher._look()
-        assert not world.started[1].gone.is_set()
-        await world.puncher.end()
-
-    asyncio.run(moved())
+        await world.puncher._dial(world.other, SimpleNamespace(peer=side, addresses=[THERE]))
+        assert ways.rate() == left
+    await world.puncher._look()
+    assert not world.started[1].gone.is_set()
+    await world.puncher.end()
 
 
-def test_a_second_daemon_that_nobody_needs_any_more_is_ended(world, monkeypatch):
+async def test_a_second_daemon_that_nobody_needs_any_more_is_ended(world, monkeypatch):
     monkeypatch.setattr(punch, "IDLE_S", 0.0)
 
-    async def main():
-        await world.puncher._try(SECOND)
-        await world.puncher._look()
-        assert world.puncher.daemon is not None
-        world.origins = {}
-        world.started[0].here.clear()
-        await world.puncher._look()
-        assert world.puncher.daemon is None
-        assert world.started[0].gone.is_set()
-
-    asyncio.run(main())
+    await world.puncher._try(SECOND)
+    await world.puncher._look()
+    assert world.puncher.daemon is not None
+    world.origins = {}
+    world.started[0].here.clear()
+    await world.puncher._look()
+    assert world.puncher.daemon is None
+    assert world.started[0].gone.is_set()
 
 
-def test_a_second_daemon_of_which_nobody_tells_the_address_is_ended(world):
+async def test_a_second_daemon_of_which_nobody_tells_the_address_is_ended(world):
     world.supervisor.bootstrapper.seeds = {}
 
     async def launch(identity, **options):
@@ -429,14 +375,11 @@ def test_a_second_daemon_of_which_nobody_tells_the_address_is_ended(world):
         world.started[-1].own = ()
         return world.started[-1]
 
-    async def main():
-        punch.Daemon.launch = launch  # the fixture puts it back
-        with pytest.raises(NetworkError, match="no bootstrap node"):
-            await world.asks(asked(SECOND, FIRST))
-        assert world.started[0].gone.is_set()
-        assert world.puncher.daemon is None
-
-    asyncio.run(main())
+    punch.Daemon.launch = launch  # the fixture puts it back
+    with pytest.raises(NetworkError, match="no bootstrap node"):
+        await world.asks(asked(SECOND, FIRST))
+    assert world.started[0].gone.is_set()
+    assert world.puncher.daemon is None
 
 
 def test_a_bootstrap_node_listens_by_quic_beside_its_tcp_ports():

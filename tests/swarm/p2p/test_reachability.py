@@ -21,6 +21,7 @@ from shoal.swarm.p2p.reachability import (
     DialBackView,
     DialRequest,
     ReachabilityProbe,
+    SpeedRequest,
     ThroughputProbe,
     ask,
     dialled_port,
@@ -44,11 +45,8 @@ def pair():
 
 
 async def opened(host, peer, protocol, work):
-    stream = await host.open(peer, protocol, timeout=30)
-    try:
+    with contextlib.closing(await host.open(peer, protocol, timeout=30)) as stream:
         return await work(stream)
-    finally:
-        stream.close()
 
 
 @contextlib.asynccontextmanager
@@ -97,18 +95,14 @@ def test_bytes_are_timed_both_ways(pair):
     assert min(speed.down, speed.up) > 0
 
 
-def dialled(origin, port=4001):
+async def dialled(origin):
     """Return the outcome for a peer that comes from ``origin``, if something always answers with zeros there."""
-
-    async def work():
-        async with wires(origin, ReachabilityProbe().answer) as stream:
-            return await ask(stream, port, bytes(16))
-
-    return asyncio.run(work())
+    async with wires(origin, ReachabilityProbe().answer) as stream:
+        return await ask(stream, 4001, bytes(16))
 
 
-def test_nobody_is_dialled_through_a_relay():
-    seen = dialled("")
+async def test_nobody_is_dialled_through_a_relay():
+    seen = await dialled("")
     assert (seen.address, seen.outcome) == ("", "unseen")
 
 
@@ -121,53 +115,42 @@ def test_a_port_of_the_system_is_refused():
     ("8.8.8.8", "refused", "refused"), ("8.8.8.8", "other", "other"), ("192.168.1.7", "refused", "unreached"),
     ("192.168.1.7", "other", "unreached"), ("127.0.0.1", "silent", "unreached"), ("192.168.1.7", "reached", "reached"),
 ])  # fmt: skip
-def test_the_finding_in_a_private_network_is_not_reported(monkeypatch, address, found, said):
+async def test_the_finding_in_a_private_network_is_not_reported(monkeypatch, address, found, said):
     async def look(*where):
         assert where == (address, 4001, bytes(16))
         return found
 
     monkeypatch.setattr("shoal.swarm.p2p.reachability._dial", look)
-    assert dialled(address).outcome == said
+    assert (await dialled(address)).outcome == said
 
 
-def test_dials_are_few(monkeypatch):
+async def test_dials_are_few(monkeypatch):
     async def look(*where):
         return "reached"
 
     monkeypatch.setattr("shoal.swarm.p2p.reachability._dial", look)
-
-    async def work():
-        server, outcomes = ReachabilityProbe(), []
-        for index in range(ALL + EACH):
-            async with wires(f"8.8.8.{index // (2 * EACH)}", server.answer) as stream:
-                outcomes.append((await ask(stream, 4001, bytes(16))).outcome)
-        return outcomes
-
-    outcomes = asyncio.run(work())
+    server, outcomes = ReachabilityProbe(), []
+    for index in range(ALL + EACH):
+        async with wires(f"8.8.8.{index // (2 * EACH)}", server.answer) as stream:
+            outcomes.append((await ask(stream, 4001, bytes(16))).outcome)
     assert outcomes[: 2 * EACH] == ["reached"] * EACH + ["busy"] * EACH
     assert outcomes.count("reached") <= ALL
 
 
-def test_a_speed_test_is_neither_relayed_nor_repeated_for_ever():
-    async def work():
-        server, said = ThroughputProbe(), []
-        for address in ("", *["8.8.8.8"] * (TESTS_EACH + 1)):
-            async with wires(address, server.answer) as stream:
-                try:
-                    said.append(str(await measure(stream, 1000)).split("(")[0])
-                except NetworkError as error:
-                    said.append(str(error))
-        return said
-
-    said = asyncio.run(work())
+async def test_a_speed_test_is_neither_relayed_nor_repeated_for_ever():
+    server, said = ThroughputProbe(), []
+    for address in ("", *["8.8.8.8"] * (TESTS_EACH + 1)):
+        async with wires(address, server.answer) as stream:
+            try:
+                said.append(str(await measure(stream, 1000)).split("(")[0])
+            except NetworkError as error:
+                said.append(str(error))
     assert "goes through a relay" in said[0]
     assert said[1:-1] == ["Throughput"] * TESTS_EACH
     assert "asked too often" in said[-1]
 
 
 def test_a_request_for_much_is_refused():
-    from shoal.swarm.p2p.reachability import SpeedRequest
-
     with pytest.raises(ValueError, match="less than or equal"):
         SpeedRequest(nbytes=MAX_BYTES + 1)
     assert len(pack(SpeedRequest(nbytes=MAX_BYTES))) < SpeedRequest.LIMIT

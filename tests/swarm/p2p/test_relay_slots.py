@@ -1,7 +1,10 @@
-"""The slots at relays of a node that nobody can dial: kept, lost, asked for again; with daemons that only pretend."""
+"""The slots at relays of a node that nobody can dial: kept, lost, asked for again, with daemons that only pretend; who
+may be a relay; and the daemon's options about being reached."""
 
 import asyncio
 import contextlib
+import socket
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +13,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import connections
 from shoal.swarm.p2p.connections import RENEW_S, RESTART_S, STUCK_S, RelaySlots, reserve
 from shoal.swarm.p2p.daemon import Daemon, DaemonError
+from shoal.swarm.p2p.daemon_process import options
 
 ME, SEED, OTHER, THIRD = (Identity.ephemeral().peer_id for _ in range(4))
 AT = {peer: f"/ip4/203.0.113.{n}/tcp/4001/p2p/{peer}" for n, peer in enumerate((SEED, OTHER, THIRD))}
@@ -204,11 +208,11 @@ def test_after_a_restart_of_the_daemon_a_slot_is_asked_for_at_once(monkeypatch):
 @pytest.mark.parametrize(
     "answer", [b"", b"\x04", b"\xff\xff\xff\x7f", b"\x02\x08\x02", b"\x03\xff\xff\xff", b"\x04\x2a\x02\x00\x01", FULL]
 )
-def test_whatever_a_relay_answers_there_is_a_slot_or_an_error_that_is_expected(answer):
+async def test_whatever_a_relay_answers_there_is_a_slot_or_an_error_that_is_expected(answer):
     daemon = FakeDaemon()
     daemon.answers[SEED] = answer
     with pytest.raises((NetworkError, OSError)):
-        asyncio.run(reserve(daemon, SEED))
+        await reserve(daemon, SEED)
 
 
 def limited(data, seconds=120):
@@ -221,10 +225,10 @@ def limited(data, seconds=120):
 @pytest.mark.parametrize(
     ("answer", "most"), [(GRANTED, float("inf")), (limited(131072), 131072), (limited(200_000_000), 200_000_000)]
 )
-def test_a_slot_says_after_how_many_bytes_a_connection_ends(answer, most):
+async def test_a_slot_says_after_how_many_bytes_a_connection_ends(answer, most):
     daemon = FakeDaemon()
     daemon.answers[SEED] = answer
-    assert asyncio.run(reserve(daemon, SEED)) == most
+    assert await reserve(daemon, SEED) == most
 
 
 @pytest.mark.parametrize(("answers", "starts"), [([None], 1), ([limited(131072), GRANTED], 2), ([limited(131072)] * 9, 6)])
@@ -265,7 +269,7 @@ def test_who_is_reached_on_this_machine_alone_is_asked_for_no_slot(monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "ended"), [(StartupError("no second daemon"), []), (asyncio.CancelledError(), ["ended"])])
-def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_called_off_it_ends(monkeypatch, error, ended):
+async def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_called_off_it_ends(monkeypatch, error, ended):
     found = []
 
     async def launch(identity, *, relay, **chosen):
@@ -281,28 +285,72 @@ def test_where_nobody_can_ask_the_daemon_stays_and_where_the_start_is_called_off
 
     monkeypatch.setattr(connections.Daemon, "launch", launch)
     starting = connections.launch_relay(Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/4001"], relay="auto")
-    if ended:
-        with pytest.raises(asyncio.CancelledError):
-            asyncio.run(starting)
-    else:
-        asyncio.run(starting)
+    with pytest.raises(asyncio.CancelledError) if ended else contextlib.nullcontext():
+        await starting
     assert found == ended
 
 
 @pytest.mark.parametrize(("relay", "slot"), [("auto", True), ("off", False)])
-def test_a_node_forwards_for_others_unless_relay_is_off(relay, slot):
+async def test_a_node_forwards_for_others_unless_relay_is_off(relay, slot):
     """With its option -relay=0 alone p2pd gave slots all the same, and cut what it forwarded off after 128 KiB."""
 
-    async def asked():
-        there = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/0"], public=True, relay=relay)
-        here = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"])
-        try:
-            local = [address for address in await there.addresses() if "/127.0.0.1/" in address]
-            await here.connect(there.peer_id, local)
-            with contextlib.nullcontext() if slot else pytest.raises(DaemonError, match="protocols not supported"):
-                assert await reserve(here, there.peer_id) > 0
-        finally:
-            await here.shutdown()
-            await there.shutdown()
+    there = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/0.0.0.0/tcp/0"], public=True, relay=relay)
+    here = await Daemon.launch(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"])
+    try:
+        local = [address for address in await there.addresses() if "/127.0.0.1/" in address]
+        await here.connect(there.peer_id, local)
+        with contextlib.nullcontext() if slot else pytest.raises(DaemonError, match="protocols not supported"):
+            assert await reserve(here, there.peer_id) > 0
+    finally:
+        await here.shutdown()
+        await there.shutdown()
 
-    asyncio.run(asked())
+
+def test_a_peer_behind_a_relay_is_no_relay_and_each_counts_once():
+    bootstrap = [
+        f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}", f"/ip4/192.168.1.2/tcp/4001/p2p/{THIRD}",
+        f"/ip4/1.2.3.4/tcp/4001/p2p/{SEED}/p2p-circuit/p2p/{THIRD}", f"/ip4/127.0.0.1/tcp/4001/p2p/{OTHER}",
+        f"/ip4/1.2.3.5/udp/4001/quic-v1/p2p/{OTHER}", f"/dns4/example.org/tcp/1/p2p/{OTHER}", f"/ip4/1.2.3.5/tcp/4001/p2p/{OTHER}",
+    ]  # fmt: skip
+    assert connections.candidates(bootstrap) == [bootstrap[0], bootstrap[5]]
+
+
+async def test_those_that_answer_are_taken_in_order(monkeypatch):
+    monkeypatch.setattr(connections, "is_loopback", lambda address: False)
+    with socket.create_server(("127.0.0.1", 0)) as alive, socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))
+        port = alive.getsockname()[1]
+        ids = [Identity.ephemeral().peer_id for _ in range(4)]
+        bootstrap = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in ids]
+        bootstrap.insert(0, f"/ip4/127.0.0.1/tcp/{dead.getsockname()[1]}/p2p/{OTHER}")
+        assert await connections.answering(bootstrap) == bootstrap[1:3]
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ({}, {"-autoRelay": "0", "-relay": "1"}),
+    ({"relays": ["R"]}, {"-autoRelay": "1", "-trustedRelays": "R", "-relay": "1"}),
+    ({"relays": ["R"], "relay": "only"}, {"-autoRelay": "1", "-trustedRelays": "R", "-forceReachabilityPrivate": "1"}),
+    ({"relays": ["R"], "relay": "off"}, {"-autoRelay": "0", "-relay": "0"}),
+    ({"relays": ["R"], "public": True}, {"-autoRelay": "0", "-relay": "1", "-forceReachabilityPublic": "1"}),
+])  # fmt: skip
+def test_options_about_relays(given, expected):
+    def of(listen):
+        said = options(control="/unix/x", key=Path("k"), listen=[listen], **given)
+        return dict(option.split("=", 1) for option in said)
+
+    found = of("/ip4/0.0.0.0/tcp/1")
+    about = ("-trustedRelays", "-forceReachabilityPrivate", "-forceReachabilityPublic")
+    assert {key: value for key, value in found.items() if key in expected or key in about} == expected
+    # On loopback nobody is private or public.
+    assert not {key for key in of("/ip4/127.0.0.1/tcp/1") if key in about}
+
+
+@pytest.mark.parametrize(("listen", "announce", "expected"), [
+    (["/ip4/0.0.0.0/tcp/0"], [], "1"), (["/ip4/127.0.0.1/tcp/1", "/ip4/0.0.0.0/tcp/1"], [], "1"),
+    (["/ip4/192.168.0.7/tcp/1"], [], "0"),  # its own network is meant
+    (["/ip4/127.0.0.1/tcp/1"], [], "0"), (["/ip4/0.0.0.0/tcp/1"], ["/ip4/9.9.9.9/tcp/1"], "0"),
+    (["/ip4/0.0.0.0/udp/0/quic-v1"], [], "0"),  # the second daemon
+])  # fmt: skip
+def test_a_router_is_asked_to_open_a_port_for_who_wants_to_be_dialled_from_anywhere_and_says_no_more(listen, announce, expected):
+    said = options(control="/unix/x", key=Path("k"), listen=listen, announce=announce)
+    assert [option for option in said if "natPortMap" in option] == [f"-natPortMap={expected}"]

@@ -1,6 +1,7 @@
 """Streams over a socket pair: no daemon is needed to show what bytes go where."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import socket
@@ -17,25 +18,16 @@ from shoal.swarm.pacing import LARGE, TrafficMeter
 PEER = "12D3KooWB5YCshUynkNTqaGZ3buERF4QogWMrr7uUFi1KExCHGZk"
 
 
+@contextlib.asynccontextmanager
 async def pair():
-    ends = []
-    for end in socket.socketpair():
-        reader, writer = await asyncio.open_connection(sock=end)
-        ends.append(Stream(PEER, reader, writer, TrafficMeter()))
-    return ends
-
-
-async def within(body):
-    a, b = await pair()
-    try:
-        await asyncio.wait_for(body(a, b), 30)
-    finally:
-        a.close()
-        b.close()
-
-
-def run(body):
-    asyncio.run(within(body))
+    """Yield both ends of a stream, for 30 seconds at most."""
+    async with asyncio.timeout(30):
+        ends = [Stream(PEER, *await asyncio.open_connection(sock=end), TrafficMeter()) for end in socket.socketpair()]
+        try:
+            yield ends
+        finally:
+            for end in ends:
+                end.close()
 
 
 def soon(seconds=20.0):
@@ -48,18 +40,16 @@ async def swap(stream, out, into, **options):
 
 
 @pytest.mark.parametrize(("out", "into", "measured"), [(LARGE, LARGE, True), (LARGE, LARGE - 1, False), (4 * LARGE, 0, False)])
-def test_many_bytes_each_way_measure_their_way(out, into, measured):
-    async def body(a, b):
+async def test_many_bytes_each_way_measure_their_way(out, into, measured):
+    async with pair() as (a, b):
         a.way = "past"
         await asyncio.gather(swap(a, bytes(out), bytearray(into)), swap(b, bytes(into), bytearray(out)))
         assert (a._traffic.ways.rate() > 0) is measured
         assert a._traffic.ways.best(PEER) is not measured  # the other way is not known
 
-    run(body)
 
-
-def test_a_way_by_which_nothing_comes_is_left_for_the_other():
-    async def body(a, b):
+async def test_a_way_by_which_nothing_comes_is_left_for_the_other():
+    async with pair() as (a, _b):
         a.way = "past"
         a._traffic.ways.note(PEER, True, 2e6)
         a._traffic.ways.note(PEER, False, 1e6)
@@ -67,32 +57,26 @@ def test_a_way_by_which_nothing_comes_is_left_for_the_other():
             await swap(a, bytes(LARGE), bytearray(LARGE), chunk_timeout=0.05)
         assert not a._traffic.ways.choose(PEER)
 
-    run(body)
 
-
-def test_a_peer_that_had_gone_on_does_not_count_against_its_way():
-    async def body(a, b):
+async def test_a_peer_that_had_gone_on_does_not_count_against_its_way():
+    async with pair() as (a, b):
         a._traffic.ways.note(PEER, False, 2e6)
         b.close()
         with pytest.raises(NetworkError):
             await swap(a, bytes(LARGE), bytearray(LARGE))
         assert a._traffic.ways.rate() == 2e6
 
-    run(body)
 
-
-def test_messages_keep_their_order_and_bounds():
-    async def body(a, b):
+async def test_messages_keep_their_order_and_bounds():
+    async with pair() as (a, b):
         for data in (b"", b"x", os.urandom(300_000)):
             sending = asyncio.ensure_future(a.send(data, 30))
             assert await b.receive(300_000, 30) == data
             await sending
 
-    run(body)
 
-
-def test_a_timeout_loses_nothing():
-    async def body(a, b):
+async def test_a_timeout_loses_nothing():
+    async with pair() as (a, b):
         with pytest.raises(NetworkError, match="HGZk did not send a message within"):
             await b.receive(10, 0.01)
         a._writer.write((5).to_bytes(4, "big") + b"he")
@@ -101,21 +85,17 @@ def test_a_timeout_loses_nothing():
         a._writer.write(b"llo")
         assert await b.receive(10, 30) == b"hello"
 
-    run(body)
 
-
-def test_an_announced_size_over_the_limit_is_refused_unread():
-    async def body(a, b):
+async def test_an_announced_size_over_the_limit_is_refused_unread():
+    async with pair() as (a, b):
         a._writer.write((1 << 31).to_bytes(4, "big"))
         with pytest.raises(MessageError, match="2147483648 bytes where at most 100"):
             await b.receive(100, 30)
 
-    run(body)
-
 
 @pytest.mark.parametrize(("left", "right"), [(5 * CHUNK + 3, 2 * CHUNK), (0, 3 * CHUNK), (1, 0), (0, 0), (70_000, 7)])
-def test_swap_both_ways_then_messages_again(left, right):
-    async def body(a, b):
+async def test_swap_both_ways_then_messages_again(left, right):
+    async with pair() as (a, b):
         out, back = os.urandom(left), os.urandom(right)
         into_a, into_b = bytearray(right), bytearray(left)
         seen = []
@@ -137,22 +117,18 @@ def test_swap_both_ways_then_messages_again(left, right):
         assert a._traffic.sent == b._traffic.received == framing + left + 180_000
         assert b._traffic.sent == a._traffic.received == framing + right + 6
 
-    run(body)
 
-
-def test_many_swaps_on_one_stream():
-    async def body(a, b):
+async def test_many_swaps_on_one_stream():
+    async with pair() as (a, b):
         for size in (1, CHUNK, 3 * CHUNK - 1, 10):
             x, y = os.urandom(size), os.urandom(size)
             into_a, into_b = bytearray(size), bytearray(size)
             await asyncio.gather(swap(a, x, into_a), swap(b, y, into_b))
             assert (into_a, into_b) == (y, x)
 
-    run(body)
 
-
-def test_the_outgoing_buffer_is_free_when_swap_returns():
-    async def body(a, b):
+async def test_the_outgoing_buffer_is_free_when_swap_returns():
+    async with pair() as (a, b):
         out, into = bytearray(b"1" * 3 * CHUNK), bytearray(3 * CHUNK)
 
         async def send():
@@ -162,31 +138,30 @@ def test_the_outgoing_buffer_is_free_when_swap_returns():
         await asyncio.gather(send(), swap(b, b"", into))
         assert into == b"1" * len(into)
 
-    run(body)
-
 
 def test_a_stream_that_is_kept_keeps_neither_buffer_nor_who_was_told_of_progress():
     class Told:
         def __call__(self, received):
             pass
 
-    async def body(a, b):
-        out, into, told = bytearray(3 * CHUNK), bytearray(3 * CHUNK), Told()
-        gone = weakref.ref(told)
-        await asyncio.gather(swap(a, out, into, on_progress=told), swap(b, bytes(3 * CHUNK), bytearray(3 * CHUNK)))
-        del told
-        gc.collect()
-        assert gone() is None
-        into.append(0)  # BufferError while anybody refers to it
-        out.append(0)
-        await a.send(b"after", 30)
-        assert await b.receive(5, 30) == b"after"
+    async def kept():
+        async with pair() as (a, b):
+            out, into, told = bytearray(3 * CHUNK), bytearray(3 * CHUNK), Told()
+            gone = weakref.ref(told)
+            await asyncio.gather(swap(a, out, into, on_progress=told), swap(b, bytes(3 * CHUNK), bytearray(3 * CHUNK)))
+            del told
+            gc.collect()
+            assert gone() is None
+            into.append(0)  # BufferError while anybody refers to it
+            out.append(0)
+            await a.send(b"after", 30)
+            assert await b.receive(5, 30) == b"after"
 
-    uvloop.run(within(body))  # a host's loop, which refers to the last protocol that took bytes into a buffer
+    uvloop.run(kept())  # a host's loop, which refers to the last protocol that took bytes into a buffer
 
 
-def test_eof_before_the_last_byte_is_a_failure():
-    async def body(a, b):
+async def test_eof_before_the_last_byte_is_a_failure():
+    async with pair() as (a, b):
         a._writer.write(b"x" * 1000)
         a.close()
         with pytest.raises(NetworkError, match="ended early"):
@@ -196,33 +171,28 @@ def test_eof_before_the_last_byte_is_a_failure():
         with pytest.raises(NetworkError):
             await b.send(b"x", 1)
 
-    run(body)
 
-
-def test_a_peer_that_vanishes_while_we_send():
-    async def body(a, b):
+async def test_a_peer_that_vanishes_while_we_send():
+    async with pair() as (a, b):
         task = asyncio.ensure_future(swap(a, bytes(50 * CHUNK), bytearray(CHUNK)))
         await b._reader.readexactly(10)
         b.abort()
         with pytest.raises(NetworkError, match="ended early"):
             await task
 
-    run(body)
 
-
-def test_a_silent_peer_is_given_up_after_the_chunk_timeout():
-    async def body(a, b):
+async def test_a_silent_peer_is_given_up_after_the_chunk_timeout():
+    async with pair() as (a, _b):
         began = time.monotonic()
         with pytest.raises(NetworkError, match=r"sent no byte for 0\.3 s"):
             await swap(a, bytes(50 * CHUNK), bytearray(CHUNK), chunk_timeout=0.3)
         assert time.monotonic() - began > 0.25
 
-    run(body)
-
 
 @pytest.mark.parametrize("first", [b"", b"x"])
-def test_a_peer_whose_relay_takes_bytes_while_it_sends_none_is_silent(first):
-    async def body(a, b):
+async def test_a_peer_whose_relay_takes_bytes_while_it_sends_none_is_silent(first):
+    async with pair() as (a, b):
+
         async def take():
             b._writer.write(first)
             while await b._reader.read(CHUNK // 4):
@@ -233,11 +203,9 @@ def test_a_peer_whose_relay_takes_bytes_while_it_sends_none_is_silent(first):
             await swap(a, bytes(500 * CHUNK), bytearray(CHUNK), chunk_timeout=0.3, deadline=time.monotonic() + 20)
         taking.cancel()
 
-    run(body)
 
-
-def test_a_slow_peer_is_not_silent():
-    async def body(a, b):
+async def test_a_slow_peer_is_not_silent():
+    async with pair() as (a, b):
         size = 2 * CHUNK  # all fits the write buffer at once: only its draining shows that the peer lives
 
         async def slowly():
@@ -248,11 +216,10 @@ def test_a_slow_peer_is_not_silent():
 
         await asyncio.gather(swap(a, bytes(size), bytearray(), chunk_timeout=0.4), slowly())
 
-    run(body)
 
+async def test_the_deadline_ends_a_transfer_that_progresses():
+    async with pair() as (a, b):
 
-def test_the_deadline_ends_a_transfer_that_progresses():
-    async def body(a, b):
         async def drip():
             while not a._writer.transport.is_closing():
                 b._writer.write(b"x")
@@ -263,11 +230,10 @@ def test_the_deadline_ends_a_transfer_that_progresses():
             await swap(a, b"", bytearray(CHUNK), chunk_timeout=5, deadline=soon(0.3))
         await dripping
 
-    run(body)
 
+async def test_a_failing_progress_callback_reaches_the_caller():
+    async with pair() as (a, b):
 
-def test_a_failing_progress_callback_reaches_the_caller():
-    async def body(a, b):
         def fail(received):
             raise ZeroDivisionError(received)
 
@@ -275,15 +241,13 @@ def test_a_failing_progress_callback_reaches_the_caller():
         with pytest.raises(ZeroDivisionError):
             await swap(a, b"", bytearray(10), on_progress=fail)
 
-    run(body)
-
 
 @pytest.mark.parametrize("size", [1, LARGE, 5 * CHUNK + 7])
 @pytest.mark.parametrize("there", [False, True])
-def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
+async def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
     """While messages come the other way; ``there``: what came ahead was received before the swap."""
 
-    async def body(a, b):
+    async with pair() as (a, b):
         out, back, into, taken = os.urandom(size), os.urandom(size), bytearray(size), bytearray(size)
         a.send_ahead(memoryview(out))
         assert a.ahead
@@ -305,11 +269,9 @@ def test_what_is_sent_ahead_of_a_swap_is_gone_on_with_in_it(size, there):
         await a.send(b"after", 5)
         assert await b.receive(10, 5) == b"after"
 
-    run(body)
 
-
-def test_a_stream_that_ends_before_the_swap_leaves_the_rest_of_what_was_sent_ahead():
-    async def body(a, b):
+async def test_a_stream_that_ends_before_the_swap_leaves_the_rest_of_what_was_sent_ahead():
+    async with pair() as (a, b):
         a.send_ahead(memoryview(bytes(8 * CHUNK)))
         await asyncio.sleep(0)
         a.close()
@@ -318,11 +280,9 @@ def test_a_stream_that_ends_before_the_swap_leaves_the_rest_of_what_was_sent_ahe
         assert arrived[-1] < 8 * CHUNK
         assert not await b.more(5)
 
-    run(body)
 
-
-def test_more_waits_for_a_message_or_the_end_and_loses_nothing():
-    async def body(a, b):
+async def test_more_waits_for_a_message_or_the_end_and_loses_nothing():
+    async with pair() as (a, b):
         assert not await b.more(0.01)
         await a.send(b"hello", 5)
         assert await b.more(5)
@@ -333,5 +293,3 @@ def test_more_waits_for_a_message_or_the_end_and_loses_nothing():
         a.close()
         assert not await b.more(5)
         assert not b.idle
-
-    run(body)
