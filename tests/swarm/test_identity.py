@@ -179,12 +179,6 @@ def test_peer_ids():
     assert verify(b58encode(ID_HEADER + b"\xff" * 32), "c", b"", bytes(64)) is False
 
 
-def test_imports_neither_torch_nor_hivemind():
-    code = "import sys, shoal.swarm.access, shoal.swarm.manifest\n"
-    code += "sys.exit(bool({'torch', 'hivemind', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-
-
 HOLDER = """
 import os, subprocess, sys
 from pathlib import Path

@@ -1,15 +1,36 @@
-"""What a member says of itself, and a host without a network."""
+"""Hosts: real ones with a directory, simulated ones, and some without a network."""
 
 import asyncio
 from collections import defaultdict
 from concurrent.futures import Future
 
+from shoal.swarm.identity import Identity
+from shoal.swarm.membership.dht import MemberValidator
+from shoal.swarm.membership.directory import Directory
+from shoal.swarm.p2p.host import Host
+from tests.records import ABOUT, SWARM
 from tests.sim.network import SimHost
 
-ABOUT = {
-    "name": "tester", "round": 1, "step": 25, "loss": 2.5, "steps_per_s": 4.0, "shard": 0, "shards": 4, "model": "0" * 64,
-    "state": "training", "version": "0.1.0",
-}  # fmt: skip
+
+class Node:
+    """A real host with a directory; ``beside``: what else runs on it."""
+
+    def __init__(self, bootstrap=(), swarm=SWARM, identity=None, ttl=20.0, period=1.0, cap=32, **options):
+        self.identity = identity or Identity.ephemeral()
+        self.peer_id, self.beside = self.identity.peer_id, []
+        options = {"validator": MemberValidator(swarm), "swarm": swarm, "timeout": 60, **options}
+        self.host = Host.start(self.identity, bootstrap=bootstrap, **options)
+        self.directory = Directory(self.host, self.identity, swarm, ttl=ttl, period=period, cap=cap)
+
+    def say(self, **changes):
+        self.directory.announce(**{**ABOUT, **changes})
+
+    def sees(self):
+        return set(self.directory.members())
+
+    def close(self):
+        for each in (*self.beside, self.directory, self.host):
+            each.close()
 
 
 class Meeting(SimHost):

@@ -1,8 +1,11 @@
-"""Epoch buckets: positions, the depth of a bucket and how peers agree on it, and the keys that are read and written."""
+"""Epoch buckets: positions, the depth of a bucket and how peers agree on it, the keys that are read and written, the search for one
+peer's record, and a directory's view."""
 
 import asyncio
 import math
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import msgpack
 import pytest
@@ -24,19 +27,21 @@ from shoal.swarm.membership.dht import (
     bits_of,
     bucket_prefix,
     depth_for,
+    is_in_its_bucket,
+    key_of,
     make_record,
     open_record,
 )
-from shoal.swarm.wire.messages import Member
-from tests.swarm.membership.conftest import ABOUT
+from shoal.swarm.membership.directory import Directory
+from tests.records import ABOUT, member_of
+from tests.swarm.membership.conftest import Shelf
 
 SWARM = "a" * 52
 ME = Identity.ephemeral()
 
 
-def record(prefix, identity=ME, swarm=SWARM):
-    member = Member(swarm=swarm, peer=identity.peer_id, addresses=(), issued=1e9, **ABOUT)
-    return make_record(prefix, member, identity)
+def record(prefix, identity=ME, swarm=SWARM, issued=1e9):
+    return make_record(prefix, member_of(identity.peer_id, swarm=swarm, issued=issued), identity)
 
 
 # -- positions -------------------------------------------------------------------------------------------------------------
@@ -152,8 +157,8 @@ def test_a_few_forged_records_far_down_lure_nobody():
 # -- the keys ----------------------------------------------------------------------------------------------------------------
 
 
-class Shelf:
-    """A table of keys, and the clock of the peers that read it."""
+class Table:
+    """Keys, and the clock of the peers that read them."""
 
     def __init__(self, now=1e9):
         self.keys, self.now, self.asked, self.broken = {}, now, [], set()
@@ -183,38 +188,38 @@ EPOCH = int(1e9 // 60)  # of which 20 seconds are over at 1e9
 
 
 def test_without_buckets_the_whole_trie_is_read_and_written():
-    shelf = Shelf()
-    shelf.keys = {"": {f"peer{number}": 1.0 for number in range(40)}}
-    index, plain = shelf.index("me", bucket=0), Shelf()
-    plain.keys = shelf.keys
+    table = Table()
+    table.keys = {"": {f"peer{number}": 1.0 for number in range(40)}}
+    index, plain = table.index("me", bucket=0), Table()
+    plain.keys = table.keys
     expected = asyncio.run(dht.read(plain.get, bits_of("me"), now=None))
-    assert shelf.read(index) == expected
-    assert shelf.asked == plain.asked
+    assert table.read(index) == expected
+    assert table.asked == plain.asked
     assert index.places(None, expected, 0.5) == (dht.place("me", None, expected, chance=0.5),)
     assert (index.depth, index.size(41), index.shows("peer1")) == (0, 41, True)
 
 
 def test_a_swarm_of_one_bucket_is_written_and_seen_as_without():
-    shelf = Shelf()
-    shelf.keys = {"": {f"peer{number}": shelf.now for number in range(7)}}
-    index = shelf.index("me")
-    found = shelf.read(index)
+    table = Table()
+    table.keys = {"": {f"peer{number}": table.now for number in range(7)}}
+    index = table.index("me")
+    found = table.read(index)
     ways = {bucket_prefix(EPOCH, bits_in(SWARM, EPOCH, "me")[:depth]) for depth in range(1, 13)}
-    assert set(shelf.asked) == {"", f"{EPOCH}/0", f"{EPOCH}/1"} | ways
+    assert set(table.asked) == {"", f"{EPOCH}/0", f"{EPOCH}/1"} | ways
     assert index.places("", found) == ("",)
-    shelf.now += 5
-    shelf.read(index, "")
-    assert shelf.asked == [""]
+    table.now += 5
+    table.read(index, "")
+    assert table.asked == [""]
     assert index.depth == 0
-    assert all(index.shows(peer) for peer in shelf.keys[""])
+    assert all(index.shows(peer) for peer in table.keys[""])
 
 
 def test_a_newcomer_finds_its_bucket_and_then_reads_four_keys():
-    shelf = Shelf()
-    shelf.fill(EPOCH, 4, 160)
-    index = shelf.index("me")
+    table = Table()
+    table.fill(EPOCH, 4, 160)
+    index = table.index("me")
     own = bits_in(SWARM, EPOCH, "me")
-    shelf.read(index)
+    table.read(index)
     assert index.depth == 4
     assert index.moved  # so others should know
     assert index.places(None, {}) == (bucket_prefix(EPOCH, own[:4]),)
@@ -222,56 +227,56 @@ def test_a_newcomer_finds_its_bucket_and_then_reads_four_keys():
     assert seen == [peer for peer in (f"peer{number}" for number in range(160)) if bits_in(SWARM, EPOCH, peer)[:4] == own[:4]]
     assert 4 <= len(seen) <= 20
     assert index.size(len(seen) + 1) == 16 * (len(seen) + 1)
-    shelf.read(index, bucket_prefix(EPOCH, own[:4]))
+    table.read(index, bucket_prefix(EPOCH, own[:4]))
     other = own[:4] + ("0" if own[4] == "1" else "1")
-    assert shelf.asked == [bucket_prefix(EPOCH, bits) for bits in (own[:3], own[:4], own[:5], other)]
+    assert table.asked == [bucket_prefix(EPOCH, bits) for bits in (own[:3], own[:4], own[:5], other)]
     assert not index.moved
 
 
 def test_peers_of_the_other_half_that_went_deeper_are_not_in_view():
     """They do not see this peer any more; their records under the old key are only not yet expired."""
-    shelf = Shelf()
-    shelf.fill(EPOCH, 3, 60)
-    index = shelf.index("me", bucket=32)
+    table = Table()
+    table.fill(EPOCH, 3, 60)
+    index = table.index("me", bucket=32)
     own = bits_in(SWARM, EPOCH, "me")
-    shelf.read(index)
+    table.read(index)
     other = own[:3] + ("0" if own[3] == "1" else "1")
     gone = [peer for peer in map("peer{}".format, range(60)) if bits_in(SWARM, EPOCH, peer).startswith(other)]
     assert gone
     assert all(index.shows(peer) for peer in gone)
-    shelf.keys[bucket_prefix(EPOCH, other)] = dict.fromkeys(gone, shelf.now + 1)
-    shelf.read(index)
+    table.keys[bucket_prefix(EPOCH, other)] = dict.fromkeys(gone, table.now + 1)
+    table.read(index)
     assert index.depth == 3
     assert not any(index.shows(peer) for peer in gone)
-    shelf.keys[bucket_prefix(EPOCH, own[:3])] |= dict.fromkeys(gone, shelf.now + 2)  # and came back
-    shelf.read(index)
+    table.keys[bucket_prefix(EPOCH, own[:3])] |= dict.fromkeys(gone, table.now + 2)  # and came back
+    table.read(index)
     assert all(index.shows(peer) for peer in gone)
 
 
 def test_the_next_epoch_is_written_and_read_ahead_and_begins_at_its_moment():
-    shelf = Shelf()
-    shelf.fill(EPOCH, 3, 60)
-    index = shelf.index("me", bucket=32)
-    shelf.read(index)
+    table = Table()
+    table.fill(EPOCH, 3, 60)
+    index = table.index("me", bucket=32)
+    table.read(index)
     old, new = bits_in(SWARM, EPOCH, "me")[:3], bits_in(SWARM, EPOCH + 1, "me")[:3]
     begins = (EPOCH + 1) * 60.0
-    shelf.now = begins - LEAD - 0.1
-    shelf.fill(EPOCH, 3, 60)
-    shelf.read(index)
+    table.now = begins - LEAD - 0.1
+    table.fill(EPOCH, 3, 60)
+    table.read(index)
     assert index.places(None, {}) == (bucket_prefix(EPOCH, old),)
-    shelf.now = begins - LEAD + 0.1
-    shelf.read(index)
+    table.now = begins - LEAD + 0.1
+    table.read(index)
     assert set(index.places(None, {})) == {bucket_prefix(EPOCH, old), bucket_prefix(EPOCH + 1, new)}
-    assert bucket_prefix(EPOCH + 1, new) not in shelf.asked
+    assert bucket_prefix(EPOCH + 1, new) not in table.asked
     assert index.changes() == float("inf")
-    shelf.fill(EPOCH + 1, 3, 60)
-    shelf.now = begins - LOOK + 0.1
-    shelf.read(index)
-    assert bucket_prefix(EPOCH + 1, new) in shelf.asked
+    table.fill(EPOCH + 1, 3, 60)
+    table.now = begins - LOOK + 0.1
+    table.read(index)
+    assert bucket_prefix(EPOCH + 1, new) in table.asked
     assert index.changes() == begins
-    shelf.now = begins - 0.01
+    table.now = begins - 0.01
     assert index.shows("peer1") == bits_in(SWARM, EPOCH, "peer1").startswith(old)
-    shelf.now = begins
+    table.now = begins
     assert {peer for peer in map("peer{}".format, range(60)) if index.shows(peer)} == {
         peer for peer in map("peer{}".format, range(60)) if bits_in(SWARM, EPOCH + 1, peer).startswith(new)
     }
@@ -279,38 +284,38 @@ def test_the_next_epoch_is_written_and_read_ahead_and_begins_at_its_moment():
 
 
 def test_who_could_not_read_the_next_bucket_stays_in_its_own():
-    shelf = Shelf()
-    shelf.fill(EPOCH, 3, 60)
-    index = shelf.index("me", bucket=32)
-    shelf.read(index)
+    table = Table()
+    table.fill(EPOCH, 3, 60)
+    index = table.index("me", bucket=32)
+    table.read(index)
     old, new = (bits_in(SWARM, epoch, "me")[:3] for epoch in (EPOCH, EPOCH + 1))
-    shelf.now = (EPOCH + 1) * 60.0 + 5.0
-    shelf.broken.add(bucket_prefix(EPOCH + 1, new))
-    shelf.read(index)
+    table.now = (EPOCH + 1) * 60.0 + 5.0
+    table.broken.add(bucket_prefix(EPOCH + 1, new))
+    table.read(index)
     assert index.shows("peer1") == bits_in(SWARM, EPOCH, "peer1").startswith(old)
     assert set(index.places(None, {})) == {bucket_prefix(EPOCH, old), bucket_prefix(EPOCH + 1, new)}
-    shelf.broken.clear()
-    shelf.fill(EPOCH + 1, 3, 60)
-    shelf.read(index)
+    table.broken.clear()
+    table.fill(EPOCH + 1, 3, 60)
+    table.read(index)
     assert index.places(None, {}) == (bucket_prefix(EPOCH + 1, new),)
 
 
 def test_a_key_of_ones_own_that_cannot_be_read_is_an_error():
-    shelf = Shelf()
-    shelf.fill(EPOCH, 3, 60)
-    index = shelf.index("me")
-    shelf.read(index)
-    shelf.broken.add(bucket_prefix(EPOCH, bits_in(SWARM, EPOCH, "me")[:3]))
+    table = Table()
+    table.fill(EPOCH, 3, 60)
+    index = table.index("me")
+    table.read(index)
+    table.broken.add(bucket_prefix(EPOCH, bits_in(SWARM, EPOCH, "me")[:3]))
     with pytest.raises(NetworkError):
-        shelf.read(index)
+        table.read(index)
 
 
 def test_the_estimate_is_smoothed_but_for_a_great_change():
-    shelf = Shelf()
-    shelf.fill(EPOCH, 3, 60)
-    index = shelf.index("me", bucket=64)
+    table = Table()
+    table.fill(EPOCH, 3, 60)
+    index = table.index("me", bucket=64)
     index.begin(90)
-    shelf.read(index)
+    table.read(index)
     draw = index._draws[0]
     draw.read, draw.depth = True, 3
     for count, expected in ((10, 80.0), (14, 88.0), (2, 16.0)):  # of 8 buckets: the first counts half, then a quarter of the change
@@ -324,34 +329,151 @@ def test_the_estimate_is_smoothed_but_for_a_great_change():
 
 
 def test_a_visitor_counts_the_members_of_eight_buckets_and_is_nearer_to_the_truth_than_by_one():
-    shelf, peers = Shelf(), 1500
-    shelf.fill(EPOCH, 5, peers)
+    table, peers = Table(), 1500
+    table.fill(EPOCH, 5, peers)
     errors = {}
     for breadth in (0, 3):
         estimates = []
         for number in range(24):
-            index = shelf.index(f"visitor{number}", bucket=64, breadth=breadth)
-            shelf.read(index)
+            index = table.index(f"visitor{number}", bucket=64, breadth=breadth)
+            table.read(index)
             assert index.moved
-            found = shelf.read(index)
+            found = table.read(index)
             seen = {peer for names in found.values() for peer in names if index.shows(peer)}
             estimates.append(index.size(len(seen)) / peers - 1)
         errors[breadth] = math.sqrt(sum(error**2 for error in estimates) / len(estimates))
     assert errors[3] < 0.1 < errors[0]
-    assert len(shelf.asked) == len(set(shelf.asked)) < 40, "31 keys at most, and the level above its bucket's way"
+    assert len(table.asked) == len(set(table.asked)) < 40, "31 keys at most, and the level above its bucket's way"
 
 
 def test_a_visitor_sees_all_of_a_swarm_of_a_few_buckets_whatever_level_they_are_at():
-    shelf, peers = Shelf(), 60
+    table, peers = Table(), 60
     for number in range(peers):
         bits = bits_in(SWARM, EPOCH, f"peer{number}")
-        shelf.keys.setdefault(bucket_prefix(EPOCH, bits[: 3 if bits[0] == "0" else 2]), {})[f"peer{number}"] = shelf.now
+        table.keys.setdefault(bucket_prefix(EPOCH, bits[: 3 if bits[0] == "0" else 2]), {})[f"peer{number}"] = table.now
     west = next(f"visitor{number}" for number in range(99) if bits_in(SWARM, EPOCH, f"visitor{number}")[0] == "0")
     for visitor, broken in (("visitor0", ""), ("visitor1", ""), (west, ""), (west, bucket_prefix(EPOCH, "11"))):
-        index = shelf.index(visitor, breadth=3)
-        shelf.read(index)
-        shelf.broken = {broken}
-        found = shelf.read(index)
+        index = table.index(visitor, breadth=3)
+        table.read(index)
+        table.broken = {broken}
+        found = table.read(index)
         seen = {peer for names in found.values() for peer in names if index.shows(peer)}
-        assert len(seen) == index.size(len(seen)) == peers - len(shelf.keys.get(broken, ()))
-        shelf.broken = set()
+        assert len(seen) == index.size(len(seen)) == peers - len(table.keys.get(broken, ()))
+        table.broken = set()
+
+
+# -- the search for one peer's record ------------------------------------------------------------------------------------------
+
+TURN = 7
+OWN = bits_in(SWARM, TURN, ME.peer_id)
+
+
+def stored(prefix, key=None):
+    return {key_of(SWARM, prefix if key is None else key): {ME.peer_id: record(prefix)}}
+
+
+def searched(keys, broken=()):
+    async def get(key):
+        if key in broken:
+            raise NetworkError("gone")
+        return keys.get(key, {})
+
+    return asyncio.run(is_in_its_bucket(get, SWARM, ME.peer_id, TURN))
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["", bits_of(ME.peer_id)[:3], bucket_prefix(TURN, OWN[:1]), bucket_prefix(TURN, OWN[:DEEPEST])],
+    ids=["everyone", "another", "one bit", "deepest"],
+)
+def test_a_record_is_found_at_any_depth(prefix):
+    assert searched(stored(prefix))
+
+
+def test_a_record_of_another_epoch_or_under_another_key_does_not_count():
+    assert not searched({})
+    other = TURN + 1
+    assert not searched(stored(bucket_prefix(other, bits_in(SWARM, other, ME.peer_id)[:2])))
+    assert not searched(stored(bucket_prefix(TURN, OWN[:2]), key=bucket_prefix(TURN, OWN[:3])))
+    assert not searched({key_of(SWARM, ""): {ME.peer_id: b"junk"}})
+
+
+def test_keys_that_cannot_be_read_are_passed_over_unless_they_are_all():
+    keys = stored(bucket_prefix(TURN, OWN[:2]))
+    assert searched(keys, broken={key_of(SWARM, "")})
+    every = {key_of(SWARM, bucket_prefix(TURN, OWN[:depth])) for depth in range(1, DEEPEST + 1)}
+    every |= {key_of(SWARM, bits_of(ME.peer_id)[:depth]) for depth in range(DEEPEST + 1)}
+    with pytest.raises(NetworkError, match="no key of the peer's bucket"):
+        searched({}, broken=every)
+
+
+# -- the directory of a swarm of buckets ---------------------------------------------------------------------------------------
+
+HOUR = 3600.0
+
+
+def test_members_are_those_of_the_bucket_and_others_can_still_be_reached():
+    shelf, epoch, me = Shelf(), int((time.time() + 60) // HOUR), Identity.ephemeral()
+    own = bits_in(SWARM, epoch, me.peer_id)[:2]
+    skew = epoch * HOUR + 100.0 - time.time()  # by the clock of the others the epoch has begun a moment ago
+    there = []
+    for _ in range(40):
+        peer = Identity.ephemeral()
+        prefix = bucket_prefix(epoch, bits_in(SWARM, epoch, peer.peer_id)[:2])
+        shelf.keys[key_of(SWARM, prefix)][peer.peer_id] = record(prefix, peer, issued=time.time() + skew)
+        there += [peer.peer_id] * prefix.endswith(f"/{own}")
+    directory = Directory(shelf, me, SWARM, bucket=32, epoch_s=HOUR)
+    directory.skew = skew
+    directory.announce(**ABOUT)
+    directory.refresh(5)
+    assert set(directory.members()) == {me.peer_id, *there}
+    assert directory.size() == 4 * (len(there) + 1)
+    assert directory.wait_for(directory.size(), 0.0)
+    assert all(directory.belongs(peer) for peer in there)
+    assert directory.leave(5)
+    assert me.peer_id in shelf.keys[key_of(SWARM, bucket_prefix(epoch, own))]
+
+
+def test_who_was_in_the_bucket_just_before_can_still_be_reached():
+    shelf, me, peer = Shelf(), Identity.ephemeral(), Identity.ephemeral()
+    directory = Directory(shelf, me, SWARM, bucket=32, epoch_s=HOUR)
+    directory._seen = {peer.peer_id: member_of(peer.peer_id, issued=time.time())}
+    directory._index.shows = lambda peer: False
+    assert not directory.members()
+    assert not directory.departed()
+    assert not directory.belongs(peer.peer_id)
+    assert set(directory.everyone()) == {peer.peer_id}
+    assert directory.knows(peer.peer_id)
+
+
+def test_a_node_whose_clock_is_minutes_off_is_in_the_epoch_of_the_others_and_is_believed_by_them(monkeypatch):
+    shelf, me, peer, now = Shelf(), Identity.ephemeral(), Identity.ephemeral(), 1e9
+    monkeypatch.setattr(
+        "shoal.swarm.membership.directory.time", SimpleNamespace(time=lambda: now - 125.0, monotonic=time.monotonic)
+    )
+    wrong = Directory(shelf, me, SWARM, bucket=4, epoch_s=30.0)
+    wrong._index.begin(64)
+    wrong.announce(**ABOUT)
+    wrong.skew = 125.0
+    wrong.refresh(5)
+    asyncio.run(wrong._publish())
+    (prefix,) = [key.rpartition("/m/")[2] for key, records in shelf.keys.items() if me.peer_id in records]
+    assert prefix.startswith(f"{int(now // 30.0)}/") or not prefix
+    assert wrong._index._current().epoch == int(now // 30.0)
+    assert wrong.own().issued == now
+    # What others date a moment ago is fresh, and not of the future.
+    theirs = member_of(peer.peer_id, issued=now - 1.0)
+    assert wrong.hear(theirs)
+    assert peer.peer_id in wrong.everyone()
+
+
+def test_a_visitor_reads_again_once_it_knows_where_its_bucket_is_and_sees_the_ones_beside():
+    shelf, epoch = Shelf(), int(time.time() // HOUR)
+    directory = Directory(shelf, Identity.ephemeral(), SWARM, bucket=16, epoch_s=HOUR, breadth=3)
+    for _ in range(40):
+        peer = Identity.ephemeral()
+        for at in (epoch, epoch + 1):  # in case an hour ends here
+            prefix = bucket_prefix(at, bits_in(SWARM, at, peer.peer_id)[:2])
+            shelf.keys[key_of(SWARM, prefix)][peer.peer_id] = record(prefix, peer, issued=time.time())
+    directory.refresh(5)
+    assert len(directory.members()) == directory.size() == 40

@@ -18,12 +18,10 @@ from shoal.swarm.membership import dht
 from shoal.swarm.membership import directory as directory_module
 from shoal.swarm.membership.dht import AHEAD, MAX_TTL, MemberValidator, bits_of, key_of, make_record, open_record
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.p2p.host import Host
 from shoal.swarm.wire.envelope import seal
-from shoal.swarm.wire.messages import Member
 from tests.clocks import LoopThread, until
-from tests.records import member_of
-from tests.swarm.membership.conftest import ABOUT, Quiet
+from tests.records import ABOUT, member_of
+from tests.swarm.membership.conftest import Node, Quiet
 
 SWARM = "a" * 52
 
@@ -155,7 +153,7 @@ def me():
 
 
 def member(identity, **changes):
-    return member_of(identity.peer_id, **{"issued": time.time(), **ABOUT, **changes})
+    return member_of(identity.peer_id, **{"issued": time.time(), **changes})
 
 
 def dht_record(value, subkey, prefix="", swarm=SWARM, expires_in=30.0):
@@ -244,30 +242,17 @@ def test_who_is_barred_is_no_member_but_can_be_found():
 # -- real hosts ------------------------------------------------------------------------------------------------------------
 
 
-class Node:
-    def __init__(self, bootstrap=(), swarm=SWARM, **options):
-        self.identity = Identity.ephemeral()
-        self.host = Host.start(self.identity, bootstrap=bootstrap, validator=MemberValidator(swarm), timeout=60)
-        self.directory = Directory(self.host, self.identity, swarm, **{"period": 0.5, "ttl": 30.0, **options})
-        self.peer_id = self.identity.peer_id
-
-    def say(self, **changes):
-        self.directory.announce(**{**ABOUT, **changes})
-
-    def round_of(self, other):
-        """The round of ``other`` as this node knows it; ``None`` while it knows nothing of the other."""
-        member = self.directory.members().get(other.peer_id)
-        return member and member.round
-
-    def close(self):
-        self.directory.close()
-        self.host.close()
+def round_of(node, other):
+    """The round of ``other`` as ``node`` knows it; ``None`` while it knows nothing of the other."""
+    member = node.directory.members().get(other.peer_id)
+    return member and member.round
 
 
 @pytest.fixture
 def four():
-    nodes = [Node(cap=2)]
-    nodes += [Node(nodes[0].host.addresses(), cap=2) for _ in range(3)]
+    quick = {"ttl": 30.0, "period": 0.5, "cap": 2}
+    nodes = [Node(**quick)]
+    nodes += [Node(nodes[0].host.addresses(), **quick) for _ in range(3)]
     yield nodes
     for node in nodes:
         node.close()
@@ -275,7 +260,7 @@ def four():
 
 def test_four_nodes_see_each_other_and_one_that_leaves_is_gone_at_once(four):
     for number, node in enumerate(four):
-        node.say(name=f"n{number}", shard=number)
+        node.say(name=f"n{number}", shard=number, shards=4, loss=2.5)
     everyone = {node.peer_id for node in four}
     for node in four:
         assert node.directory.wait_for(4, 60)
@@ -283,8 +268,8 @@ def test_four_nodes_see_each_other_and_one_that_leaves_is_gone_at_once(four):
     seen = four[0].directory.members()[four[3].peer_id]
     assert (seen.name, seen.shard, seen.loss, seen.addresses) == ("n3", 3, 2.5, four[3].host.addresses())
 
-    four[1].say(name="n1", shard=1, round=7, loss=None)
-    until(lambda: four[2].round_of(four[1]) == 7)
+    four[1].say(name="n1", round=7)
+    until(lambda: round_of(four[2], four[1]) == 7)
 
     assert four[3].directory.leave(5)
     four[3].host.close()
@@ -292,7 +277,7 @@ def test_four_nodes_see_each_other_and_one_that_leaves_is_gone_at_once(four):
     until(lambda: all(set(node.directory.members()) == rest for node in four[:3]))
     assert set(four[0].directory.departed()) == {four[3].peer_id}  # by its word, not because its record expired
 
-    four[2].say(name="n2", shard=2, state="done")
+    four[2].say(name="n2", state="done")
     until(lambda: four[2].peer_id not in four[0].directory.members())
     assert {four[2].peer_id, four[3].peer_id} == set(four[0].directory.departed())
     # Sharded: with room for two per key, some moved on, and nobody lost sight of anybody.
@@ -330,9 +315,9 @@ def test_a_daemon_restart_is_survived(four):
     four[1].host._supervisor.daemon._child.kill()
     until(lambda: four[1].host.restarts == 1)
     four[1].say(round=9)
-    until(lambda: four[0].round_of(four[1]) == 9)
+    until(lambda: round_of(four[0], four[1]) == 9)
     four[0].say(round=8)
-    until(lambda: four[1].round_of(four[0]) == 8)
+    until(lambda: round_of(four[1], four[0]) == 8)
 
 
 def test_waiting_ends_in_time_or_when_told(four):
@@ -445,8 +430,8 @@ def test_an_older_record_does_not_replace_a_newer_one(start):
     other, now = Identity.ephemeral(), time.time()
 
     def put(prefix, round, issued):
-        member = Member(**{**ABOUT, "round": round}, swarm=SWARM, peer=other.peer_id, addresses=(), issued=issued)
-        board.keys[key_of(SWARM, prefix)] = {other.peer_id: make_record(prefix, member, other)}
+        record = make_record(prefix, member(other, round=round, issued=issued), other)
+        board.keys[key_of(SWARM, prefix)] = {other.peer_id: record}
 
     directory._prefix = bits_of(other.peer_id)[:1]  # so that the key below the root is read as well
     directory._run_future.cancel()

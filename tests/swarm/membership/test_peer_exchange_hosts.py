@@ -4,41 +4,14 @@ import pytest
 
 from shoal.swarm.identity import Identity
 from shoal.swarm.membership import peer_exchange
-from shoal.swarm.membership.dht import MemberValidator
-from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.peer_exchange import PeerExchange
-from shoal.swarm.p2p.host import Host
 from tests.clocks import until
-from tests.swarm.membership.conftest import ABOUT
+from tests.records import SWARM
+from tests.swarm.membership.conftest import Node
 
-SWARM = "a" * 52
 
-
-class Node:
-    """A host with a directory and peer exchange; one that is ``captured`` reads an empty DHT."""
-
-    def __init__(self, identity, bootstrap, known=None, captured=False):
-        self.peer_id = identity.peer_id
-        self.host = Host.start(
-            identity, bootstrap=bootstrap, validator=MemberValidator(SWARM), swarm=SWARM, must_join=bool(bootstrap), known=known,
-            timeout=60.0,
-        )  # fmt: skip
-        if captured:
-            self.host.get = self.nothing
-        self.directory = Directory(self.host, identity, SWARM, ttl=20.0, period=1.0)
-        self.exchange = PeerExchange(self.host, self.directory, identity, SWARM)
-        self.directory.announce(**ABOUT)
-
-    async def nothing(self, key):
-        return {}
-
-    def sees(self):
-        return set(self.directory.members())
-
-    def close(self):
-        self.exchange.close()
-        self.directory.close()
-        self.host.close()
+async def nothing(key):
+    return {}
 
 
 @pytest.fixture
@@ -46,9 +19,15 @@ def nodes(monkeypatch):
     monkeypatch.setattr(peer_exchange, "LOOK", 0.5)
     made = []
 
-    def start(*bootstrap, identity=None, **options):
-        made.append(Node(identity or Identity.ephemeral(), bootstrap, **options))
-        return made[-1]
+    def start(*bootstrap, captured=False, **options):
+        """Start a node with peer exchange; one that is ``captured`` reads an empty DHT."""
+        made.append(node := Node(bootstrap, must_join=bool(bootstrap), **options))
+        if captured:
+            node.host.get = nothing
+        node.exchange = PeerExchange(node.host, node.directory, node.identity, SWARM)
+        node.beside.append(node.exchange)
+        node.say()
+        return node
 
     yield start
     for node in made:

@@ -14,7 +14,8 @@ from shoal.swarm.membership.directory import NEWCOMERS, Directory, Room
 from shoal.swarm.p2p.addresses import range_of
 from shoal.swarm.p2p.hivemind_adapter import MAX_SUBKEYS, BoundedStorage
 from shoal.swarm.wire.messages import Member
-from tests.swarm.membership.conftest import ABOUT, Shelf
+from tests.records import member_of
+from tests.swarm.membership.conftest import Shelf
 
 SWARM, MOST = "a" * 52, 64
 
@@ -114,8 +115,7 @@ def test_members_that_were_met_are_read_below_keys_full_of_strangers():
 
 
 def signed(identity, prefix, issued):
-    member = Member(**ABOUT, swarm=SWARM, peer=identity.peer_id, addresses=(), issued=issued)
-    return make_record(prefix, member, identity)
+    return make_record(prefix, member_of(identity.peer_id, issued=issued), identity)
 
 
 def test_a_directory_opens_a_bounded_part_of_a_key_and_keeps_who_it_met(monkeypatch):

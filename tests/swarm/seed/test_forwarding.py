@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import queue
-import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -12,13 +12,14 @@ from pydantic import ValidationError
 from shoal.swarm import seed as server_module
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.identity import Identity
+from shoal.swarm.membership import swarm_list
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.reachability import ask_seed
 from shoal.swarm.seed import BUDGET, MAX_ASKED, MAX_TOPICS, REST_S, TTL, GossipForwarding, Seed
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_TOPICS as NAMED
 from shoal.swarm.wire.messages import SEED_PROTOCOL, SeedRequest
-from tests.clocks import Clock
+from tests.clocks import Clock, LoopThread
 from tests.records import member_of
 
 SWARM, OTHER = "a" * 52, "b" * 52
@@ -79,24 +80,10 @@ def test_a_request_names_few_short_topics(topics):
 @contextlib.contextmanager
 def running(**options):
     """A bootstrap node in a thread of its own; its addresses."""
-    told, loop = queue.Queue(), asyncio.new_event_loop()
-    seed = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], on_ready=told.put, **options)
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    future = asyncio.run_coroutine_threadsafe(seed.run(), loop)
-    try:
+    told = queue.Queue()
+    with contextlib.closing(LoopThread()) as loop:
+        loop.submit(Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"], on_ready=told.put, **options).run())
         yield told.get(timeout=30)
-    finally:
-        future.cancel()
-
-        async def rest():
-            left = asyncio.all_tasks() - {asyncio.current_task()}
-            await asyncio.wait(left, timeout=10) if left else None
-
-        asyncio.run_coroutine_threadsafe(rest(), loop).result(20)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def report(host, identity, seed, topics):
@@ -104,11 +91,8 @@ def report(host, identity, seed, topics):
     record = member_of(identity.peer_id, state="waiting", issued=time.time())
 
     async def asked():
-        stream = await host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, timeout=30)
-        try:
+        with contextlib.closing(await host.open(seed.rpartition("/p2p/")[2], SEED_PROTOCOL, timeout=30)) as stream:
             await ask_seed(stream, SWARM, seal(record, identity), topics)
-        finally:
-            stream.close()
 
     host.call(asked(), 60)
 
@@ -138,11 +122,7 @@ def test_what_one_publishes_another_hears_that_is_connected_to_the_bootstrap_nod
         assert b.peer_id not in a.call(a._supervisor.daemon.peers(), 10)
 
 
-def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does():
-    from types import SimpleNamespace
-
-    from shoal.swarm.membership import swarm_list
-
+def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does(monkeypatch):
     asked = []
     me = Identity.ephemeral()
     host = SimpleNamespace(
@@ -162,9 +142,8 @@ def test_a_member_that_announces_a_relay_names_its_topics_and_no_other_does():
     directory = SimpleNamespace(everyone=None, departed=None, members=dict)
     directory.own = lambda: member_of(me.peer_id, addresses=tuple(addresses), state="waiting")
     announcer = swarm_list.SeedAnnouncer(host, directory, me, SWARM)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(swarm_list, "ask_seed", ask)
-        asyncio.run(announcer._report())
-        addresses.append(f"/ip4/1.1.1.1/tcp/1/p2p/{Identity.ephemeral().peer_id}/p2p-circuit/p2p/{me.peer_id}")
-        asyncio.run(announcer._report())
+    monkeypatch.setattr(swarm_list, "ask_seed", ask)
+    asyncio.run(announcer._report())
+    addresses.append(f"/ip4/1.1.1.1/tcp/1/p2p/{Identity.ephemeral().peer_id}/p2p-circuit/p2p/{me.peer_id}")
+    asyncio.run(announcer._report())
     assert asked == [[], ["rollout/2", "status/4"]]

@@ -14,15 +14,14 @@ import pytest
 from shoal.swarm.access import Link
 from shoal.swarm.errors import StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.membership.dht import MemberValidator
-from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.swarm_list import SeedAnnouncer
 from shoal.swarm.p2p.host import Host
-from shoal.swarm.seed import MAX_MEMBERS, MAX_OF_RANGE, MAX_PLACES, MAX_SWARMS, TTL, SeedRegistry, crowding_peers
+from shoal.swarm.seed import MAX_MEMBERS, MAX_OF_RANGE, MAX_PLACES, MAX_SWARMS, TTL, Seed, SeedRegistry, crowding_peers
 from shoal.swarm.wire.envelope import seal
 from shoal.swarm.wire.messages import MAX_NAMED, SeedRequest
 from tests.clocks import Clock, until
 from tests.records import member_of
+from tests.swarm.membership.conftest import Node
 
 SWARM = "a" * 52
 ROOT = Path(__file__).resolve().parents[3]
@@ -168,37 +167,17 @@ def seed(tmp_path):
         assert made.end() == 0
 
 
-class Node:
-    """A host with a directory entry, which reports to the bootstrap nodes."""
-
-    def __init__(self, bootstrap=(), must_join=True, known=None):
-        self.identity = Identity.ephemeral()
-        self.host = Host.start(
-            self.identity, bootstrap=bootstrap, validator=MemberValidator(SWARM), swarm=SWARM, must_join=must_join, known=known,
-            timeout=15,
-        )  # fmt: skip
-        self.directory = Directory(self.host, self.identity, SWARM, ttl=10, period=1)
-        self.announcer = SeedAnnouncer(self.host, self.directory, self.identity, SWARM)
-        self.directory.announce(
-            name="x", round=0, step=0, loss=None, steps_per_s=0.0, shard=0, shards=1, model="0" * 64, state="waiting", version="0"
-        )
-
-    def sees(self):
-        return set(self.directory.members())
-
-    def close(self):
-        self.announcer.close()
-        self.directory.close()
-        self.host.close()
-
-
 @pytest.fixture
 def nodes():
     made = []
 
-    def start(*arguments, **options):
-        made.append(Node(*arguments, **options))
-        return made[-1]
+    def start(bootstrap=(), **options):
+        """Start a node that reports to the bootstrap nodes."""
+        made.append(node := Node(bootstrap, timeout=15, **options))
+        node.announcer = SeedAnnouncer(node.host, node.directory, node.identity, SWARM)
+        node.beside.append(node.announcer)
+        node.say(state="waiting")
+        return node
 
     yield start
     for node in made:
@@ -290,24 +269,27 @@ def test_known_peers_are_enough_to_come_back(nodes, tmp_path):
     until(lambda: {again.host.peer_id, other.host.peer_id} <= again.sees() & other.sees())
 
 
-def test_the_daemon_is_asked_only_for_what_is_there():
-    """End a stream of requests that the bootstrap node does not understand."""
-    from shoal.swarm.seed import Seed
+class Caller:
+    """A stream on which garbage comes, and nothing may be sent; ``said``: whether it was answered or aborted."""
 
-    seed = Seed(Identity.ephemeral(), listen=["/ip4/127.0.0.1/tcp/0"])
+    def __init__(self, peer, origin):
+        self.peer_id, self.origin, self.partner, self.said = peer, origin, False, ""
 
-    class Liar:
-        peer_id, origin, partner = Identity.ephemeral().peer_id, "10.1.0.1", False
-        closed = False
+    async def receive(self, limit, timeout):
+        return b"garbage"
 
-        async def receive(self, limit, timeout):
-            return b"garbage"
+    async def more(self, timeout):
+        self.said = "answered"
 
-        async def send(self, data, timeout):
-            raise AssertionError("nothing is to be answered")
+    def abort(self):
+        self.said = "aborted"
 
-    asyncio.run(seed._limited(Liar(), seed._answer))
+
+def test_a_request_that_the_bootstrap_node_does_not_understand_ends_its_stream():
+    seed = Seed(Identity.ephemeral(), listen=[])
+    asyncio.run(seed._limited(caller := Caller("eve", "10.1.0.1"), seed._answer))
     assert not seed._places.peers
+    assert not caller.said
 
 
 def test_a_crowded_range_gives_connections_up_and_a_crowded_address_first():
@@ -321,33 +303,21 @@ def test_a_crowded_range_gives_connections_up_and_a_crowded_address_first():
 
 def test_silent_streams_of_a_range_leave_room_for_others(monkeypatch):
     """64 keys of one range held all 256."""
-    from shoal.swarm import seed as server
-
-    monkeypatch.setattr(server, "MAX_STREAMS", 4)
-    answered, aborted = [], []
-
-    class Caller:
-        def __init__(self, peer, origin):
-            self.peer_id, self.origin, self.partner = peer, origin, False
-
-        async def more(self, timeout):
-            answered.append(self.peer_id)
-
-        def abort(self):
-            aborted.append(self.peer_id)
+    monkeypatch.setattr("shoal.swarm.seed.MAX_STREAMS", 4)
+    crowd, ada = [Caller(f"e{n}", "10.0.0.1") for n in range(6)], Caller("ada", "10.1.0.1")
 
     async def main():
-        seed, end = server.Seed(Identity.ephemeral(), listen=[]), asyncio.Event()
+        seed, end = Seed(Identity.ephemeral(), listen=[]), asyncio.Event()
 
         async def silent(stream):
             await end.wait()
 
-        held = [asyncio.ensure_future(seed._limited(Caller(f"e{n}", "10.0.0.1"), silent)) for n in range(6)]
+        held = [asyncio.ensure_future(seed._limited(caller, silent)) for caller in crowd]
         await asyncio.sleep(0)
-        assert aborted == ["e4", "e5"]
-        await seed._limited(Caller("ada", "10.1.0.1"), lambda stream: asyncio.sleep(0))
-        assert answered == ["ada"]
-        assert aborted == ["e4", "e5", "e0"]
+        assert [caller.peer_id for caller in crowd if caller.said] == ["e4", "e5"]
+        await seed._limited(ada, lambda stream: asyncio.sleep(0))
+        assert ada.said == "answered"
+        assert [caller.peer_id for caller in crowd if caller.said == "aborted"] == ["e0", "e4", "e5"]
         end.set()
         await asyncio.gather(*held)
         assert not seed._places.peers
