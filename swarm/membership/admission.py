@@ -85,9 +85,7 @@ def serve_manifest(host: Host, swarm: str, sealed: bytes) -> None:
 def fetch_manifest(host: Host, link: Link, timeout: float = 20.0) -> tuple[bytes, Manifest]:
     """Ask the peers by which this node entered, and the link's, at once; return this swarm's manifest, sealed and opened.
 
-    Raises:
-        MessageError: none handed it out, and one is in another swarm or speaks another version.
-        NetworkError: none answered.
+    Raises MessageError (none handed it out, and one is in another swarm or speaks another version) or NetworkError (none answered).
     """
 
     async def ask(address: str, dial: tuple[str, ...]) -> tuple[bytes, Manifest]:
@@ -137,8 +135,7 @@ def start_unconnected(identity: Identity, link: Link | None, listen: Sequence[st
 def connected(link: Link) -> Iterator[tuple[Identity, Host, Manifest]]:
     """Start a host in the swarm of ``link`` and fetch the manifest, which an invitation-only swarm shows to everybody.
 
-    Raises:
-        StartupError, NetworkError, MessageError.
+    Raises StartupError, NetworkError or MessageError.
     """
     identity = Identity.ephemeral()
     host = Host.start(identity, bootstrap=link.bootstrap, validator=MemberValidator(link.swarm), light=True, swarm=link.swarm)
@@ -151,8 +148,7 @@ def connected(link: Link) -> Iterator[tuple[Identity, Host, Manifest]]:
 def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifest) -> Directory:
     """Open the directory of a swarm, showing the invitation in ``link`` to peers of an invitation-only one; read it once.
 
-    Raises:
-        NetworkError, AdmissionError.
+    Raises NetworkError or AdmissionError.
     """
     access_policy = AccessPolicy(identity.peer_id)
     if manifest.invite_only:
@@ -175,12 +171,10 @@ def open_directory(identity: Identity, host: Host, link: Link, manifest: Manifes
 def visited(link: Link) -> Iterator[tuple[Host, Manifest, dict[str, Member], int]]:
     """Look into the swarm of ``link``: a host that is no member, the manifest, the members, and how many there are.
 
-    In a swarm of buckets those of eight buckets are returned, and the number is estimated from them.
+    In a swarm of buckets those of eight buckets are returned, and the number is estimated from them. In an invitation-only swarm an
+    invitation in the link also lets the host fetch from peers that do not know it.
 
-    In an invitation-only swarm an invitation in the link also lets the host fetch from peers that do not know it.
-
-    Raises:
-        StartupError, NetworkError, MessageError, AdmissionError.
+    Raises StartupError, NetworkError, MessageError or AdmissionError.
     """
     with connected(link) as (identity, host, manifest):
         directory = open_directory(identity, host, link, manifest)

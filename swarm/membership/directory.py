@@ -154,10 +154,8 @@ class Directory:
     def announce(self, **fields: Any) -> None:
         """Set the fields of this node's `Member` record, but for who and where it is, and return at once.
 
-        A new round or state is published as soon as possible, anything else with the next period.
-
-        Raises:
-            ValidationError (pydantic's): `Member` does not allow a field, or lacks one.
+        A new round or state is published as soon as possible, anything else with the next period. Raises pydantic's ValidationError
+        if `Member` does not allow a field, or lacks one.
         """
         self._member(fields)
         with self._changed:

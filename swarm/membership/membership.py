@@ -118,7 +118,6 @@ class Membership:
         )
 
     def close(self) -> None:
-        """Leave the network."""
         self.announcer.report(1.0)  # after `Directory.leave` this takes the node off the seeds' lists
         self.announcer.close()
         self.peers.close()
@@ -130,9 +129,7 @@ class Membership:
 def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Membership:
     """Start the first node of the swarm of ``sealed``.
 
-    Raises:
-        AdmissionError: it is invitation-only, and this node is not its creator.
-        StartupError: the node cannot get on the network.
+    Raises AdmissionError (it is invitation-only, and this node is not its creator) or StartupError (it cannot get on the network).
     """
     manifest, swarm = open_manifest(sealed), swarm_id(sealed)
     if manifest.invite_only and manifest.creator != identity.peer_id:

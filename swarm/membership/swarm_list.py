@@ -234,7 +234,6 @@ def merged(found: Iterable[PublicSwarm]) -> list[PublicSwarm]:
 
 
 async def _listed_by(daemon: Daemon, seed: str) -> list[PublicSwarm]:
-    """Return the public swarms that the bootstrap node at the multiaddr ``seed`` lists."""
     peer = seed.rpartition("/p2p/")[2]
     await daemon.connect(peer, [seed])
     found, after = list[PublicSwarm](), None

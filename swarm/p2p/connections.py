@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import re
 import socket
@@ -156,29 +157,26 @@ async def connect_any(daemon: Daemon, bootstrap: Sequence[str], timeout: float) 
 
     Once one has answered, the others get `PATIENCE` seconds more. Takes at most ``timeout`` seconds.
     """
-    tasks = {asyncio.create_task(daemon.connect(peer, found)): (peer, found) for peer, found in by_peer(bootstrap).items()}
     loop = asyncio.get_running_loop()
-    began = loop.time()
-    end = began + timeout
-    pending = set(tasks)
+    began, peers = loop.time(), by_peer(bootstrap)
     reached: list[str] = []
     failed: dict[str, str] = {}
-    try:
-        while pending and loop.time() < end:
-            done, pending = await asyncio.wait(pending, timeout=end - loop.time(), return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                peer, found = tasks[task]
-                if (error := task.exception()) is None:
-                    reached.append(peer)
-                    end = min(end, loop.time() + PATIENCE)
-                else:
-                    failed |= {address: why(error, address) for address in found}
-    finally:
-        for task in pending:
-            task.cancel()
-    for task in pending:
-        failed |= dict.fromkeys(tasks[task][1], f"did not answer within {loop.time() - began:.3g} s")
-    return reached, failed
+
+    async def dial(peer: str, addresses: list[str]) -> None:
+        try:
+            await daemon.connect(peer, addresses)
+        except Exception as error:
+            failed.update((address, why(error, address)) for address in addresses)
+            return
+        reached.append(peer)
+        if not limit.expired():
+            limit.reschedule(min(limit.when() or 0.0, loop.time() + PATIENCE))
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout) as limit:
+            await asyncio.gather(*itertools.starmap(dial, peers.items()))
+    silent = [each for peer, addresses in peers.items() if peer not in reached for each in addresses if each not in failed]
+    return reached, failed | dict.fromkeys(silent, f"did not answer within {loop.time() - began:.3g} s")
 
 
 def why(error: BaseException, address: str) -> str:

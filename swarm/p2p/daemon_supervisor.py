@@ -317,7 +317,6 @@ class DaemonSupervisor:
             await daemon.serve(protocol, incoming)
 
     async def _keep_up(self) -> None:
-        """Restart the daemon whenever it ends."""
         while True:
             daemon = self.running()
             status = await daemon.ended()
@@ -341,7 +340,6 @@ class DaemonSupervisor:
                     log.warning("the network daemon is not back yet, trying again: %s", why, exc_info=not expected)
 
     async def _keep_slots(self) -> None:
-        """Keep the slots at relays of a node that nobody can dial."""
         while True:
             await asyncio.sleep(SLOTS_S)
             if (daemon := self.daemon) is None:

@@ -287,8 +287,7 @@ class Host:
 
         try:
             self.call(self._supervisor.serve(protocol, incoming), SERVE_S)
-            if self.puncher.daemon is not None:
-                self.call(self.puncher.serve(protocol, incoming), SERVE_S)
+            self.call(self.puncher.serve(protocol, incoming), SERVE_S)
         except NetworkError:
             if not self._closed:
                 raise NetworkError(

@@ -305,7 +305,6 @@ class ResourceManager:
         self._strangers.free(stream)
 
     def _end(self, stream: Stream) -> None:
-        """End a stream that has to give way."""
         self._free(stream)
         self._counters.reject("crowded")
         stream.abort()
