@@ -22,7 +22,7 @@ from shoal.swarm.p2p import daemon_guard as guard
 from shoal.swarm.p2p.addresses import is_loopback, peer_bytes, to_bytes, to_text, varint
 from shoal.swarm.p2p.connections import fixed_ports, obtain_ports
 from shoal.swarm.p2p.daemon import DaemonError
-from shoal.swarm.p2p.host import Host
+from tests.swarm.p2p.conftest import start
 
 ANY = "/ip4/127.0.0.1/tcp/0"
 
@@ -43,10 +43,6 @@ def _short_temp(monkeypatch, tmp_path):
 
 def base():
     return Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}"
-
-
-def start(**options):
-    return Host.start(Identity.ephemeral(), timeout=options.pop("timeout", 15), **options)
 
 
 def taken_port(kind=socket.SOCK_STREAM):

@@ -2,6 +2,7 @@
 asked for a key."""
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -48,15 +49,8 @@ def dials(backoff, clock, named, seconds=HOUR, every=1):
     return count
 
 
-def numbers():
-    number = 0
-    while True:
-        yield number
-        number += 1
-
-
 def test_an_address_that_many_made_up_members_name_is_dialled_a_few_times(backoff, clock):
-    ids = numbers()
+    ids = itertools.count()
     most = 9 + HOUR / LONGEST  # 2, 4, 8, ... seconds, and then every five minutes
     assert 5 <= dials(backoff, clock, lambda: (f"made-up{next(ids)}", [f"{VICTIM}/p2p/x"])) <= most
 
@@ -70,7 +64,7 @@ def test_an_address_that_many_made_up_members_name_is_dialled_a_few_times(backof
     ids=["tcp", "quic", "ip6", "mapped", "dns", "relay"],
 )  # fmt: skip
 def test_a_host_that_is_named_under_every_port_and_name_is_dialled_a_few_times(backoff, clock, pattern):
-    ids = numbers()
+    ids = itertools.count()
 
     def named():
         number = next(ids) % 65_000

@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 
 import psutil
 import pytest
@@ -21,27 +20,14 @@ from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import MAX_HANDLERS_PER_PEER
 from shoal.swarm.seed import Seed
 from tests.clocks import until
+from tests.swarm.p2p.conftest import ECHO, ask, start
 
-ECHO = "/test/echo/1"
 MB = 1 << 20
 
 
 async def echo(stream):
     while True:
         await stream.send(await stream.receive(MB, 30), 5)
-
-
-async def ask(host, peer_id, data=b"hello", addresses=()):
-    stream = await host.open(peer_id, ECHO, addresses=addresses, timeout=30)
-    try:
-        await stream.send(data, 30)
-        return await stream.receive(MB, 30)
-    finally:
-        stream.close()
-
-
-def start(**options):
-    return Host.start(Identity.ephemeral(), timeout=60, **options)
 
 
 @pytest.fixture
@@ -329,15 +315,6 @@ def test_the_swarm_is_found_again_through_remembered_peers():
         b.call(b.store("key", "one", b"1", 60), 60)
         assert c.call(c.get("key"), 60) == {"one": b"1"}
         assert c.call(ask(c, b.peer_id), 60) == b"hello"
-
-
-def test_what_is_remembered_is_bounded(two):
-    a, _ = two
-    peers = [Identity.ephemeral().peer_id for _ in range(100)]
-    a.remember(f"/ip4/10.0.{i // 250}.{i % 250}/tcp/1/p2p/{peers[i % 100]}" for i in range(2000))
-    known = Counter(address.rpartition("/p2p/")[2] for address in a._supervisor.known.addresses())
-    assert len(known) <= 64
-    assert max(known.values()) <= 4
 
 
 @pytest.mark.parametrize(("announced", "says"), [

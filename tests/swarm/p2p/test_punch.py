@@ -43,9 +43,8 @@ def asked(by, of, side=None, address=THERE, key=None):
 class FakeDaemon:
     """The second daemon: its dials, who is connected to it, and what it serves."""
 
-    def __init__(self, identity):
-        self.peer_id, self.here, self.dialled, self.served = identity.peer_id, {SEED}, [], {}
-        self.own = ("/ip6/fe80::1/udp/4001/quic-v1", SIX)
+    def __init__(self, identity, own):
+        self.peer_id, self.own, self.here, self.dialled, self.served = identity.peer_id, own, {SEED}, [], {}
         self.gone, self.nobody, self.hangs = asyncio.Event(), False, False
 
     async def peers(self):
@@ -90,13 +89,13 @@ class World:
 
     def __init__(self, monkeypatch, me=FIRST, other=SECOND):
         self.me, self.other, self.started, self.origins, self.calls = me, other, [], {other: ""}, []
-        self.members = {other}
+        self.members, self.own = {other}, ("/ip6/fe80::1/udp/4001/quic-v1", SIX)
         self.resources = ResourceManager()
         self.resources.known = lambda peer: peer in self.members
         self.side = Identity.ephemeral()
 
         async def launch(identity, **options):
-            self.started.append(FakeDaemon(identity))
+            self.started.append(FakeDaemon(identity, self.own))
             return self.started[-1]
 
         async def origins():
@@ -368,14 +367,7 @@ async def test_a_second_daemon_that_nobody_needs_any_more_is_ended(world, monkey
 
 
 async def test_a_second_daemon_of_which_nobody_tells_the_address_is_ended(world):
-    world.supervisor.bootstrapper.seeds = {}
-
-    async def launch(identity, **options):
-        world.started.append(FakeDaemon(identity))
-        world.started[-1].own = ()
-        return world.started[-1]
-
-    punch.Daemon.launch = launch  # the fixture puts it back
+    world.supervisor.bootstrapper.seeds, world.own = {}, ()
     with pytest.raises(NetworkError, match="no bootstrap node"):
         await world.asks(asked(SECOND, FIRST))
     assert world.started[0].gone.is_set()

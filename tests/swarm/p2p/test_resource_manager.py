@@ -2,17 +2,15 @@
 
 import asyncio
 import resource
-import threading
-import time
 
 import pytest
 from hivemind.p2p import PeerID
 
 from shoal.swarm.access import AccessPolicy, PeerLists
 from shoal.swarm.errors import NetworkError
-from shoal.swarm.identity import Identity
-from shoal.swarm.p2p.host import Host
+from shoal.swarm.membership.admission import ADMISSION_PROTOCOL, MANIFEST_PROTOCOL
 from shoal.swarm.p2p.limits import (
+    FREE,
     HOUR,
     MAX_FIRST,
     MAX_HANDLERS,
@@ -24,9 +22,11 @@ from shoal.swarm.p2p.limits import (
     ResourceManager,
     TokenBuckets,
 )
-from tests.clocks import Clock
+from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
+from tests.clocks import Clock, until
+from tests.swarm.p2p.conftest import ECHO, ask, start
 
-ECHO, BULK = "/test/echo/1", "/test/bulk/1"
+BULK = "/test/bulk/1"
 FEW = Rates(streams=20, streams_of_range=50, calls=5, call_bytes=1000)
 
 
@@ -183,10 +183,6 @@ def test_who_is_denied_gets_nothing():
 
 
 def test_what_needs_no_invitation_is_called_so():
-    from shoal.swarm.membership.admission import ADMISSION_PROTOCOL, MANIFEST_PROTOCOL
-    from shoal.swarm.p2p.limits import FREE
-    from shoal.swarm.wire.messages import SEED_PROTOCOL, SEEN_PROTOCOL
-
     assert {ADMISSION_PROTOCOL, MANIFEST_PROTOCOL, SEED_PROTOCOL, SEEN_PROTOCOL} == FREE
 
 
@@ -195,19 +191,6 @@ def test_what_needs_no_invitation_is_called_so():
 
 async def echo(stream):
     await stream.send(await stream.receive(1 << 20, 30), 5)
-
-
-async def ask(host, peer, data=b"hello", protocol=ECHO):
-    stream = await host.open(peer, protocol, timeout=30)
-    try:
-        await stream.send(data, 10)
-        return await stream.receive(1 << 20, 10)
-    finally:
-        stream.close()
-
-
-def start(**options):
-    return Host.start(Identity.ephemeral(), timeout=60, **options)
 
 
 @pytest.fixture
@@ -248,22 +231,10 @@ def test_streams_that_say_nothing_are_bounded_and_do_not_keep_a_member_out(three
 
     victim.serve("/test/slow/1", wait_for_ever)
 
-    async def hold():
-        return [await slow.open(victim.peer_id, "/test/slow/1", timeout=30) for _ in range(MAX_HANDLERS_PER_PEER + 10)]
-
-    held = slow.call(hold(), 60)
-    end = time.monotonic() + 120
-    while victim.resource_manager.refused().get("crowded", 0) < 10:
-        assert time.monotonic() < end
-        threading.Event().wait(0.02)
+    held = [slow.call(slow.open(victim.peer_id, "/test/slow/1", timeout=30), 60) for _ in range(MAX_HANDLERS_PER_PEER + 10)]
+    until(lambda: victim.resource_manager.refused().get("crowded", 0) >= 10)
     assert honest.call(ask(honest, victim.peer_id), 60) == b"hello"
-    assert victim.resource_manager._busy[slow.peer_id] == MAX_HANDLERS_PER_PEER
-
-    async def let_go():
-        for stream in held:
-            stream.close()
-
-    slow.call(let_go(), 60)
+    assert victim.resource_manager._busy[slow.peer_id] == MAX_HANDLERS_PER_PEER < len(held)
 
 
 def test_calls_to_the_dht_node_are_bounded_and_who_is_denied_makes_none(three):
