@@ -2,9 +2,7 @@
 
 import asyncio
 import re
-import threading
 import time
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +18,8 @@ from shoal.swarm.membership import membership, overview
 from shoal.swarm.membership.membership import create, join
 from shoal.swarm.membership.overview import ClockCheck, clock_problem
 from shoal.swarm.p2p.reachability import DialBackView, ReachabilityProbe
+from tests.clocks import until
+from tests.swarm.membership.conftest import Quiet
 
 
 def views(*skews, error=0.1):
@@ -41,14 +41,6 @@ def test_the_median_decides(seen, says):
     assert clock_problem(views(5.0, error=2.5)) == ""  # an answer that took five seconds
 
 
-class Bystander:
-    """A host that starts nothing."""
-
-    def submit(self, coroutine):
-        coroutine.close()
-        return Future()
-
-
 @pytest.mark.parametrize(("skews", "followed", "says"), [
     ((125.0, 125.5, 126.0), 125.5, "Until then it dates its records, and counts epochs, by their clock."),
     ((-240.0, -240.5, 0.0), -240.0, "Until then it dates its records, and counts epochs, by their clock."),
@@ -59,7 +51,7 @@ class Bystander:
 ])  # fmt: skip
 def test_the_directory_goes_by_the_clock_of_the_majority(skews, followed, says):
     directory = SimpleNamespace(skew=7.0)
-    check = ClockCheck(Bystander(), directory)
+    check = ClockCheck(Quiet(), directory)
     check._take(views(*skews))
     assert directory.skew == followed
     said = check.news()
@@ -92,12 +84,7 @@ def behind(tmp_path, monkeypatch):
 
 def test_a_node_hears_of_its_wrong_clock_for_as_long_as_it_is_wrong(behind):
     node, link = behind
-    end, tick, found = time.monotonic() + 120, threading.Event(), []
-    while len(found) < 3:
-        assert time.monotonic() < end
-        if line := node.news():
-            found.append(line)
-        tick.wait(0.02)
+    found = [until(node.news) for _ in range(3)]
     # Measured to half a round trip, which a busy machine makes long.
     wrong = r"his machine's clock is (59|60)\.\d s behind that of the only peer that answered, so yours or theirs is wrong"
     assert all(re.match(f"This node cannot meet the others: t{wrong}", line) for line in found), found

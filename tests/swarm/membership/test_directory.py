@@ -22,6 +22,7 @@ from shoal.swarm.wire.envelope import seal
 from tests.clocks import LoopThread, until
 from tests.records import ABOUT, member_of
 from tests.swarm.membership.conftest import Node, Quiet
+from tests.swarm.membership.conftest import Shelf as Table
 
 SWARM = "a" * 52
 
@@ -366,27 +367,22 @@ def test_a_record_says_by_which_way_exchanges_go_and_what_that_moves(dialled, ad
     assert Directory.reach(node) == {"reach": reach, "throughput": 1.5e6}
 
 
-class Board(LoopThread):
-    """The part of a host that a directory needs. ``reading`` is called for each reading of the root."""
+class Board(LoopThread, Table):
+    """A table on a loop that runs. ``reading`` is called for each reading of the root."""
 
     def __init__(self, reading):
-        super().__init__()
-        self.reading, self.keys, self.stored, self.reads = reading, {}, 0, 0
-
-    def addresses(self):
-        return ()
-
-    def remember(self, addresses):
-        list(addresses)
+        LoopThread.__init__(self)
+        Table.__init__(self)
+        self.reading, self.stored = reading, 0
 
     async def store(self, key, subkey, value, ttl):
         self.stored += 1
         return True
 
     async def get(self, key):
-        self.reads += 1
+        found = await super().get(key)
         await self.reading(self)
-        return dict(self.keys.get(key, {}))
+        return found
 
 
 @pytest.fixture
