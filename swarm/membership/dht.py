@@ -1,34 +1,32 @@
-"""Epoch buckets: where a peer's record is, and the few keys that it reads, however large the swarm.
+"""Membership records in the DHT: their keys, signatures and checks; and epoch buckets, by which a peer reads few keys of many.
 
-In every epoch (so many seconds of Unix time) all peers are reassigned. A peer's position is a hash of swarm, epoch and peer id; its
-bucket are the peers whose position begins with the same ``depth`` bits. It publishes its record under that prefix, reads it, and is
-paired in it. At depth 0 there is one bucket, the whole trie of `shoal.swarm.membership.dht`, as in a swarm without buckets.
-
-Depth. Nobody counts the swarm. A peer takes its bucket's members times 2^depth for the swarm's size, smoothes that over the epochs,
-and begins the next one deeper where that lets a bucket hold more than `FULL` of the most, or less deep where it lets it hold
-less than `SPARSE`: between the two is more than a factor of two, so peers near a border stay where they are. In an epoch
-only a bucket that is full is split, and one with hardly anybody left looks one level up.
-
-Agreement. Estimates differ by chance, so a peer also reads one level above and below its own, and all levels on its way down when
-it is new in an epoch. Of the peers that would be in the deeper of two buckets, those at either level count each other, and the
-fewer follow the more (`agreed`). All of them see the same two keys, so they decide alike; whom a peer is paired with follows from
-its depth and all records read, not from the key that a record is under, so they meet at once.
-
-Handover. `LEAD` seconds ahead of an epoch a record is under its keys too, from `LOOK` seconds ahead these are read and the depths
-agreed on, and at its first moment all who have read them change over. Those who have not yet stay until they have. A round that is
-under way goes on with the partner that it began with. Peers begin a round seconds apart, so the partner may look elsewhere by then:
-that is what a change of buckets costs.
-
-Membership records in the DHT: their keys, signatures and checks.
-
-Keys are the nodes of a binary trie over the bits of sha256(peer id): ``{swarm}/m/`` is the root, ``{swarm}/m/01`` the key of all
-peers whose bits begin with 01. ``{swarm}/m/7/01`` is the key of those whose bits of epoch 7 begin so: each epoch has a trie of its
-own, whose leaves are the buckets (`shoal.swarm.membership.dht`). A record names the prefix under which it is stored, so that
-the node that stores it can check it.
+Keys are the nodes of a binary trie over the bits of sha256(peer id): ``{swarm}/m/`` is the root, ``{swarm}/m/01`` the key of
+all peers whose bits begin with 01. A record names the prefix under which it is stored, so that the node that stores it can
+check it.
 
 No key grows with the swarm. A record is stored under the shortest prefix of its peer's bits whose key holds fewer than ``cap``
-others. A reader starts at the root and descends from every key that is at least a quarter full: a key that was full may have lost
-peers since, and those below it must not vanish from view. They move up when it is less than half full, a few at a time.
+others. A reader starts at the root and descends from every key that is at least a quarter full: a key that was full may have
+lost peers since, and those below it must not vanish from view. They move up when it is less than half full, a few at a time.
+
+Buckets. In every epoch (so many seconds of Unix time) all peers are reassigned. A peer's position is a hash of swarm, epoch and
+peer id; its bucket are the peers whose position begins with the same ``depth`` bits. It publishes its record under that prefix
+(``{swarm}/m/7/01`` in epoch 7), reads it, and is paired in it. At depth 0 there is one bucket, the whole trie above, as in a
+swarm without buckets.
+
+Depth. Nobody counts the swarm. A peer takes its bucket's members times 2^depth for the swarm's size, smoothes that over the
+epochs, and begins the next one deeper where that lets a bucket hold more than `FULL` of the most, or less deep where it lets it
+hold less than `SPARSE`: between the two is more than a factor of two, so peers near a border stay where they are. In an epoch
+only a bucket that is full is split, and one with hardly anybody left looks one level up.
+
+Agreement. Estimates differ by chance, so a peer also reads one level above and below its own, and all levels on its way down
+when it is new in an epoch. Of the peers that would be in the deeper of two buckets, those at either level count each other, and
+the fewer follow the more (`agreed`). All of them see the same two keys, so they decide alike; whom a peer is paired with
+follows from its depth and all records read, not from the key that a record is under, so they meet at once.
+
+Handover. `LEAD` seconds ahead of an epoch a record is under its keys too, from `LOOK` seconds ahead these are read and the
+depths agreed on, and at its first moment all who have read them change over. Those who have not yet stay until they have. A
+round that is under way goes on with the partner that it began with. Peers begin a round seconds apart, so the partner may look
+elsewhere by then: that is what a change of buckets costs.
 """
 
 from __future__ import annotations

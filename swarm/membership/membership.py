@@ -57,8 +57,7 @@ class NetworkOptions:
     allow: Sequence[str] = ()  # peer ids; if there are any, no other peer is met
     deny: Sequence[str] = ()  # peer ids that are never met
     upload: float = 0.0  # most megabits a second that this node sends; 0: unlimited
-    models_per_hour: float = 60.0
-    """Most data that one peer may download from this node in an hour, in multiples of the model's size."""
+    models_per_hour: float = 60.0  # data that one peer may download from this node in an hour, in multiples of the model's size
     body_store: int = MAX_STORED  # bytes of this node's gossiped records that are kept for others to fetch
 
 

@@ -1,10 +1,9 @@
-"""Addresses of peers: those met before, kept in a file, and those that did not answer, which are not dialled again at once.
+"""Addresses of peers: their forms, where they lead, those met before (kept in a file), and those not to be dialled again at once.
 
-The first lead to the swarm when every address of the link is dead. So most places are for peers that have answered, one of each
-address range before the second of any: however many others are heard of, they do not displace them. The file also has the addresses
-that this node listened on: peers that have only old addresses find it again on the same port.
-
-libp2p addresses: their text and binary forms, and what an address says of where a peer is. Needs no hivemind.
+The ones met before lead to the swarm when every address of the link is dead. So most places are for peers that have answered,
+one of each address range before the second of any: however many others are heard of, they do not displace them. The file also
+has the addresses that this node listened on: peers that have only old addresses find it again on the same port. Needs no
+hivemind.
 """
 
 from __future__ import annotations

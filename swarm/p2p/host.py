@@ -4,11 +4,10 @@ Everything that waits for the network runs on the loop of this thread; the rest 
 coroutine to `Host.submit`. When the daemon dies it is started again with the same identity, port and handlers; until then
 every call fails at once with NetworkError, so callers need no code for it.
 
-GossipSub, which runs inside the daemon, by the daemon's control socket: subscribe, publish, and list the listeners.
-
-A published message reaches every subscriber once, over a mesh that the daemons of the subscribers form. The daemon signs it with
-its own key and checks those of others, so the publisher is known; the author of the *content* is another matter
-(`shoal.swarm.gossip.gossip`). It drops messages larger than about 1 MiB without an error, so ours stay far below.
+GossipSub runs inside the daemon. A published message reaches every subscriber once, over a mesh that the daemons of the
+subscribers form. The daemon signs it with its own key and checks those of others, so the publisher is known; the author of the
+*content* is another matter (`shoal.swarm.gossip.gossip`). It drops messages larger than about 1 MiB without an error, so ours
+stay far below.
 """
 
 from __future__ import annotations
