@@ -185,6 +185,18 @@ class Table:
 
 
 EPOCH = int(1e9 // 60)  # of which 20 seconds are over at 1e9
+SIXTY = [f"peer{number}" for number in range(60)]
+
+
+def sixty(bucket=32, size=None):
+    """Return a table of sixty peers at depth 3, and the index of another that has read it."""
+    table = Table()
+    table.fill(EPOCH, 3, 60)
+    index = table.index("me", bucket=bucket)
+    if size is not None:
+        index.begin(size)
+    table.read(index)
+    return table, index
 
 
 def test_without_buckets_the_whole_trie_is_read_and_written():
@@ -223,8 +235,9 @@ def test_a_newcomer_finds_its_bucket_and_then_reads_four_keys():
     assert index.depth == 4
     assert index.moved  # so others should know
     assert index.places(None, {}) == (bucket_prefix(EPOCH, own[:4]),)
-    seen = [peer for peer in (f"peer{number}" for number in range(160)) if index.shows(peer)]
-    assert seen == [peer for peer in (f"peer{number}" for number in range(160)) if bits_in(SWARM, EPOCH, peer)[:4] == own[:4]]
+    peers = [f"peer{number}" for number in range(160)]
+    seen = [peer for peer in peers if index.shows(peer)]
+    assert seen == [peer for peer in peers if bits_in(SWARM, EPOCH, peer)[:4] == own[:4]]
     assert 4 <= len(seen) <= 20
     assert index.size(len(seen) + 1) == 16 * (len(seen) + 1)
     table.read(index, bucket_prefix(EPOCH, own[:4]))
@@ -235,13 +248,10 @@ def test_a_newcomer_finds_its_bucket_and_then_reads_four_keys():
 
 def test_peers_of_the_other_half_that_went_deeper_are_not_in_view():
     """They do not see this peer any more; their records under the old key are only not yet expired."""
-    table = Table()
-    table.fill(EPOCH, 3, 60)
-    index = table.index("me", bucket=32)
+    table, index = sixty()
     own = bits_in(SWARM, EPOCH, "me")
-    table.read(index)
     other = own[:3] + ("0" if own[3] == "1" else "1")
-    gone = [peer for peer in map("peer{}".format, range(60)) if bits_in(SWARM, EPOCH, peer).startswith(other)]
+    gone = [peer for peer in SIXTY if bits_in(SWARM, EPOCH, peer).startswith(other)]
     assert gone
     assert all(index.shows(peer) for peer in gone)
     table.keys[bucket_prefix(EPOCH, other)] = dict.fromkeys(gone, table.now + 1)
@@ -254,10 +264,7 @@ def test_peers_of_the_other_half_that_went_deeper_are_not_in_view():
 
 
 def test_the_next_epoch_is_written_and_read_ahead_and_begins_at_its_moment():
-    table = Table()
-    table.fill(EPOCH, 3, 60)
-    index = table.index("me", bucket=32)
-    table.read(index)
+    table, index = sixty()
     old, new = bits_in(SWARM, EPOCH, "me")[:3], bits_in(SWARM, EPOCH + 1, "me")[:3]
     begins = (EPOCH + 1) * 60.0
     table.now = begins - LEAD - 0.1
@@ -277,17 +284,12 @@ def test_the_next_epoch_is_written_and_read_ahead_and_begins_at_its_moment():
     table.now = begins - 0.01
     assert index.shows("peer1") == bits_in(SWARM, EPOCH, "peer1").startswith(old)
     table.now = begins
-    assert {peer for peer in map("peer{}".format, range(60)) if index.shows(peer)} == {
-        peer for peer in map("peer{}".format, range(60)) if bits_in(SWARM, EPOCH + 1, peer).startswith(new)
-    }
+    assert [peer for peer in SIXTY if index.shows(peer)] == [p for p in SIXTY if bits_in(SWARM, EPOCH + 1, p).startswith(new)]
     assert index.places(None, {}) == (bucket_prefix(EPOCH + 1, new),)
 
 
 def test_who_could_not_read_the_next_bucket_stays_in_its_own():
-    table = Table()
-    table.fill(EPOCH, 3, 60)
-    index = table.index("me", bucket=32)
-    table.read(index)
+    table, index = sixty()
     old, new = (bits_in(SWARM, epoch, "me")[:3] for epoch in (EPOCH, EPOCH + 1))
     table.now = (EPOCH + 1) * 60.0 + 5.0
     table.broken.add(bucket_prefix(EPOCH + 1, new))
@@ -301,21 +303,14 @@ def test_who_could_not_read_the_next_bucket_stays_in_its_own():
 
 
 def test_a_key_of_ones_own_that_cannot_be_read_is_an_error():
-    table = Table()
-    table.fill(EPOCH, 3, 60)
-    index = table.index("me")
-    table.read(index)
+    table, index = sixty(bucket=16)
     table.broken.add(bucket_prefix(EPOCH, bits_in(SWARM, EPOCH, "me")[:3]))
     with pytest.raises(NetworkError):
         table.read(index)
 
 
 def test_the_estimate_is_smoothed_but_for_a_great_change():
-    table = Table()
-    table.fill(EPOCH, 3, 60)
-    index = table.index("me", bucket=64)
-    index.begin(90)
-    table.read(index)
+    _, index = sixty(bucket=64, size=90)
     draw = index._draws[0]
     draw.read, draw.depth = True, 3
     for count, expected in ((10, 80.0), (14, 88.0), (2, 16.0)):  # of 8 buckets: the first counts half, then a quarter of the change
