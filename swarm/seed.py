@@ -1,24 +1,25 @@
 """A bootstrap node (`shoal seed`): it trains nothing, names members of any swarm to each other, and relays for unreachable ones.
 
-It imports no torch, so it runs where 100 MB are free.
+It imports no torch, so it runs where 100 MB are free, and keeps all that it knows in memory, bounded, for any peer may
+register.
 
 It forwards gossip between members that have only a relay in common: GossipSub in libp2p's daemon opens no stream over a relayed
-connection, so of two nodes behind routers neither hears what the other publishes. But both are connected to the bootstrap node that
-relays for them, and its daemon passes on what is published on a topic to which it is subscribed. So a member that announces a relay
-names its topics, and the bootstrap node subscribes to them; it reads nothing of what comes but how much that is.
+connection, so of two nodes behind routers neither hears what the other publishes. But both are connected to the bootstrap node
+that relays for them, and its daemon passes on what is published on a topic to which it is subscribed. So a member that
+announces a relay names its topics, and the bootstrap node subscribes to them; it reads nothing of what comes but how much that
+is.
 
-The recent members of each swarm, as a bootstrap node keeps them: in memory only, and bounded, for any peer may register.
-
-A bootstrap node serves any swarm, so it cannot judge who belongs to it. It need not: it notes a record only for the peer that
+It serves any swarm, so it cannot judge who belongs to it. It need not: it notes a record only for the peer that
 hands it in, which libp2p has authenticated, and the peers that ask check the signatures and contact the swarm themselves.
 
-Keys cost nothing, so places are shared by the address ranges from which records come (`range_of`): where all are taken, the range
-that has most of them gives one up, and peers are named one of each range in turn. The swarms that are listed to everybody
-(`shoal.swarm.seed`) have as many places as the others, and theirs alone: announcements take no room of private swarms.
+Keys cost nothing, so places are shared by the address ranges from which records come (`range_of`): where all are taken, the
+range that has most of them gives one up, and peers are named one of each range in turn. The swarms that are listed to everybody
+have as many places as the others, and theirs alone: announcements take no room of private swarms.
 
-A public swarm is listed while its announcer renews what it said and a member of it is noted in the registry. Only a noted member
-may announce, and the first one stays until it falls silent: another, who may say something else, does not displace it, unless it is
-the creator. A manifest that does not say that its swarm is public is refused, so nobody but the creator can make a swarm public.
+A public swarm is listed while its announcer renews what it said and a member of it is noted in the registry. Only a noted
+member may announce, and the first one stays until it falls silent: another, who may say something else, does not displace it,
+unless it is the creator. A manifest that does not say that its swarm is public is refused, so nobody but the creator can make a
+swarm public.
 """
 
 from __future__ import annotations
@@ -343,11 +344,8 @@ class Seed:
         self.registry = SeedRegistry()
         self.board = AnnouncementBoard(self.registry)
         self.forwarding = GossipForwarding()
-        self._identity = identity
-        self._listen = tuple(listen)
-        self._announce = tuple(announce)
-        self._relay = relay
-        self._on_ready = on_ready
+        self._identity, self._relay, self._on_ready = identity, relay, on_ready
+        self._listen, self._announce = tuple(listen), tuple(announce)
         self._places = StreamPlaces(MAX_STREAMS)
         self._reachability = ReachabilityProbe()
         self._traffic = TrafficMeter()

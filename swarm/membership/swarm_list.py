@@ -99,10 +99,7 @@ class SeedAnnouncer:
     """Reports of this node to the seeds, and redialling of lost peers, until `close`."""
 
     def __init__(self, host: Host, directory: Directory, identity: Identity, swarm: str) -> None:
-        self._host = host
-        self._directory = directory
-        self._identity = identity
-        self._swarm = swarm
+        self._host, self._directory, self._identity, self._swarm = host, directory, identity, swarm
         self._announced: Announcement | None = None
         self._running = host.submit(self._run())
         self._looking = host.submit(Reconnector(host, directory).run())

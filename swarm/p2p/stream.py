@@ -17,7 +17,7 @@ from shoal.swarm.pacing import LARGE, Progress, TrafficMeter
 CHUNK = 1 << 20  # bytes offered to the socket, or read from it, at a time
 AHEAD = 1 << 16  # of what is sent ahead of a swap, which begins when the socket has taken such a piece
 _HEAD = 4  # bytes of the length before each small message
-_GONE = (ConnectionError, EOFError, BrokenPipeError)  # IncompleteReadError is an EOFError
+_GONE = (ConnectionError, EOFError)  # IncompleteReadError is an EOFError
 
 _T = TypeVar("_T")
 
@@ -92,9 +92,7 @@ class Stream:
         self.origin = origin
         """The IP address from which the peer opened it; empty if it came through a relay, or this node opened it."""
         self.partner = False  # this node has exchanged with the peer, which opened it
-        self._reader = reader
-        self._writer = writer
-        self._traffic = traffic
+        self._reader, self._writer, self._traffic = reader, writer, traffic
         self.sent = 0  # bytes sent on this stream
         self.received = 0  # bytes received on it
         self._sent_ahead: _Outgoing | None = None  # what the next swap sends, of which a part was sent
@@ -381,16 +379,10 @@ class _Bulk(asyncio.BufferedProtocol):
     ) -> None:
         # The asyncio reader and writer of a socket, as Any: their private parts are needed below.
         self.arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._reader = reader
-        self._transport = writer.transport
-        self._usual = writer.transport.get_protocol()
-        self._incoming = incoming
-        self._out, self._took = out, took
-        self._on_progress = on_progress
-        self.received = arrived
-        self._writable = asyncio.Event()
+        self._reader, self._transport, self._usual = reader, writer.transport, writer.transport.get_protocol()
+        self._incoming, self._out, self._took, self._on_progress = incoming, out, took, on_progress
+        self.received, self._lost, self._writable = arrived, False, asyncio.Event()
         self._writable.set()
-        self._lost = False
         self._transport.pause_reading()
         early = bytes(self._reader._buffer[: len(incoming) - arrived])  # came in together with the last message
         del self._reader._buffer[: len(early)]
