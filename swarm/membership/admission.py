@@ -49,13 +49,12 @@ class AdmissionHandshake:
         if now - self._met.get(peer, -AGAIN_S) < AGAIN_S and self._access_policy.admits(peer):
             return
         stream = await self._host.open(peer, ADMISSION_PROTOCOL, addresses=addresses, timeout=timeout)
-        try:
-            await stream.send(self._access_policy.ticket, SMALL_S)
-            reply = unpack(await stream.receive(AdmissionReply.LIMIT, SMALL_S), AdmissionReply)
-        except MessageError as error:
-            raise NetworkError(f"peer {short(peer)} could not be shown this node's invitation ({error}).") from error
-        finally:
-            stream.close()
+        with contextlib.closing(stream):
+            try:
+                await stream.send(self._access_policy.ticket, SMALL_S)
+                reply = unpack(await stream.receive(AdmissionReply.LIMIT, SMALL_S), AdmissionReply)
+            except MessageError as error:
+                raise NetworkError(f"peer {short(peer)} could not be shown this node's invitation ({error}).") from error
         if reply.reason:
             raise NetworkError(f"peer {short(peer)} does not let this node in: {reply.reason.rstrip('.')}.")
         if problem := self._access_policy.refusal(peer, reply.admission):

@@ -202,13 +202,7 @@ async def _read_all(get: Get[N], keys: Iterable[str]) -> dict[str, N]:
 
 
 async def read(
-    get: Get[Names],
-    own: str,
-    *,
-    now: str | None = None,
-    cap: int = CAP,
-    limit: int = 1024,
-    known: Collection[str] = (),
+    get: Get[Names], own: str, *, now: str | None = None, cap: int = CAP, limit: int = 1024, known: Collection[str] = ()
 ) -> dict[str, Names]:
     """Return the records under each prefix of the trie, about ``limit`` in all, those near the ``own`` bits first.
 

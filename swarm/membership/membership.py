@@ -212,13 +212,7 @@ def _start(
 
 
 def _membership(
-    identity: Identity,
-    host: Host,
-    swarm: str,
-    sealed: bytes,
-    manifest: Manifest,
-    network: NetworkOptions,
-    ticket: bytes = b"",
+    identity: Identity, host: Host, swarm: str, sealed: bytes, manifest: Manifest, network: NetworkOptions, ticket: bytes = b""
 ) -> Membership:
     access_policy = host.resource_manager.access_policy
     if manifest.invite_only:

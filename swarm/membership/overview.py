@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.dht import AHEAD
+from shoal.swarm.p2p.addresses import by_peer
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, ask, dialled_port, reach_of
 from shoal.swarm.wire.envelope import Failure
 from shoal.swarm.wire.messages import Member
@@ -125,8 +126,7 @@ class ClockCheck:
             addresses = self._host.addresses()
             try:
                 others = set(self._directory.everyone()) - {self._host.peer_id}
-                met = [address.rpartition("/p2p/")[2] for address in self._host.known()]  # with a wrong clock no member is listed
-                asked = [*others, *self._host.entry(), *met]
+                asked = [*others, *self._host.entry(), *by_peer(self._host.known())]  # with a wrong clock no member is listed
                 seen = await compare_clocks(self._host, asked, dialled_port(addresses))
                 self._directory.dialled = reach_of(seen, addresses) or self._directory.dialled
                 problem = self._take(seen)

@@ -39,7 +39,7 @@ from pydantic import Field
 from shoal.swarm.access import address_problem
 from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.membership.directory import CLOCK, HERE, TTL, Directory
-from shoal.swarm.p2p.addresses import host_of, range_of
+from shoal.swarm.p2p.addresses import by_peer, host_of, range_of
 from shoal.swarm.p2p.limits import Counters, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.wire.envelope import KIB, Message, Reason, SwarmId, pack, seal, unpack, unseal
@@ -269,8 +269,7 @@ class PeerExchange:
         return next((contact for contact in contacts if contact.addresses), None)
 
     def _of_disk(self) -> Contact | None:
-        addresses = self._host.known()
-        peers = sorted(peer for peer in {address.rpartition("/p2p/")[2] for address in addresses} if self._fresh(peer))
+        peers = sorted(filter(self._fresh, by_peer(addresses := self._host.known())))
         return self._contact(self._chance.choice(peers), addresses, "disk") if peers else None
 
     def _contact(self, peer: str, addresses: Sequence[str], source: str) -> Contact:

@@ -28,7 +28,7 @@ from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, Title, is_public, swarm_id, title_of
 from shoal.swarm.p2p.addresses import by_peer
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon
-from shoal.swarm.p2p.reachability import addresses_of, ask_seed
+from shoal.swarm.p2p.reachability import ANSWER_S, addresses_of, ask_seed
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import MAX_BYTES, MAX_COUNT, pack, peek, seal, unpack, unseal
@@ -181,7 +181,6 @@ async def _asked(stream: Stream, request: SwarmsRequest) -> SwarmsReply:
 
 
 SEED_S = 15.0  # seconds for one bootstrap node
-ANSWER_S = 5.0  # seconds for each of its answers
 MAX_MEMBERS = 32  # of a swarm that a bootstrap node keeps; one that says more is no better known
 MAX_PAGES = 64  # of one bootstrap node: more than it lists
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -136,12 +136,10 @@ class Bootstrapper:
                 if "protocols not supported" in str(error):
                     self._classified.add(peer)
                 raise
-            try:
-                self._classified.add(peer)
-                self.seeds[peer] = tuple(by_peer(self.bootstrap)[peer])
+            self._classified.add(peer)
+            self.seeds[peer] = tuple(by_peer(self.bootstrap)[peer])
+            with contextlib.closing(stream):
                 return reachability.addresses_of(await reachability.ask_seed(stream, swarm))
-            finally:
-                stream.close()
 
         asked = [asyncio.wait_for(ask(peer), SEED_S) for peer in reached if peer in by_peer(self.bootstrap)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -274,19 +272,29 @@ class DaemonSupervisor:
         if inside and not self._options.light:
             log.warning("this node listens on loopback only, so peers elsewhere cannot reach it: use --listen")
         self._listen = as_before(self._wanted, self.known.listened)
-        daemon = await self._launch(timeout)
         try:
-            dht = await self.bootstrapper.enter(daemon, end)
-            await self._settle(daemon, dht)
-        except BaseException as error:
-            self.daemon = None
-            await daemon.shutdown()
-            if isinstance(error, DAEMON_GONE):
-                raise StartupError(f"the network daemon stopped while the node was joining ({error}): try again.") from error
-            raise
+            await self._start(timeout, lambda daemon: self.bootstrapper.enter(daemon, end))
+        except DAEMON_GONE as error:
+            raise StartupError(f"the network daemon stopped while the node was joining ({error}): try again.") from error
         self._tasks = [loop.create_task(self._keep_up()), loop.create_task(self.bootstrapper.look_around())]
         if self._options.relay != "off" and not all(map(is_loopback, self._listen)):
             self._tasks.append(loop.create_task(self._keep_slots()))
+
+    async def _start(self, timeout: float, enter: Callable[[Daemon], Awaitable[DHTNode]]) -> None:
+        """Launch a daemon, ``enter`` the swarm by it, and serve on it; if that fails it is ended."""
+        daemon = await self._launch(timeout)
+        try:
+            dht = await enter(daemon)
+            self.addresses = await daemon.addresses()
+            self._listen = self.known.listened = fixed_ports(self._listen, self.addresses)
+            self._down = asyncio.get_running_loop().create_future()
+            self.dht, self.daemon = dht, daemon
+            for protocol, incoming in list(self.handlers.items()):
+                await daemon.serve(protocol, incoming)
+        except BaseException:
+            self.daemon = None
+            await daemon.shutdown()
+            raise
 
     async def _launch(self, timeout: float) -> Daemon:
         beyond, relay, announce = not all(map(is_loopback, self._listen)), self._options.relay, self._options.announce
@@ -307,14 +315,6 @@ class DaemonSupervisor:
         )
         daemon.backoff = self.backoff
         return daemon
-
-    async def _settle(self, daemon: Daemon, dht: DHTNode) -> None:
-        self.addresses = await daemon.addresses()
-        self._listen = self.known.listened = fixed_ports(self._listen, self.addresses)
-        self._down = asyncio.get_running_loop().create_future()
-        self.dht, self.daemon = dht, daemon
-        for protocol, incoming in list(self.handlers.items()):
-            await daemon.serve(protocol, incoming)
 
     async def _keep_up(self) -> None:
         while True:
@@ -361,13 +361,7 @@ class DaemonSupervisor:
                 raise
             check_free(self._wanted)  # any port was wanted, so the lost one is no loss
             self._listen = self._wanted
-        daemon = await self._launch(20.0)
-        try:
-            await self._settle(daemon, await self.bootstrapper.enter_again(daemon))
-        except BaseException:
-            self.daemon = None
-            await daemon.shutdown()
-            raise
+        await self._start(20.0, self.bootstrapper.enter_again)
         self.restarts += 1
         log.warning("the network daemon runs again (restart %d)", self.restarts)
 

@@ -28,6 +28,7 @@ from shoal.swarm.identity import Identity, verify
 from shoal.swarm.p2p.addresses import by_quic, host_of
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, Incoming
 from shoal.swarm.p2p.limits import MINUTE, RateLimit, ResourceManager, TokenBuckets
+from shoal.swarm.p2p.reachability import LOWEST_PORT
 from shoal.swarm.p2p.stream import Stream, short
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.wire.envelope import Address, Message, PeerId, pack, unpack
@@ -50,7 +51,6 @@ FIRST_S = 3.0  # seconds that a member is relayed before it is asked: it has to 
 AGAIN_S = (5.0, 15.0, 600.0)  # seconds before each further attempt, the first if nobody was dialled; the last repeats
 IDLE_S = 600.0  # seconds that the daemon stays when nobody is relayed any more
 ASKED = 4  # peers that are asked for this node's address, at most
-LOWEST_PORT = 1024
 EACH, ALL, HOST = 6, 60, 2  # requests in ten minutes of one member and of all; dials of one IP address in that time
 MAX_PUNCHED = 64  # members that are reached past a relay
 GONE = (NetworkError, MessageError, *DAEMON_GONE, ValueError, asyncio.TimeoutError)
@@ -188,14 +188,12 @@ class Puncher:
     async def _ask(self, peer: str) -> None:
         mine = await self._offer(peer)
         stream = Stream(peer, *await self._supervisor.running().open(peer, PUNCH_PROTOCOL), self._traffic)
-        try:
+        with contextlib.closing(stream):
             await stream.send(mine, SMALL_S)
             other = self._read(peer, await stream.receive(Punch.LIMIT, ASK_S))
             tried = max(self._due.get(peer, (0.0, 0))[1], 2)
             self._due[peer] = asyncio.get_running_loop().time() + AGAIN_S[min(tried, len(AGAIN_S)) - 1], tried
             await self._dial(peer, other)
-        finally:
-            stream.close()
 
     async def answer(self, stream: Stream) -> None:
         """Serve one stream of `PUNCH_PROTOCOL`. Raises NetworkError or MessageError."""
@@ -294,8 +292,8 @@ class Puncher:
         for peer, addresses in itertools.islice(asked, ASKED):
             with contextlib.suppress(*GONE):
                 await asyncio.wait_for(daemon.connect(peer, addresses, seconds=DIAL_S), SMALL_S)
-                stream = Stream(peer, *await asyncio.wait_for(daemon.open(peer, SEEN_PROTOCOL), SMALL_S), self._traffic)
-                with contextlib.closing(stream):
+                ends = await asyncio.wait_for(daemon.open(peer, SEEN_PROTOCOL), SMALL_S)
+                with contextlib.closing(Stream(peer, *ends, self._traffic)) as stream:
                     if address := unpack(await stream.receive(Seen.LIMIT, SMALL_S), Seen).address:
                         return address
         return ""
