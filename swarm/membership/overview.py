@@ -17,10 +17,9 @@ import asyncio
 import contextlib
 import logging
 import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median, median_low
+from statistics import fmean, median, median_high, median_low
 from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.manifest import Manifest
@@ -53,7 +52,7 @@ def clock_skew(seen: Sequence[DialBackView]) -> float:
     if not seen:
         return 0.0
     skews = [view.skew for view in seen]
-    low, high = statistics.median_low(skews), statistics.median_high(skews)
+    low, high = median_low(skews), median_high(skews)
     skew = 0.0 if low < 0 < high else min(low, high, key=abs)
     return 0.0 if abs(skew) <= CLOCK_S + max(view.error for view in seen) else skew
 
@@ -79,27 +78,22 @@ async def compare_clocks(host: Host, peers: Iterable[str], port: int | None = No
 
     ``port``: have up to twice as many dial it too, which takes `DIAL_S`. On the host's loop.
     """
-    seeds = host.seeds()
-
-    async def one(peer: str) -> DialBackView:
-        with contextlib.closing(await host.open(peer, DIAL_PROTOCOL, addresses=seeds.get(peer, ()), timeout=ASK_S)) as stream:
-            return await ask(stream, port)
-
-    asked = [asyncio.create_task(one(peer)) for peer in list(dict.fromkeys([*list(seeds)[:1], *peers, *seeds]))[: 2 * ASKED]]
+    seeds, loop = host.seeds(), asyncio.get_running_loop()
     seen: list[DialBackView] = []
-    loop = asyncio.get_running_loop()
-    end, left = loop.time() + (ASK_S if port is None else DIAL_S), set(asked)
-    while left and (port is not None or len(seen) < ASKED):
-        done, left = await asyncio.wait(left, timeout=max(end - loop.time(), 0), return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            break
-        seen += [task.result() for task in done if task.exception() is None]
-        if seen and port is None:
-            end = min(end, loop.time() + PATIENCE_S)
-    for task in asked:
-        task.cancel()
-    for failed in await asyncio.gather(*left, return_exceptions=True):
-        log.debug("a clock was not read: %r", failed)
+
+    async def one(peer: str) -> None:
+        try:
+            with contextlib.closing(await host.open(peer, DIAL_PROTOCOL, addresses=seeds.get(peer, ()), timeout=ASK_S)) as stream:
+                seen.append(await ask(stream, port))
+        except Exception as error:
+            log.debug("a clock was not read: %r", error)
+        if seen and port is None and not limit.expired():
+            limit.reschedule(min(limit.when() or 0.0, loop.time() + (PATIENCE_S if len(seen) < ASKED else 0.0)))
+
+    asked = list(dict.fromkeys([*list(seeds)[:1], *peers, *seeds]))[: 2 * ASKED]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ASK_S if port is None else DIAL_S) as limit:
+            await asyncio.gather(*map(one, asked))
     return seen
 
 
