@@ -188,7 +188,7 @@ class Policy:
     def write(self, model: Any, asked: Tensor, count: int, choose: Callable[[Tensor, int], Tensor]) -> tuple[Tensor, Tensor]:
         """``count`` tokens (B, count) with a KV cache, and the states (B, count, width) from which ``choose`` drew them."""
         past, shown, tokens = None, asked, []
-        with LastHidden(model, output_head(model)) as hidden:
+        with LastHidden(model) as hidden:
             for position in range(count):
                 made = model(input_ids=shown, past_key_values=past, use_cache=True, logits_to_keep=1)
                 past = made.past_key_values
@@ -200,7 +200,7 @@ class Policy:
     def read(self, model: Any, asked: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """States (B, n, width) and logits (B, n, V) that ``tokens`` (B, n) come from, in one call."""
         many = tokens.shape[1]
-        with LastHidden(model, output_head(model), every=True) as hidden:
+        with LastHidden(model, every=True) as hidden:
             shown = torch.cat((asked, tokens[:, :-1]), dim=1)
             logits = model(input_ids=shown, use_cache=False, logits_to_keep=many).logits
         return hidden.states()[:, -many:], logits

@@ -47,10 +47,10 @@ def cheat_by_copying():
             if duty.what == "check" and key not in copied:
                 for seen in others(member, Commitment, *key)[:1]:
                     copied[key] = seen.peer
-                    member._try(Commitment(peer=member.peer, case=seen.case, attempt=seen.attempt, digest=seen.digest))
+                    member.try_publish(Commitment(peer=member.peer, case=seen.case, attempt=seen.attempt, digest=seen.digest))
             elif duty.what == "reveal" and key in copied:
                 for seen in (r for r in others(member, Reveal, *key) if r.peer == copied[key]):
-                    member._try(Reveal(**{**seen.model_dump(), "peer": member.peer}))
+                    member.try_publish(Reveal(**{**seen.model_dump(), "peer": member.peer}))
         member._publish_due()
         return 0
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgpack
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from shoal.verification.consensus.protocol import Check, Consensus, Times, Voter
 from shoal.verification.consensus.records import (
@@ -54,7 +54,6 @@ from shoal.verification.consensus.records import (
     Signed,
     Verify,
     View,
-    VoteRecord,
     beacon,
     decode,
     is_audited,
@@ -78,10 +77,11 @@ MOST_FRAMES = 1 << 18
 MOST_FRAME = LIMIT + 512
 MOST_SIGNATURE = 256
 IDS = 64  # claims in a frame
-_peer: TypeAdapter[str] = TypeAdapter(Peer)
-_round: TypeAdapter[int] = TypeAdapter(Round)
-_hash: TypeAdapter[bytes] = TypeAdapter(Hash)
-_numbers: TypeAdapter[tuple[int | None, ...]] = TypeAdapter(tuple[int | None, ...])
+_STRICT = ConfigDict(strict=True)
+_peer: TypeAdapter[str] = TypeAdapter(Peer, config=_STRICT)
+_round: TypeAdapter[int] = TypeAdapter(Round, config=_STRICT)
+_hash: TypeAdapter[bytes] = TypeAdapter(Hash, config=_STRICT)
+_numbers: TypeAdapter[tuple[int | None, ...]] = TypeAdapter(tuple[int | None, ...], config=_STRICT)
 _NONE = Table(-1, {}, {})
 
 
@@ -98,9 +98,7 @@ class Log:
 
 def encode(log: Log) -> bytes:
     """Encode ``log`` in at most 8 MiB, without the last records that do not fit. Raises ValueError if the head is too large."""
-    data = bytearray()
-    for head in _head(log):
-        data += _framed(head)
+    data = bytearray(b"".join(map(_framed, _head(log))))
     if len(data) > MOST_BYTES:
         raise ValueError(f"base and electorates take {len(data)} bytes, above {MOST_BYTES}")
     for signed in log.records:
@@ -114,33 +112,28 @@ def encode(log: Log) -> bytes:
 def decode_log(data: bytes) -> Log:
     """Decode a log. Raises ValueError if ``data`` is too large or malformed in any part."""
     base, standings, records = -1, {}, []
-    electorates: list[tuple[int, bytes, bool]] = []
-    voters: list[dict[str, str]] = []
-    claims: list[set[bytes]] = []
+    electorates: list[tuple[int, bytes, dict[str, str], set[bytes] | None]] = []
     try:
         for kind, *parts in _frames(data):
             if kind == "base":
                 (stated,) = parts
-                base = -1 if stated == -1 else _round.validate_python(stated, strict=True)
+                base = -1 if stated == -1 else _round.validate_python(stated)
             elif kind == "standing":
-                standings[_peer.validate_python(parts[0], strict=True)] = Standing.of(
-                    _numbers.validate_python(tuple(parts[1:]), strict=True)
-                )
+                standings[_peer.validate_python(parts[0])] = Standing.of(_numbers.validate_python(tuple(parts[1:])))
             elif kind == "electorate":
                 round, beacon, everything = parts
                 electorates.append(
-                    (_round.validate_python(round, strict=True), _hash.validate_python(beacon, strict=True), bool(everything))
+                    (_round.validate_python(round), _hash.validate_python(beacon), {}, None if everything else set())
                 )
-                voters.append({})
-                claims.append(set())
             elif kind == "voter":
-                peer, operator = (_peer.validate_python(part, strict=True) for part in parts)
-                voters[-1][peer] = operator
+                peer, operator = map(_peer.validate_python, parts)
+                electorates[-1][2][peer] = operator
             elif kind == "claims":
                 (ids,) = parts
                 if not isinstance(ids, bytes) or not 0 < len(ids) <= IDS * 32 or len(ids) % 32:
                     raise ValueError("ids of claims have 32 bytes each")
-                claims[-1].update(ids[at : at + 32] for at in range(0, len(ids), 32))
+                if (claims := electorates[-1][3]) is not None:
+                    claims.update(ids[at : at + 32] for at in range(0, len(ids), 32))
             elif kind == "record":
                 encoded, signature = parts
                 if not isinstance(encoded, bytes) or not isinstance(signature, bytes) or len(signature) > MOST_SIGNATURE:
@@ -150,10 +143,10 @@ def decode_log(data: bytes) -> Log:
                 raise ValueError("not a known kind of frame")
     except (ValidationError, ValueError, TypeError, IndexError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise ValueError(f"A log is malformed: {str(error).splitlines()[0] if str(error) else 'a frame is damaged'}.") from error
-    made = [
-        Electorate(round, beacon, voters[at], None if everything else frozenset(claims[at]))
-        for at, (round, beacon, everything) in enumerate(electorates)
-    ]
+    made = (
+        Electorate(round, beacon, voters, None if claims is None else frozenset(claims))
+        for round, beacon, voters, claims in electorates
+    )
     return Log(Table(base, dict(sorted(standings.items())), {}), tuple(made), tuple(records))
 
 
@@ -206,7 +199,7 @@ def electorate(run: str, round: int, ledger: Ledger, electorates: Electorates, r
     """
     begins = round + OPENS
     entered = {}
-    for peer in sorted({entry.peer for entry in ledger.entries()}):
+    for peer in sorted(ledger.peers()):
         entry = ledger.entry(peer, round + 1, rules.life)
         if entry is not None and not table.is_banned(peer, begins):
             entered[peer] = entry.operator
@@ -375,7 +368,7 @@ class Participant:
         self.rules, self.prices, self.times = rules, prices, Times.of(round_s)
         self._read_clock, self._latest, self._salt = clock, clock(), salt
         self.round = int(self._latest // round_s)
-        self.base = self.table = Table(-1, {}, {})
+        self.base = self.table = _NONE
         self.consensus = Consensus(
             run, verify, self._now, rules=rules, times=self.times, limits=limits,
             banned=lambda peer: self.table.is_banned(peer, self.round),
@@ -386,8 +379,8 @@ class Participant:
         self._chains: list[Chain] = []
         self._planted: list[Claim] = []
         self._meant: list[Claim] = []  # those that were to be right
-        self._pulled = 0
-        self._started = False
+        self._pulled, self._started = 0, False
+        self._kept = rules.appeal_rounds + SETTLED + SPARE  # rounds whose records are kept
         self.consensus.advance(self.round, self.round * round_s)
         # A peer that joins while views of the round are out has missed some: it states none until the next.
         self._stated = self.round if self._latest > self.round * round_s + self.times.skew_s else -1
@@ -410,13 +403,10 @@ class Participant:
 
     def slots(self) -> list[Slot]:
         """Return the claims to make in this round: none while banned, or until the own entry is old enough and draws are agreed."""
-        before = self.consensus.electorates.get(self.round - BEHIND)
-        entry = anchored(self.consensus.ledger, self.peer, self.round, self.rules)
-        chain = next((chain for chain in self._chains if entry is not None and chain.anchor == entry.anchor), None)
-        if before is None or not before.operators or chain is None or self.table.is_banned(self.peer, self.round):
+        before, link = self.consensus.electorates.get(self.round - BEHIND), self._link(self.round)
+        if before is None or not before.operators or link is None or self.table.is_banned(self.peer, self.round):
             return []
         used = {claim.slot for claim in self.consensus.ledger.claims_of(self.peer, self.round)}
-        link = chain.link(self.round)
         return [
             Slot(self.round, slot, must_plant(link, before.beacon, slot, self.rules.planted))
             for slot in range(self.rules.claims)
@@ -453,7 +443,7 @@ class Participant:
         new = 0
         for signed in log.records:
             spare = self.rules.life + BEHIND if isinstance(signed.record, Entry) else 0
-            if self._stamp(signed.record) >= self._oldest() - spare:
+            if self.consensus.ledger.stamp(signed.record) >= self._oldest() - spare:
                 new += self.consensus.learn(signed)
         if agreement is not None:
             for other in log.electorates:
@@ -464,15 +454,14 @@ class Participant:
     def log(self, since: int) -> Log:
         """Return the log to hand out: base, electorates, and the records since round ``since``, newest first."""
         ledger = self.consensus.ledger
-        stamped = [(ledger.stamp(record), record) for record in ledger]
-        kept = [(stamp, record) for stamp, record in stamped if stamp is not None and (stamp >= since or isinstance(record, Entry))]
-        kept.sort(key=lambda pair: (-pair[0], _ORDER.get(pair[1].KIND, len(_ORDER)), pair[1].id))
+        kept = [record for record in ledger if isinstance(record, Entry) or ledger.stamp(record) >= max(since, 0)]
+        kept.sort(key=lambda record: (-ledger.stamp(record), _ORDER[record.KIND], record.id))
         known = dict(self.consensus.electorates)
         agreement = self._agreements.get(self.round - OPENS)
         if agreement is not None and agreement.proposed is not None:
             known.setdefault(agreement.round, agreement.electorate or agreement.proposed)
         electorates = tuple(known[round] for round in sorted(known))
-        return Log(self.base, electorates, tuple(self.consensus.signed(record) for _, record in kept))
+        return Log(self.base, electorates, tuple(map(self.consensus.signed, kept)))
 
     # -- rounds ----------------------------------------------------------------------------------------------------------
 
@@ -481,10 +470,7 @@ class Participant:
         return self._latest
 
     def _oldest(self) -> int:
-        return max(self.base.round + 1, self.round - self._keep())
-
-    def _keep(self) -> int:
-        return self.rules.appeal_rounds + SETTLED + SPARE
+        return max(self.base.round + 1, self.round - self._kept)
 
     def _begin(self, round: int) -> None:
         """Do what is due when ``round`` begins; rounds during which the process slept are left out."""
@@ -504,8 +490,15 @@ class Participant:
         if fresh or self.table.is_banned(self.peer, self.round):
             return
         chain = Chain(self._salt(), self.round, self.rules.life + BEHIND)
-        if self._say(Entry(peer=self.peer, run=self.run, round=self.round, operator=self.operator, anchor=chain.anchor)):
-            self._chains = [*self._chains[-self._keep() :], chain]
+        if self.member.try_publish(
+            Entry(peer=self.peer, run=self.run, round=self.round, operator=self.operator, anchor=chain.anchor)
+        ):
+            self._chains = [*self._chains[-self._kept :], chain]
+
+    def _link(self, round: int) -> bytes | None:
+        """Return the link of ``round`` in the own chain that counts then; None if there is none, as after a restart."""
+        entry = anchored(self.consensus.ledger, self.peer, round, self.rules)
+        return next((chain.link(round) for chain in self._chains if entry is not None and chain.anchor == entry.anchor), None)
 
     def _open_plants(self) -> None:
         """Open planted claims, once all claims of their round are settled."""
@@ -514,12 +507,9 @@ class Participant:
             if ruling is None or self.round - claim.round > self.rules.appeal_rounds:
                 self._planted.remove(claim)
             elif ruling.outcome != "unverified":
-                entry = anchored(self.consensus.ledger, self.peer, claim.round, self.rules)
-                chain = next((chain for chain in self._chains if entry is not None and chain.anchor == entry.anchor), None)
-                if chain is not None:
-                    link = chain.link(claim.round)
+                if (link := self._link(claim.round)) is not None:
                     attempt = len(ruling.trials) - 1 - (ruling.appeal is not None)
-                    self._say(Opening(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt, link=link))
+                    self.member.try_publish(Opening(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt, link=link))
                 self._planted.remove(claim)
 
     def _dispute(self) -> None:
@@ -528,7 +518,7 @@ class Participant:
             self._meant.remove(claim)
             ruling = self.consensus.ruling(claim.id)
             if ruling is not None and ruling.outcome == "invalid" and ruling.appeal is None:
-                self._say(Dispute(peer=self.peer, round=self.round, claim=claim.id, attempt=len(ruling.trials) - 1))
+                self.member.try_publish(Dispute(peer=self.peer, round=self.round, claim=claim.id, attempt=len(ruling.trials) - 1))
 
     def _state(self) -> None:
         """Compute the scores, and publish this peer's view of the electorate that is due."""
@@ -544,10 +534,10 @@ class Participant:
         recent = [at for at in range(round - self.rules.life, round) if at in known.electorates and known.electorates[at].operators]
         voters = set(known.electorates[recent[-1]].operators) & set(own.operators) if recent else None
         agreement.propose(view, own, voters or None)
-        self._say(view)
+        self.member.try_publish(view)
 
     def _forget(self) -> None:
-        known, before = self.consensus, self.round - self._keep()
+        known, before = self.consensus, self.round - self._kept
         if before > 0 and self.base.round < before - 1:
             self.base = compute_scores(known.ledger, known.electorates, self.rules, self.prices, before - 1, self.base).base()
             known.forget(before)
@@ -573,10 +563,6 @@ class Participant:
     def _view(self, view: View) -> None:
         self._agreements.setdefault(view.round, ViewQuorum(view.round)).take(view)
 
-    def _stamp(self, record: VoteRecord) -> int:
-        stamp = self.consensus.ledger.stamp(record)
-        return -1 if stamp is None else stamp
-
     def _adopt(self, log: Log, agreement: ViewQuorum) -> None:
         """Adopt another peer's electorates and base if they give the table that counts; if need be without records that it does
         not have, such as those that came too late for most peers.
@@ -589,7 +575,7 @@ class Participant:
         before = self._oldest() - BEHIND - 1
         history = {other.round: other for other in log.electorates if before <= other.round < agreement.round}
         theirs = {signed.record.id for signed in log.records}
-        late = {id(record) for record in known.ledger if record.id not in theirs and self._stamp(record) <= settled}
+        late = {id(record) for record in known.ledger if record.id not in theirs and known.ledger.stamp(record) <= settled}
         without = Ledger(record for record in known.ledger if id(record) not in late)
         bases = [self.base]
         if log.base.round == self.base.round or not self.base.standings:
@@ -603,14 +589,6 @@ class Participant:
                     if ledger is not known.ledger:
                         known.keep(ledger)
                     return
-
-    def _say(self, record: VoteRecord) -> bool:
-        """Publish, unless the own consensus refuses the record, which it counts."""
-        try:
-            self.member.publish(record)
-        except Refused:
-            return False
-        return True
 
 
 _ORDER = {kind: at for at, kind in enumerate(("entry", "claim", "dispute", "opening", "commitment", "reveal", "verdict"))}

@@ -333,7 +333,7 @@ class Consensus:
             entries = self.ledger.entries_of(record.peer)
             if sum(entry.round == record.round for entry in entries) >= TWICE:
                 raise Refused("An entry was refused: its author made too many in this round.", "quota")
-            if not entries and self.ledger.peers() >= self.limits.peers:
+            if not entries and len(self.ledger.peers()) >= self.limits.peers:
                 raise Refused("An entry was refused: too many peers have entered.", "overflow")
         self.ledger.add(record)
 
@@ -360,7 +360,7 @@ class Consensus:
             if isinstance(record, Entry):
                 known = self.ledger.entries_of(record.peer)
                 return sum(entry.round == record.round for entry in known) < TWICE and (
-                    bool(known) or self.ledger.peers() < self.limits.peers
+                    bool(known) or len(self.ledger.peers()) < self.limits.peers
                 )
             others = self.ledger.claims_of(record.peer, record.round)
             return record.slot < self.rules.claims and sum(other.slot == record.slot for other in others) < TWICE
@@ -370,7 +370,7 @@ class Consensus:
             return isinstance(claim, Claim) and record.round <= self.round + 1 and not appealed
         if isinstance(record, Commitment | Reveal | Verdict):
             ballots = self.ledger.ballots(type(record), record.case, record.attempt, record.peer)
-            return self.ledger.stamp(record) is not None and len(ballots) < MOST
+            return self.ledger.stamp(record) >= 0 and len(ballots) < MOST
         return False
 
     def _take_appeal(self, record: Dispute | Opening) -> None:
@@ -525,6 +525,14 @@ class Voter:
         self.consensus.take(signed)
         self._publish(signed)
 
+    def try_publish(self, record: VoteRecord) -> bool:
+        """Publish; return False if the own consensus refuses the record, as after a long check: it has counted that."""
+        try:
+            self.publish(record)
+        except Refused:
+            return False
+        return True
+
     def work(self, most: int = 1) -> int:
         """Do what is due, first what others wait for; check at most ``most`` claims, which costs. Returns how many."""
         if len(self._left) > MAX_VOTES:
@@ -552,11 +560,11 @@ class Voter:
         for duty in self.consensus.duties(self.peer):
             key = (duty.case, duty.attempt)
             if duty.what == "reveal" and key in self._hidden:
-                self._try(self._hidden.pop(key))
+                self.try_publish(self._hidden.pop(key))
             elif duty.what == "state":
                 self._hidden.pop(key, None)
                 self._left.discard(key)
-                self._try(Verdict(peer=self.peer, case=duty.case, attempt=duty.attempt, marks=duty.marks))
+                self.try_publish(Verdict(peer=self.peer, case=duty.case, attempt=duty.attempt, marks=duty.marks))
 
     def _commit(self, key: tuple[bytes, int], claim: Claim) -> None:
         before = self.consensus.now()
@@ -568,15 +576,7 @@ class Voter:
         reveal = Reveal(
             peer=self.peer, case=key[0], attempt=key[1], vote=checked.vote, evidence=checked.evidence, salt=self._salt()
         )
-        if self._try(Commitment(peer=self.peer, case=key[0], attempt=key[1], digest=hide(reveal))):
+        if self.try_publish(Commitment(peer=self.peer, case=key[0], attempt=key[1], digest=hide(reveal))):
             self._hidden[key] = reveal
         else:
             self._left.add(key)
-
-    def _try(self, record: VoteRecord) -> bool:
-        """Publish; return False if the record came too late, as after a long check. The consensus has counted that."""
-        try:
-            self.publish(record)
-        except Refused:
-            return False
-        return True

@@ -319,39 +319,32 @@ class Ledger:
     def entries_of(self, peer: str) -> list[Entry]:
         return self._entries.get(peer, [])
 
-    def peers(self) -> int:
-        return len(self._entries)
-
-    def entries(self) -> list[Entry]:
-        return sorted((entry for group in self._entries.values() for entry in group), key=lambda entry: (entry.round, entry.id))
+    def peers(self) -> Collection[str]:
+        return self._entries.keys()
 
     def published(self, round: int) -> list[Claim | Dispute | Opening]:
         found: list[Claim | Dispute | Opening] = [claim for claim in self.claims() if claim.round == round]
         found += [appeal for group in self._appeals.values() for appeal in group if appeal.round == round]
         return sorted(found, key=lambda item: item.id)
 
-    def stamp(self, record: VoteRecord) -> int | None:
+    def stamp(self, record: VoteRecord) -> int:
         """Return the round to which ``record`` belongs: its own for a claim or an entry, else that of the claim which it concerns;
-        None if that claim is not known.
+        -1 if that claim is not known.
         """
         if isinstance(record, Claim | Entry):
             return record.round
         if isinstance(record, Commitment | Reveal | Verdict):
             case = self._records.get(record.case)
-            return self.stamp(case) if isinstance(case, Claim | Dispute | Opening) else None
+            return self.stamp(case) if isinstance(case, Claim | Dispute | Opening) else -1
         claim = self._records.get(record.claim) if isinstance(record, Dispute | Opening) else None
-        return claim.round if isinstance(claim, Claim) else None
+        return claim.round if isinstance(claim, Claim) else -1
 
     def newer(self, before: int, life: int) -> Ledger:
         """Return the ledger without claims of rounds before ``before``, their records, and entries ``life`` rounds older than that.
 
         Their consequences have to live on in a base (`compute_scores`).
         """
-        return Ledger(record for record in self if self._is_newer(record, before, before - life))
-
-    def _is_newer(self, record: VoteRecord, before: int, entered: int) -> bool:
-        stamp = self.stamp(record)
-        return stamp is not None and stamp >= (entered if isinstance(record, Entry) else before)
+        return Ledger(r for r in self if self.stamp(r) >= (before - life if isinstance(r, Entry) else before))
 
 
 # Lottery of planted claims: known wrong ones that look like others, so that voting without checking does not pay.

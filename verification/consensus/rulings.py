@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
-from typing import Literal
+from typing import Literal, get_args
 
 import msgpack
 
@@ -57,6 +58,7 @@ from shoal.verification.consensus.records import (
 )
 
 Outcome = Literal["valid", "invalid", "unverified"]
+VOTES = get_args(Vote)
 Electorates = Mapping[int, Electorate]
 PREFERRED: tuple[Mark, ...] = ("invalid", "valid", "withheld", "absent")  # if signers of two verdicts give two marks a quorum
 
@@ -137,7 +139,7 @@ def quorum(verifiers: int) -> int:
 
 def decide(marks: Collection[Mark | None]) -> Vote | None:
     """Return the strict majority of the votes revealed, if they are a quorum of the verifiers."""
-    count = Counter(mark for mark in marks if mark in ("valid", "invalid"))
+    count = Counter(mark for mark in marks if mark in VOTES)
     if count.total() < quorum(len(marks)) or count["valid"] == count["invalid"]:
         return None
     return "valid" if count["valid"] > count["invalid"] else "invalid"
@@ -147,11 +149,6 @@ def is_backed(ledger: Ledger, case: bytes, attempt: int, peer: str, vote: str) -
     commitments = ledger.ballots(Commitment, case, attempt, peer)
     reveals = [reveal for reveal in ledger.ballots(Reveal, case, attempt, peer) if reveal.vote == vote]
     return any(reveal.fits(commitment) for reveal in reveals for commitment in commitments)
-
-
-def contradicts(ledger: Ledger, case: bytes, attempt: int, peer: str) -> bool:
-    """Return whether ``peer`` signed two commitments, reveals or verdicts in one draw: proof against itself."""
-    return any(len(ledger.ballots(kind, case, attempt, peer)) > 1 for kind in (Commitment, Reveal, Verdict))
 
 
 def trial(ledger: Ledger, case: bytes, attempt: int, drawn: tuple[str, ...], ignored: Collection[str] = ()) -> Trial:
@@ -166,18 +163,10 @@ def trial(ledger: Ledger, case: bytes, attempt: int, drawn: tuple[str, ...], ign
     for peer, statements in zip(drawn, stated, strict=True):
         count = Counter(mark for _, mark in statements)
         enough = [mark for mark in PREFERRED if count[mark] >= quorum(len(drawn))]
-        votes = () if peer in ignored else ("valid", "invalid")
-        marks.append(
-            next(
-                (
-                    mark
-                    for mark in enough
-                    if mark in ("absent", "withheld") or (mark in votes and is_backed(ledger, case, attempt, peer, mark))
-                ),
-                None,
-            )
-        )
-    return Trial(drawn, tuple(marks), frozenset(peer for peer in drawn if contradicts(ledger, case, attempt, peer)))
+        backed = [] if peer in ignored else [vote for vote in VOTES if is_backed(ledger, case, attempt, peer, vote)]
+        marks.append(next((mark for mark in enough if mark not in VOTES or mark in backed), None))
+    twice = (p for p in drawn for kind in (Commitment, Reveal, Verdict) if len(ledger.ballots(kind, case, attempt, p)) > 1)
+    return Trial(drawn, tuple(marks), frozenset(twice))
 
 
 def first_draws(claim: Claim, electorates: Electorates, rules: Rules) -> tuple[tuple[str, ...], ...]:
@@ -269,7 +258,7 @@ def salts(round: int, ledger: Ledger, electorates: Electorates, rules: Rules) ->
         if claim.round == round:
             for attempt, drawn in enumerate(first_draws(claim, electorates, rules)):
                 for peer, mark in zip(drawn, trial(ledger, claim.id, attempt, drawn).marks, strict=True):
-                    reveals = ledger.ballots(Reveal, claim.id, attempt, peer) if mark in ("valid", "invalid") else []
+                    reveals = ledger.ballots(Reveal, claim.id, attempt, peer) if mark in VOTES else []
                     # An author who revealed two salts could choose between them.
                     found += [reveals[0].salt] if len(reveals) == 1 else []
     return sorted(found)
@@ -491,17 +480,15 @@ def compute_scores(
     standings: defaultdict[str, Standing] = defaultdict(Standing)
     standings.update(base.base().standings if base else {})
     rulings: dict[bytes, Ruling] = {}
-    claims = [claim for claim in ledger.claims() if (base.round if base else -1) < claim.round <= round]
-    last, at = (base.round if base else None), 0
-    while at < len(claims):
-        now = claims[at].round
+    last = base.round if base else -1
+    claims = [claim for claim in ledger.claims() if last < claim.round <= round]
+    for now, published in itertools.groupby(claims, key=lambda claim: claim.round):
         for standing in standings.values():
-            _fade(standing, now - (last if last is not None else now), prices)
+            _fade(standing, now - last, prices)
         banned = {peer for peer, standing in standings.items() if standing.until is not None and standing.until >= now}
         changes: defaultdict[str, int] = defaultdict(int)
         absences: defaultdict[str, int] = defaultdict(int)
-        while at < len(claims) and claims[at].round == now:
-            claim, at = claims[at], at + 1
+        for claim in published:
             if claim.peer in banned:
                 continue
             ruling = rulings[claim.id] = rule(claim, ledger, electorates, rules, banned)
@@ -515,7 +502,7 @@ def compute_scores(
             standings[peer].absence = min(max(standings[peer].absence + absence, 0), MOST_ABSENCE)
         last = now
     for standing in standings.values():
-        _fade(standing, round - (last if last is not None else round), prices)
+        _fade(standing, round - last, prices)
     return Table(round, dict(sorted(standings.items())), rulings)
 
 

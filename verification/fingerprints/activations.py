@@ -196,26 +196,17 @@ def _inverses() -> Floats:
 # Recorder of the last hidden state of any torch module: a hook on the input of the layer that makes the logits.
 
 
-def output_head(model: nn.Module, head: nn.Module | str | None = None) -> nn.Module:
-    """Return the layer that turns the last hidden state into logits.
-
-    ``head`` is the module or its dotted name in ``model``. Without it: what ``model.get_output_embeddings()`` returns, as with
+def output_head(model: nn.Module) -> nn.Module:
+    """Return the layer that turns the last hidden state into logits: what ``model.get_output_embeddings()`` returns, as with
     Hugging Face's models, or else the ``nn.Linear`` that was registered last. Raises ``ValueError`` if there is none.
     """
-    if isinstance(head, nn.Module):
-        return head
-    modules: dict[str, nn.Module] = dict(model.named_modules())
-    if head is not None:
-        if head not in modules:
-            raise ValueError(f"the model has no module '{head}': name the layer that makes the logits")
-        return modules[head]
     getter = getattr(model, "get_output_embeddings", None)
     found = getter() if callable(getter) else None
     if isinstance(found, nn.Module):
         return found
-    linear = [module for module in modules.values() if isinstance(module, nn.Linear)]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not linear:
-        raise ValueError("the model has no linear layer: name the layer that makes the logits")
+        raise ValueError("the model has no linear layer: let its get_output_embeddings() return the layer that makes the logits")
     return linear[-1]
 
 
@@ -229,8 +220,8 @@ class LastHidden:
     ``dtype`` is the coarsest that the calls computed in, as seen at the head: of its weights, its input, and autocast around it.
     """
 
-    def __init__(self, model: nn.Module, head: nn.Module | str | None = None, every: bool = False) -> None:
-        self._head = output_head(model, head)
+    def __init__(self, model: nn.Module, every: bool = False) -> None:
+        self._head = output_head(model)
         self._every = every
         self._kept: list[Tensor] = []
         self._hook: torch.utils.hooks.RemovableHandle | None = None
