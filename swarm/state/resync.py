@@ -1,34 +1,25 @@
-"""Returning to the group's weights after a missed round, for methods in which all peers of a group hold the same slow weights.
+"""Taking over weights: to join a swarm that is under way, after a missed round, and where parts of a group differ.
 
-DiLoCo and similar methods send displacements only, so a node that misses a round diverges and would never return by itself. It
-fetches the slow weights of a member in the background and goes on training meanwhile. After one missed round its fast weights stay,
-so what it learnt is in its next pseudo-gradient. After more, or if it trained in another part of a partitioned swarm
-(below), they move with the slow ones: a pseudo-gradient over many rounds would pull the group back, and be
-refused, and each outer step taken without a partner would be taken again. Of two that diverged, one keeps its own (`StateServer`).
+**Joining.** Rounds go by while the weights travel. A newcomer begins when it is at most `BEHIND` rounds (of every fragment) behind
+the median of the members, or when the download took no longer than `FRESH_S`; otherwise it fetches the weights again, at most
+`TRIES` times. Its first round then has weight 0 (`shoal.swarm.training.member`).
 
-Methods that send weights mix by themselves. But where distant weights are refused a node that is far behind would be refused
-for good: once two peers in a row have done so it takes over a member's weights, as a newcomer does.
+**After a missed round.** Where all peers of a group hold the same slow weights (`Anchored` rules), displacements only are sent, so
+a node that misses a round diverges and would never return by itself. It fetches the slow weights of a member in the background and
+goes on training meanwhile. After one missed round its fast weights stay, so what it learnt is in its next pseudo-gradient. After
+more, or if it trained in another part of a partitioned swarm, they move with the slow ones: a pseudo-gradient over many rounds
+would pull the group back, and be refused, and each outer step taken without a partner would be taken again. Of two that diverged,
+one keeps its own (`StateServer`). Methods that send weights mix by themselves. But where distant weights are refused a node that is
+far behind would be refused for good: once two peers in a row have done so it takes over a member's weights, as a newcomer does.
 
-Detecting that parts of a group hold different slow weights, and deciding which part gives way.
-
-For methods whose peers all hold the same slow weights (`Anchored` rules). Each peer shows a sketch of its slow weights after its
-newest round (`shoal.optim.outer.weights`) in its record, and with its next contribution to its group, and compares the others' with
-its own after that round. After a network partition in which both parts stayed in the same rounds, or where one peer's weights were
-changed behind its optimizer, nothing else would show that they differ. The rule:
-
-* A peer that is behind in rounds moves to the round of the others and takes over their weights, as any late peer does.
-* In the same round the smaller part takes over the weights of the larger one; of two equal parts, the one without the lowest peer
-  id. What that part has learnt since the split is lost but for the steps of the current round; its data, inner optimizers and steps
-  go on.
-
-Each node counts the parts itself: those that hold what it holds, against all others. If none is a majority all give way but for the
-lowest peer id among those of the latest round that ask each other (`StateServer`), so one set of weights is left.
-
-Joining a swarm that is under way: its weights and round are fetched before the first own step.
-
-Rounds go by while the weights travel. A newcomer begins when it is at most `BEHIND` rounds (of every fragment) behind the median of
-the members, or when the download took no longer than `FRESH_S`; otherwise it fetches the weights again, at most `TRIES` times. Its
-first round then has weight 0 (`shoal.swarm.training.member`).
+**Where parts differ.** With the same rules each peer shows a sketch of its slow weights after its newest round
+(`shoal.optim.outer.weights`) in its record, and with its next contribution to its group, and compares the others' with its own.
+After a network partition in which both parts stayed in the same rounds, or where one peer's weights were changed behind its
+optimizer, nothing else would show that they differ. A peer that is behind in rounds moves to the round of the others and takes over
+their weights. In the same round the smaller part takes over those of the larger one; of two equal parts, the one without the lowest
+peer id. What it has learnt since the split is lost but for the steps of the current round; its data, inner optimizers and steps go
+on. Each node counts the parts itself: those that hold what it holds, against all others. If none is a majority all give way but for
+the lowest peer id among those of the latest round that ask each other (`StateServer`), so one set of weights is left.
 """
 
 from __future__ import annotations
@@ -94,9 +85,7 @@ def catch_up(
     The state fits ``opt``, which is left as it is. ``model``: the digest of this node's. ``begun`` False: accept members in their
     first round too, because this node cannot make the weights that the swarm began with; of those what it holds is not fetched.
 
-    Raises:
-        ModelDiffersError: this node's model does not fit.
-        NetworkError: it is under way, but nobody hands out weights, or no second peer confirms them.
+    Raises ModelDiffersError; NetworkError if it is under way, but nobody hands out weights, or no second peer confirms them.
     """
     check_model(membership, model, opt.shapes)
     state: State | None = None
@@ -109,7 +98,8 @@ def catch_up(
         if clock() - began <= FRESH_S:
             return state
         membership.directory.refresh(LOOK_S)
-        behind = usual_round(_able_in(membership, model, begun), membership.host.met) - state.round
+        able = _able(_others(membership), model, _early(membership, begun))
+        behind = usual_round(able, membership.host.met) - state.round
         if behind <= BEHIND * opt.fragments:
             return state
         log.warning("the weights that were fetched are %d rounds old (%d of %d tries)", behind, attempt + 1, TRIES)
@@ -137,12 +127,20 @@ def check_model(membership: Membership, model: str, shapes: Sequence[Shape]) -> 
     raise ModelDiffersError("This node's model does not fit the swarm: use the task, options and version of the swarm.")
 
 
-def sources_in(host: Host, members: Mapping[str, Member], model: str, creator: str) -> list[Peer]:
-    """Return the members to ask for weights, at most `ASKED`; none if nobody has finished a round.
+def sources_in(host: Host, members: Mapping[str, Member], model: str, creator: str, early: Sequence[str] = ()) -> list[Peer]:
+    """Return the members to ask for weights, at most `ASKED`; none if nobody has finished a round, or is in an ``early`` state.
 
     If there are more they are dialled first: where a record says that its peer is costs nothing, and so does a key.
     """
-    return _sources(host, _able(members, model), creator)
+    able = _able(members, model, early)
+    if len(able) > ASKED:
+        drawn = random.sample(able, min(DIALLED, len(able)))
+        own = ((m.peer, [address for address in m.addresses if address.endswith(f"/p2p/{m.peer}")]) for m in drawn)
+        try:
+            host.call(host.locate(own, LOOK_S), 3 * LOOK_S)
+        except NetworkError as error:
+            log.info("the members were not dialled before they are asked: %s", error)
+    return _addressed(in_order(able, host.met, creator))
 
 
 def query_for(membership: Membership, model: str, opt: OuterOptimizer) -> StateQuery:
@@ -172,7 +170,7 @@ def in_order(members: Sequence[Member], met: Mapping[str, str], creator: str, pa
     return sorted(members, key=lambda m: (m.peer not in partners, -min(m.round, usual), m.peer != creator, turn[m.peer]))
 
 
-def _able(members: Mapping[str, Member], model: str, early: Sequence[str] = ()) -> list[Member]:
+def _able(members: Mapping[str, Member], model: str, early: Sequence[str]) -> list[Member]:
     """Return the members that can hand out weights. ``early``: states in which they can before they have finished a round.
 
     A member that waits in a later round than 0 has resumed, and is about to train.
@@ -181,21 +179,9 @@ def _able(members: Mapping[str, Member], model: str, early: Sequence[str] = ()) 
     return [m for m in fitting if m.state in (("waiting", "training") if m.round > 0 else early)]
 
 
-def _able_in(membership: Membership, model: str, begun: bool) -> list[Member]:
+def _early(membership: Membership, begun: bool) -> Sequence[str]:
     # In a swarm of own loops a member that waits in round 0 has the first weights; others have none before they train.
-    early = () if begun else ("waiting", "training") if membership.manifest.task == OWN_LOOP else ("training",)
-    return _able(_others(membership), model, early)
-
-
-def _sources(host: Host, able: Sequence[Member], creator: str) -> list[Peer]:
-    if len(able) > ASKED:
-        drawn = random.sample(able, min(DIALLED, len(able)))
-        own = ((m.peer, [address for address in m.addresses if address.endswith(f"/p2p/{m.peer}")]) for m in drawn)
-        try:
-            host.call(host.locate(own, LOOK_S), 3 * LOOK_S)
-        except NetworkError as error:
-            log.info("the members were not dialled before they are asked: %s", error)
-    return _addressed(in_order(able, host.met, creator))
+    return () if begun else ("waiting", "training") if membership.manifest.task == OWN_LOOP else ("training",)
 
 
 def _addressed(members: Sequence[Member]) -> list[Peer]:
@@ -203,7 +189,8 @@ def _addressed(members: Sequence[Member]) -> list[Peer]:
 
 
 def _fetch_weights(membership: Membership, model: str, opt: OuterOptimizer, begun: bool) -> State | None:
-    sources = _sources(membership.host, _able_in(membership, model, begun), membership.manifest.creator)
+    creator, early = membership.manifest.creator, _early(membership, begun)
+    sources = sources_in(membership.host, _others(membership), model, creator, early)
     if not sources:
         return None
     try:
@@ -295,7 +282,7 @@ class DriftDetector:
             else:
                 far.add(peer)
                 fragments.add(shown[1])
-        if not far or (len(near), -_order(near)) > (len(far), -_order(far)):
+        if not far or len(near) > len(far) or (len(near) == len(far) and min(near) < min(far)):
             self._doubts, self.apart = 0, frozenset(far)
             return None
         self._doubts += 1
@@ -303,11 +290,6 @@ class DriftDetector:
             return None
         self._doubts, self.apart = 0, frozenset(far)
         return SplitDecision(frozenset(fragments), self.apart)
-
-
-def _order(peers: set[str]) -> int:
-    """Return the rank of the lowest peer id among all possible ones."""
-    return int.from_bytes(min(peers).encode().ljust(64, b"\0"), "big")
 
 
 IN_TURN = 4  # members that are asked in turn
@@ -345,22 +327,16 @@ class Resynchronizer:
         self._membership, self._model, self._server, self._opt = membership, model, server, opt
         self._partners = partners
         self._stats, self._moved, self._clock = stats or ExchangeStats(), moved, clock
-        self._diverged: set[int] = set()
-        """Fragments that have diverged."""
-        self._missed: Counter[int] = Counter()
-        """Rounds of a fragment that this node has missed since it was with its group."""
-        self._late = 0
-        """Rounds that this node's weights are behind its round, since it was with its group."""
+        self._diverged: set[int] = set()  # fragments
+        self._missed: Counter[int] = Counter()  # rounds of a fragment that this node has missed since it was with its group
+        self._late = 0  # rounds that this node's weights are behind its round, since it was with its group
         self._preferred: frozenset[str] = frozenset()
         """Peers to fetch from if any of them is there: those of the part that this node gives way to."""
-        self._afresh = False
-        """True if the state being fetched is to start from, as a newcomer does."""
+        self._afresh = False  # true if the state being fetched is to start from, as a newcomer does
         self._pending: concurrent.futures.Future[State | None] | None = None
         self._tries = 0
-        self._began, self._began_s = 0, 0.0
-        """The round and the time in which the last try began."""
-        self._pause = self._next = 0
-        """The rounds to wait after a slow try in vain, and the round of the next one."""
+        self._began, self._began_s = 0, 0.0  # the round and the time in which the last try began
+        self._pause = self._next = 0  # the rounds to wait after a slow try in vain, and the round of the next one
 
     @property
     def diverged(self) -> bool:

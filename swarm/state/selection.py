@@ -1,4 +1,4 @@
-"""Choosing among several peers' snapshots: collect their offers, and require that a second peer confirms the one that is taken.
+"""Serving this node's slow weights as snapshots, made between two steps, and choosing among those of several peers.
 
 A peer *offers* the id of its snapshot (`shoal.swarm.state.snapshot`). Nobody should begin from weights on one stranger's word, so a
 second peer has to confirm them. What a second peer can honestly say depends on the method:
@@ -18,8 +18,6 @@ or confirmed, from the most ranges, and one range alone ends no wait for others.
 The later of two confirmed snapshots is taken, but a round is believed only if it is at most `AHEAD` beyond the lower median of
 those that the ranges state: a node that begins in a round where nobody is finds no partner. One that begins too early is told by
 the others which round they are in.
-
-Handing out this node's slow weights to newcomers and to peers that have diverged: as snapshots, made between two steps.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ from shoal.swarm.state.snapshot import (
     nothing,
     snapshot_id,
 )
-from shoal.swarm.wire.envelope import CHUNK, pack, unpack
+from shoal.swarm.wire.envelope import CHUNK, fresh_nonce, pack, unpack
 from shoal.swarm.wire.messages import Answer, StateHeader, StateRequest
 
 if TYPE_CHECKING:
@@ -139,9 +137,8 @@ def making_s(nbytes: int) -> float:
 async def ask(host: Host, to: Peer, request: StateRequest, nbytes: int) -> StateHeader:
     """Ask one peer for the header of its snapshot, which has about ``nbytes`` bytes.
 
-    Raises:
-        NoStateError: it refuses, or does not answer.
-        NetworkError, MessageError: it is busy, breaks off, or does not keep to the protocol.
+    Raises NoStateError if it refuses or does not answer; NetworkError, MessageError if it is busy, breaks off, or violates the
+    protocol.
     """
     peer, addresses = to
     try:
@@ -233,18 +230,15 @@ async def choose(
     request: StateRequest,
     offers: Sequence[SnapshotOffer],
     check: Callable[[str, StateHeader], None],
-    draw: random.Random,
     *,
     equal: bool,
     patience: float,
-    strict: bool = False,
+    strict: bool,
 ) -> list[SnapshotOffer]:
     """Return the offers of the snapshot to take. ``equal``: peers of this method hold the same weights. ``strict``: where offers
     are of several address ranges, one of another range must confirm weights that are near others'.
 
-    Raises:
-        UnconfirmedError: several peers answered, and no two of them hold weights near each other.
-        NetworkError: the peers whose weights were to be compared are gone.
+    Raises UnconfirmedError if several peers answered, and no two hold weights near each other; NetworkError if they are gone.
     """
     found = agreed(offers)
     if len(offers) < ENOUGH or (found and _spread(found, offers)):
@@ -259,15 +253,15 @@ async def choose(
         for every in ([*offers, *again], list(latest.values())):
             if (found := agreed(every)) and _spread(found, every):
                 return found
-    best = await _confirmed(host, request.swarm, offers, draw, strict)
+    best = await _confirmed(host, request.swarm, offers, strict)
     return [offer for offer in offers if offer.id == best.id]
 
 
-async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], draw: random.Random, strict: bool) -> SnapshotOffer:
+async def _confirmed(host: Host, swarm: str, offers: Sequence[SnapshotOffer], strict: bool) -> SnapshotOffer:
     """Return the offer of the latest believed round to whose weights another peer's are near."""
     samples: dict[str, torch.Tensor] = {}
     in_slow = FLOAT32.nbytes(offers[0].header.shapes)  # all have the same: ``check`` saw to it
-    chunks = sorted(draw.sample(range(chunks_in(in_slow)), min(SAMPLE, chunks_in(in_slow))))
+    chunks = sorted(random.Random(fresh_nonce()).sample(range(chunks_in(in_slow)), min(SAMPLE, chunks_in(in_slow))))
     for offer in sorted(offers, key=lambda one: -one.header.round):
         try:
             samples[offer.peer] = await _sample(host, swarm, offer, chunks, in_slow)
@@ -338,19 +332,11 @@ DIVERGED = Answer(verdict="refuse", reason="its own have drifted too", round=0)
 FAR = Answer(verdict="busy", reason="it is far from that round", round=0)
 
 
-async def _turn_away(callers: Iterable[asyncio.Future[Snapshot | Answer]], answer: Answer) -> None:
-    for future in callers:
-        if not future.done():
-            future.set_result(answer)
-
-
 class StateServer:
     """Server of this node's slow weights. The training thread makes the copy, so no half-updated weights are handed out.
 
-    At most two snapshots (`SnapshotCache`), each with 4 bytes for every value of the slow weights and of the state that the rule
-    shares, and none two minutes after the last request; large ones are files (`shoal.swarm.state.snapshot`). While both are being
-    downloaded, further callers get the later of the
-    two rather than a new one.
+    It holds at most two snapshots (`SnapshotCache`), each with 4 bytes for every value of the slow weights and of the state that
+    the rule shares. While both are being downloaded, further callers get the later of the two rather than a new one.
     """
 
     def __init__(
@@ -365,12 +351,10 @@ class StateServer:
         self._places = StreamPlaces(MAX_WAITING)
         self._making = False
         self._resting: Callable[[], State] | None = None
-        self._copying = threading.Lock()
-        """Held while the weights are copied in a block of `at_rest`."""
+        self._copying = threading.Lock()  # held while the weights are copied in a block of `at_rest`
         self._last: tuple[tuple[object, ...], bytes] | None = None
         self._kept = SnapshotCache(clock)
-        self.diverged: int | None = None
-        """Round of this node's own weights while they have diverged from the group's."""
+        self.diverged: int | None = None  # round of this node's own weights while they have diverged from the group's
         ChunkServer(host, swarm, self._kept)
         host.serve(STATE_PROTOCOL, self._answer)
 
@@ -406,14 +390,14 @@ class StateServer:
         """
         self._kept.expire()
         if drifted := [future for future, asking in list(self._diverged_callers.items()) if self._keeps_its_own(*asking)]:
-            self._host.call(_turn_away(drifted, DIVERGED), SMALL_S)
+            self._host.call(self._turn_away(drifted, DIVERGED), SMALL_S)
         if not self._wanted or self.diverged is not None or self._making:
             return
         state = current()
         wanted = list(self._wanted.items())
         if far := [future for future, since in wanted if since > state.round + SOON]:
             with suppress(NetworkError):  # the host is closing
-                self._host.submit(_turn_away(far, FAR))
+                self._host.submit(self._turn_away(far, FAR))
         if all(since > state.round for _, since in wanted):
             return
         self._making = True
@@ -429,18 +413,21 @@ class StateServer:
             self._making = False
             log.debug("weights are not served: %s", error)
 
+    async def _turn_away(self, callers: Iterable[asyncio.Future[Snapshot | Answer]], answer: Answer) -> None:
+        for future in callers:
+            if not future.done():
+                future.set_result(answer)
+
     async def _make(self, state: State, payload: Tensor | Spool, version: tuple[object, ...]) -> None:
         try:
             snapshot = await asyncio.get_running_loop().run_in_executor(None, make, state, payload)
-        except BaseException as error:
+            self._last = version, snapshot.id
+            self._kept.put(snapshot)
+            await self._hand_out(snapshot)
+        except Exception as error:  # nobody waits for this coroutine
+            log.warning("the weights could not be copied for a peer that asked for them (%s): %s", type(error).__name__, error)
+        finally:
             self._making = False
-            if isinstance(error, Exception):  # nobody waits for this coroutine
-                log.warning("the weights could not be copied for a peer that asked for them (%s): %s", type(error).__name__, error)
-                return
-            raise
-        self._last = version, snapshot.id
-        self._kept.put(snapshot)
-        await self._hand_out(snapshot)
 
     async def _hand_out(self, snapshot: Snapshot | None) -> None:
         """Answer all who wait for its round or an earlier one. None: with the latest that is kept."""
@@ -462,19 +449,18 @@ class StateServer:
 
     async def _answer(self, stream: Stream) -> None:
         request = unpack(await stream.receive(StateRequest.LIMIT, SMALL_S), StateRequest)
+        await stream.send(pack(await self._reply(stream, request)), SMALL_S)
+
+    async def _reply(self, stream: Stream, request: StateRequest) -> StateHeader | Answer:
         if request.swarm != self._swarm:
-            await stream.send(pack(Answer(verdict="refuse", reason="this peer is in another swarm", round=0)), SMALL_S)
-            return
+            return Answer(verdict="refuse", reason="this peer is in another swarm", round=0)
         if request.model != self._model:
             # The shapes in the header name the difference, so that the newcomer's user can mend it; no weights follow.
-            await stream.send(pack(nothing(self._shapes)), SMALL_S)
-            return
+            return nothing(self._shapes)
         if request.astray and self._keeps_its_own(request.round, stream.peer_id):
-            await stream.send(pack(DIVERGED), SMALL_S)
-            return
+            return DIVERGED
         if not self._places.take(stream):
-            await stream.send(pack(Answer(verdict="busy", reason="too many wait for this peer", round=0)), SMALL_S)
-            return
+            return Answer(verdict="busy", reason="too many wait for this peer", round=0)
         future: asyncio.Future[Snapshot | Answer] = asyncio.get_running_loop().create_future()
         self._wanted[future] = request.since
         if request.astray:
@@ -485,11 +471,10 @@ class StateServer:
             if self._resting is not None:
                 asyncio.get_running_loop().run_in_executor(None, self._offer_at_rest)
             found = await asyncio.wait_for(future, seconds)
-            header: StateHeader | Answer = found if isinstance(found, Answer) else found.header
+            return found if isinstance(found, Answer) else found.header
         except TimeoutError:
-            header = Answer(verdict="busy", reason=f"no step was finished in {seconds:.0f} s", round=0)
+            return Answer(verdict="busy", reason=f"no step was finished in {seconds:.0f} s", round=0)
         finally:
             self._places.free(stream)
             self._wanted.pop(future, None)
             self._diverged_callers.pop(future, None)
-        await stream.send(pack(header), SMALL_S)

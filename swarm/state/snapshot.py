@@ -133,10 +133,12 @@ class State:
     gathers: int = 0
     """Number of the copy, where the tensors were gathered from several processes just now."""
 
+    def tensors(self) -> list[Tensor]:
+        return [*self.slow, *(tensor for name in sorted(self.extra) for tensor in self.extra[name])]
+
     def version(self) -> tuple[object, ...]:
         """Return a value that stays equal while nothing in the state changes: torch counts the changes of every tensor."""
-        tensors = [*self.slow, *(tensor for name in sorted(self.extra) for tensor in self.extra[name])]
-        changes = tuple((id(t), t._version) for t in tensors)
+        changes = tuple((id(t), t._version) for t in self.tensors())
         return self.round, tuple(self.applied), tuple(sorted(self.extra)), self.gathers, changes
 
 
@@ -150,7 +152,6 @@ class Snapshot:
 
     @property
     def id(self) -> bytes:
-        """SHA-256 of the header."""
         return snapshot_id(self.header)
 
     def chunk(self, number: int) -> memoryview:
@@ -160,7 +161,6 @@ class Snapshot:
 
 
 def snapshot_id(header: StateHeader) -> bytes:
-    """Return the SHA-256 of the header, 32 bytes."""
     return hashlib.sha256(pack(header)).digest()
 
 
@@ -187,9 +187,7 @@ def digests_of(content: Tensor | Spool) -> bytes:
 
 def encode(state: State) -> Tensor | Spool:
     """Return a copy of the whole state as flat float32 bytes, in a file if it is large and there is room."""
-    payload = BorrowedPayload(
-        OnDemand([*state.slow, *(tensor for name in sorted(state.extra) for tensor in state.extra[name])]), FLOAT32
-    )
+    payload = BorrowedPayload(OnDemand(state.tensors()), FLOAT32)
     spool, offset = spool_for(payload.nbytes), 0
     if spool is None:
         return payload.whole()
@@ -237,7 +235,6 @@ def read(snapshot: Snapshot, extra: Mapping[str, Sequence[Shape]]) -> State:
 
 
 def shapes_digest(shapes: Sequence[Shape]) -> bytes:
-    """Return the SHA-256 of shapes as the wire has them."""
     return hashlib.sha256(pack_shapes(tuple(shapes))).digest()
 
 
@@ -294,7 +291,6 @@ class SnapshotCache:
                     found.readers, found.read = found.readers - 1, True
 
     def expire(self) -> None:
-        """Drop snapshots that nobody asks for."""
         with self._lock:
             now = self._clock()
             self._held = {id: held for id, held in self._held.items() if now - held.asked <= UNUSED_S}
@@ -385,9 +381,7 @@ class ChunkSource:
     async def take(self, chunk: int | None, room: memoryview) -> None:
         """Fill ``room``, which has the size of the chunk, with what the peer sends for it, unchecked. None: the list of digests.
 
-        Raises:
-            NotHeldError: the peer does not hold the snapshot.
-            NetworkError, MessageError: it cannot be reached, is too slow, or does not keep to the protocol.
+        Raises NotHeldError; NetworkError, MessageError if it cannot be reached, is too slow, or violates the protocol.
         """
         if self._stream is None:
             self._stream = await self._host.open(self.peer, CHUNKS_PROTOCOL, addresses=self._addresses, timeout=SMALL_S)
@@ -424,10 +418,8 @@ class ChunkPlan:
 
     def __init__(self, missing: Iterable[int]) -> None:
         self._free = deque(missing)
-        self._asked: dict[int, list[object]] = {}
-        """Lanes that were asked for each chunk, in the order in which they were asked."""
-        self._source: dict[object, object] = {}
-        """The source of each lane."""
+        self._asked: dict[int, list[object]] = {}  # lanes that were asked for each chunk, in the order in which they were asked
+        self._source: dict[object, object] = {}  # the source of each lane
 
     @property
     def done(self) -> bool:
@@ -491,7 +483,6 @@ class MemorySink:
         self.have = set(have)
 
     def write(self, chunk: int, data: memoryview) -> None:
-        """Copy one chunk into its place."""
         if isinstance(self.content, Spool):
             self.content.write(chunk * CHUNK, data)
         else:
@@ -500,11 +491,7 @@ class MemorySink:
 
 
 async def fetch_digests(host: Host, swarm: str, header: StateHeader, sources: Sequence[Peer]) -> bytes:
-    """Fetch the list of the chunks' digests from the first of ``sources`` that has it, and check it.
-
-    Raises:
-        NetworkError: none has it.
-    """
+    """Fetch the list of the chunks' digests from the first of ``sources`` that has it, and check it. NetworkError: none has."""
     room = bytearray(DIGEST * chunks_in(header.nbytes))
     for peer, addresses in sources:
         try:
@@ -524,10 +511,7 @@ async def download(
 ) -> set[str]:
     """Fetch the chunks ``wanted`` that ``sink`` lacks from ``sources``; those that do not hold the snapshot are skipped.
 
-    Returns the peers that sent a wrong chunk.
-
-    Raises:
-        NetworkError: no source is left; what arrived is in the sink.
+    Returns the peers that sent a wrong chunk. Raises NetworkError if no source is left; what arrived is in the sink.
     """
     work = _Download(host, swarm, header, digests, sink, ChunkPlan(chunk for chunk in wanted if chunk not in sink.have))
     if not work.plan.done:

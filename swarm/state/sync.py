@@ -11,7 +11,6 @@ import asyncio
 import concurrent.futures
 import itertools
 import logging
-import random
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,7 @@ from shoal.swarm.state.snapshot import (
     shapes_digest,
     snapshot_id,
 )
-from shoal.swarm.wire.envelope import MAX_COUNT, fresh_nonce
+from shoal.swarm.wire.envelope import MAX_COUNT
 from shoal.swarm.wire.messages import StateHeader, StateRequest
 
 if TYPE_CHECKING:
@@ -85,8 +84,7 @@ class StateQuery:
     def check(self, peer: str, header: StateHeader) -> None:
         """Check that an offer fits: what is allocated follows from this node's own shapes, whatever the peer says.
 
-        Raises:
-            ModelDiffersError, MessageError.
+        Raises ModelDiffersError, MessageError.
         """
         difference = shapes_differ(tuple(self.shapes), header.shapes)
         if difference is not None:
@@ -161,15 +159,11 @@ class _StateInMemory:
         return None
 
 
-async def choose_source(
-    host: Host, query: StateQuery, sources: Sequence[Peer], attempt: int, draw: random.Random | None = None
-) -> list[SnapshotOffer]:
+async def choose_source(host: Host, query: StateQuery, sources: Sequence[Peer], attempt: int) -> list[SnapshotOffer]:
     """Ask ``sources``, decide which snapshot to take, and return its offers.
 
-    Raises:
-        NoStateError: all refused, or are gone.
-        NetworkError: nobody offered anything of use.
-        ModelDiffersError, or what else ``query.check`` raises for the user to mend: at all that answered.
+    Raises NoStateError if all refused, or are gone; NetworkError if nobody offered anything of use; what ``query.check`` raises for
+    the user to mend, as ModelDiffersError, if it did at all that answered.
     """
     # Copies that are not equal need not all be waited for: two will do, unless they did not confirm each other.
     most = FEW if query.equal or attempt else ENOUGH
@@ -180,9 +174,8 @@ async def choose_source(
     if offers:
         if not query.confirmed:
             return agreed(offers) or [max(plausible(offers), key=lambda one: one.header.round)]
-        draw = draw or random.Random(fresh_nonce())
-        options = {"equal": query.equal, "strict": not attempt}  # later all have been waited for
-        return await choose(host, query.request, offers, query.check, draw, patience=query.patience, **options)
+        strict = not attempt  # later all have been waited for
+        return await choose(host, query.request, offers, query.check, equal=query.equal, patience=query.patience, strict=strict)
     mendable = next((error for error in errors.values() if not isinstance(error, NetworkError | MessageError)), None)
     if mendable is not None:
         raise mendable
@@ -194,9 +187,8 @@ async def choose_source(
 async def fetch_into(host: Host, query: StateQuery, sources: Sequence[Peer], sinks: SinkFactory[SinkT, T]) -> T | None:
     """Download a snapshot that fits into a sink of ``sinks`` and return what they make of it; None if all refused or are gone.
 
-    Raises:
-        ModelDiffersError: the sources' model has other shapes; the sentence names the first difference.
-        NetworkError: a download began and failed, or no second peer confirms the weights.
+    Raises ModelDiffersError, whose sentence names the first difference; NetworkError if a download began and failed, or no second
+    peer confirms the weights.
     """
     swarm, opened, left_out = query.request.swarm, dict[bytes, SinkT](), set[str]()  # the sink of one snapshot at a time
     problem = NetworkError("none of the peers that were asked could serve weights.")

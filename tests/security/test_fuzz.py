@@ -105,7 +105,7 @@ DIGESTS = {
     "node/rl/task.py:RLTask._number", "node/task.py:LoadedBatches._begin_epoch",
     "node/verify/material.py:seed_of",
     "optim/rules/gossip.py:chosen", "swarm/membership/dht.py:bits_of",
-    "swarm/membership/dht.py:bits_in", "swarm/state/resync.py:_order", "verification/consensus/records.py:must_plant",
+    "swarm/membership/dht.py:bits_in", "verification/consensus/records.py:must_plant",
     "verification/consensus/records.py:is_audited",
     "swarm/identity.py:", "swarm/identity.py:b58encode",
 }  # fmt: skip
