@@ -1,9 +1,4 @@
-"""The manifest: the settings that a swarm's creator fixed for all its peers, signed; its hash is the swarm's id.
-
-Settings of the outer optimizer and of training, as a manifest holds them.
-
-Settings of verification (table ``[verify]``), and terms of claims; used by `shoal.node.verify`.
-"""
+"""The manifest: the settings that a swarm's creator fixed for all its peers, signed; its hash is the swarm's id."""
 
 from __future__ import annotations
 

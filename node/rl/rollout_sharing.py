@@ -68,7 +68,7 @@ class RolloutSharing:
 
         Rewards are means over completions (cumulative: summed over the rounds) or held-out questions.
         """
-        self._pool.flush(LEAVE_S)
+        self._pool.topic.flush(LEAVE_S)
         task, counts = self._task, self._pool.counts
         learnt = task.foreign
         return {
@@ -94,4 +94,4 @@ class RolloutSharing:
         }  # fmt: skip
 
     def close(self) -> None:
-        self._pool.close()
+        self._pool.topic.close()

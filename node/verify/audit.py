@@ -227,11 +227,11 @@ class SwarmNetwork:
 
     @property
     def counts(self) -> dict[str, Any]:
-        return {} if self._records is None else self._records.counts
+        return {} if self._records is None else self._records.topic.counts
 
     def close(self) -> None:
         if self._records is not None and self._logs is not None:
-            self._records.close()
+            self._records.topic.close()
             self._logs.close()
 
 

@@ -29,6 +29,13 @@ CHUNK_S = 5.0  # seconds for one small message, or without a byte
 SERVE_S = 60.0  # seconds in which a body must be taken
 
 
+def deadline(seconds: float) -> tuple[float, Callable[[float], float]]:
+    """Return the loop's time in ``seconds``, and what is left until then of at most so many seconds."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    return end, lambda at_most: max(0.01, min(at_most, end - loop.time()))
+
+
 class BodyStore:
     """The bodies that this node serves: the newest ``bodies``, at most ``nbytes`` bytes. Coroutines are for the host's loop.
 
@@ -79,16 +86,11 @@ class BodyStore:
         such body (reason ``unavailable``), or one of another size (``digest``, or with ``up_to`` ``oversized``), which is refused
         unread, or sends another one (``digest``).
         """
-        loop = asyncio.get_running_loop()
-        end = loop.time() + timeout
-
-        def left(at_most: float = CHUNK_S) -> float:
-            return max(0.01, min(at_most, end - loop.time()))
-
+        end, left = deadline(timeout)
         opening = self._host.open(peer, self._protocol, addresses=self._addresses(peer), timeout=left(timeout))
         with contextlib.closing(await opening) as stream:
-            await stream.send(pack(BodyRequest(swarm=self._swarm, sha256=sha256)), left())
-            reply = unpack(await stream.receive(BodyReply.LIMIT, left()), BodyReply)
+            await stream.send(pack(BodyRequest(swarm=self._swarm, sha256=sha256)), left(CHUNK_S))
+            reply = unpack(await stream.receive(BodyReply.LIMIT, left(CHUNK_S)), BodyReply)
             if not reply.nbytes:
                 raise MessageError("The peer does not hold the body any more.", "unavailable")
             if up_to and reply.nbytes > nbytes:
@@ -99,7 +101,7 @@ class BodyStore:
             await stream.swap(memoryview(b""), memoryview(body), chunk_timeout=CHUNK_S, deadline=end)
         whole = bytes(body)
         # Hashing some hundred megabytes here would block the loop, and so every exchange, for as many milliseconds.
-        if await loop.run_in_executor(None, lambda: hashlib.sha256(whole).digest()) != sha256:
+        if await asyncio.get_running_loop().run_in_executor(None, lambda: hashlib.sha256(whole).digest()) != sha256:
             raise MessageError("A body was refused: it is not the one that was announced.", "digest")
         return whole
 
@@ -110,8 +112,8 @@ class BodyStore:
             body = b""
         await stream.send(pack(BodyReply(nbytes=len(body))), CHUNK_S)
         if body:
-            deadline = asyncio.get_running_loop().time() + SERVE_S
-            await stream.swap(memoryview(body), memoryview(bytearray()), chunk_timeout=CHUNK_S, deadline=deadline)
+            end, _ = deadline(SERVE_S)
+            await stream.swap(memoryview(body), memoryview(bytearray()), chunk_timeout=CHUNK_S, deadline=end)
 
 
 log = logging.getLogger(__name__)

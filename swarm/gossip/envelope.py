@@ -1,8 +1,6 @@
 """The form of gossiped messages: a sealed record in an envelope, compressed if that helps; or the announcement of a larger one.
 
 Nothing is decompressed before its size is known to be allowed, nor beyond the size that was announced.
-
-A queue that forgets its oldest items, so that no peer can make it grow.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ T = TypeVar("T")
 
 
 class BoundedQueue(Generic[T]):
-    """A first-in, first-out queue of at most ``items`` items and ``nbytes`` bytes."""
+    """A first-in, first-out queue of at most ``items`` items and ``nbytes`` bytes, which no peer can make grow."""
 
     def __init__(self, items: int, nbytes: int) -> None:
         self._items, self._nbytes = items, nbytes
@@ -150,7 +148,6 @@ class Body(NamedTuple):
 
 
 def topic_of(swarm: str, kind: type[Message]) -> str:
-    """Return the name of the topic on which records of ``kind`` are gossiped in ``swarm``."""
     return f"shoal/{swarm}/{kind.KIND}/{kind.VERSION}"
 
 
@@ -185,10 +182,7 @@ def make_announcement(swarm: str, body: Body, identity: Identity) -> tuple[BodyA
 
 
 def open_envelope(data: bytes, swarm: str, limit: int) -> GossipEnvelope:
-    """Open the envelope in ``data``, whose record claims at most ``limit`` bytes; nothing is decompressed or verified yet.
-
-    Raises MessageError and nothing else.
-    """
+    """Open the envelope in ``data``, whose record claims at most ``limit``, unexpanded. Raises MessageError and nothing else."""
     envelope = unpack(data, GossipEnvelope)
     if envelope.swarm != swarm:
         raise MessageError("A message of another swarm was refused.", "foreign-swarm")
@@ -224,10 +218,7 @@ def expand(encoding: Encoding, size: int, data: bytes) -> bytes:
 
 
 def open_body(encoding: Encoding, size: int, data: bytes, *kinds: type[M]) -> Opened:
-    """Open the record in a body, which must be one of ``kinds``. Takes some ms: for a worker thread.
-
-    Raises MessageError and nothing else.
-    """
+    """Open the record in a body, one of ``kinds``, in a worker thread: it takes some ms. Raises MessageError and nothing else."""
     author, message = unseal(sealed := expand(encoding, size, data), *kinds)
     return Opened(author, message, content_of(author, message), sealed)
 

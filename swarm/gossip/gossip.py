@@ -31,8 +31,9 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, cast
 
 from blake3 import blake3
@@ -119,21 +120,25 @@ class Topic(Generic[M]):
         self.name = topic_of(gossip.swarm, kind)
         self.counters = Counters()
         self._host, self._identity, self._swarm = gossip.host, gossip.identity, gossip.swarm
-        self._kind, self._handler = kind, handler
-        self._access_policy, self._look = gossip.access_policy, gossip.look
+        self._gossip, self._kind, self._handler = gossip, kind, handler
         self._room = envelope.room_for(kind)
-        self._body_store = gossip.body_store
-        self._fetcher = BodyFetcher(gossip.body_store, self._fetched, self.counters.reject, gossip.fetch_s, self._host.met)
+        self._fetcher = BodyFetcher(gossip.body_store, self._open, self.counters.reject, gossip.fetch_s, self._host.met)
         self._quotas = TokenBuckets(quota)
         self._seen = Newest[tuple[str, bytes] | bytes, None](REMEMBERED)
         self._inbox: BoundedQueue[tuple[str, GossipEnvelope]] = BoundedQueue(*inbox)
         self._outbox: BoundedQueue[M] = BoundedQueue(*OUTBOX)
-        self.sealed = b""
-        """The record that the handler is called with, as it was signed."""
+        self.sealed = b""  # the record that the handler is called with, as it was signed
         self._settled = threading.Condition()  # guards the next one
         self._unsettled = 0  # messages that were neither published nor given up yet
         self._up = asyncio.Event()  # while this node is subscribed
         self._running: Future[None] = self._host.submit(self._run())
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The numbers of records ``sent``, ``unsent``, ``received``, ``accepted``; and ``rejected``, by reason."""
+        events, rejected = self.counters.events(), self.counters.rejected()
+        counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}
+        return {**counted, "rejected": {reason: count for reason, count in rejected.items() if count}}
 
     def publish(self, message: M) -> None:
         """Queue ``message`` for all peers that joined the topic; never waits for the network.
@@ -166,7 +171,7 @@ class Topic(Generic[M]):
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        await asyncio.gather(*map(self._steadily, (self._listen, self._open, self._send, self._fetcher.run)))
+        await asyncio.gather(*map(self._steadily, (self._listen, self._receive, self._send, self._fetcher.run)))
 
     async def _steadily(self, work: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -194,7 +199,8 @@ class Topic(Generic[M]):
                     if publisher != self._identity.peer_id:
                         self.counters.add("received")
                         if self._handler is not None:
-                            self._guarded(self._take, publisher, data)
+                            with self._guarded():
+                                self._take(publisher, data)
             except NetworkError as error:
                 log.debug("%s: %s", self.name, error)
             finally:
@@ -217,36 +223,24 @@ class Topic(Generic[M]):
         self.counters.reject("overflow", len(self._inbox.put((publisher, opened), len(data))))
 
     def _check_access(self, peer: str) -> None:
-        if not self._access_policy.admits(peer):
-            self._look()  # it may have just joined, and its record was not read yet
+        if not self._gossip.access_policy.admits(peer):
+            self._gossip.look()  # it may have just joined, and its record was not read yet
             raise MessageError("A message was refused: the access policy excludes its publisher or author.", "unwelcome")
 
     def _charge(self, publisher: str, messages: int, nbytes: int) -> None:
         if not self._quotas.take(publisher, messages, nbytes):
             raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
 
-    async def _open(self) -> None:
+    async def _receive(self) -> None:
         while True:
             publisher, sent = await self._inbox.get()
-            opened = await self._opened(sent.encoding, sent.size, sent.body, self._kind, BodyAnnouncement)
-            if opened is not None:
-                self._guarded(self._deliver, publisher, opened)
+            await self._open(publisher, sent.encoding, sent.size, sent.body, BodyAnnouncement)
 
-    async def _fetched(self, publisher: str, encoding: Encoding, size: int, body: bytes) -> None:
-        opened = await self._opened(encoding, size, body, self._kind)
-        if opened is not None:
-            self._guarded(self._deliver, publisher, opened)
-
-    async def _opened(self, encoding: Encoding, size: int, body: bytes, *kinds: type[Message]) -> Opened | None:
-        """Open the record in a body in a worker thread; return None if it is rejected."""
-        work = functools.partial(envelope.open_body, encoding, size, body, *kinds)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(None, work)
-        except MessageError as error:
-            self._reject(error)
-        except Exception:
-            self._failed()
-        return None
+    async def _open(self, publisher: str, encoding: Encoding, size: int, body: bytes, *others: type[Message]) -> None:
+        """Open the record in a body, of this kind or ``others``, in a worker thread, and deliver it."""
+        work = functools.partial(envelope.open_body, encoding, size, body, self._kind, *others)
+        with self._guarded():
+            self._deliver(publisher, await asyncio.get_running_loop().run_in_executor(None, work))
 
     def _deliver(self, publisher: str, opened: Opened) -> None:
         if opened.author == self._identity.peer_id or opened.content in self._seen:
@@ -269,22 +263,17 @@ class Topic(Generic[M]):
         self._charge(publisher, 0, max(announcement.size, announcement.nbytes))
         self._fetcher.want(publisher, announcement)
 
-    def _guarded(self, step: Callable[..., None], *arguments: object) -> None:
-        """Run ``step``; an exception rejects this one record."""
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Return a block in which an exception rejects this one record."""
         try:
-            step(*arguments)
+            yield
         except MessageError as error:
-            self._reject(error)
+            log.debug("%s: %s", self.name, error)
+            self.counters.reject(error.reason)
         except Exception:
-            self._failed()
-
-    def _reject(self, error: MessageError) -> None:
-        log.debug("%s: %s", self.name, error)
-        self.counters.reject(error.reason)
-
-    def _failed(self) -> None:
-        log.warning("handling a record of %s failed", self.name, exc_info=True)
-        self.counters.reject("failed")
+            log.warning("handling a record of %s failed", self.name, exc_info=True)
+            self.counters.reject("failed")
 
     async def _send(self) -> None:
         while True:
@@ -307,7 +296,7 @@ class Topic(Generic[M]):
         body: Body = await loop.run_in_executor(None, envelope.make_body, message, self._identity)
         data = envelope.make_envelope(self._swarm, body)
         if data is None:
-            self._body_store.put(body.data)
+            self._gossip.body_store.put(body.data)
             _, data = envelope.make_announcement(self._swarm, body, self._identity)
         for attempt in range(ATTEMPTS):
             await self._up.wait()

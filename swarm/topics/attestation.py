@@ -1,19 +1,14 @@
-"""Records of verification in transit: small, opaque here, each signed by its author so that any peer can pass it on and show it.
+"""Records of verification in transit, the bodies behind them, and logs of them; none of their content is judged here.
 
-The message that carries a record is sealed like every gossiped one; that signature is the transport's and ends with it. The
-signature inside is the record's own, over the record's bytes alone, and goes into every peer's log. The content of a record is not
-judged here.
+A record is small, and signed by its author, so that any peer can pass it on and show it. The message that carries it is sealed like
+every gossiped one; that signature is the transport's and ends with it. The one inside is over the record's bytes alone, and goes
+into every peer's log.
 
-Gossip is no log: a daemon whose node reads nothing for some seconds drops messages, and a late peer gets no earlier ones. Missing
-records are fetched by `shoal.swarm.topics.attestation`.
+Gossip is no log: a daemon whose node reads nothing for some seconds drops messages, and a late peer gets no earlier ones. So a peer
+that was away, or whose records differ, fetches a log by stream: as many bytes as the other states, bounded, whole or not at all.
 
-Bodies behind records, too large for them, are kept and handed out by their author, and fetched by digest. A claim names its
-evidence (the material of a check, the snapshot of a policy) by SHA-256 alone. A verifier asks the author, states how many bytes it
-will take at most, and gets the bytes with that digest or an error; a size is never taken on trust.
-
-The log of verification by stream: for a peer that was away, or whose records differ from the others'.
-
-The content of a log is not judged here: it is as many bytes as the peer states, bounded, whole or not at all.
+A claim names its evidence (the material of a check, the snapshot of a policy) by SHA-256 alone. A verifier asks the author, states
+how many bytes it will take at most, and gets the bytes with that digest or an error; a size is never taken on trust.
 """
 
 from __future__ import annotations
@@ -25,12 +20,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip.bodies import BodyStore
+from shoal.swarm.gossip.bodies import BodyStore, deadline
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import SIGNATURE_SIZE, Identity, verify
 from shoal.swarm.p2p.limits import Newest, RateLimit, TokenBuckets
@@ -95,18 +90,6 @@ class Attestations:
         if not verify_record(self._peer, record, signature):
             raise MessageError("A record cannot be published: its signature is not this node's.", "forged")
         self.topic.publish(Attestation(swarm=self._swarm, peer=self._peer, record=record, signature=signature))
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        """The numbers of records ``sent``, ``unsent``, ``received``, ``accepted``; and ``rejected``, by reason
-        (`shoal.swarm.gossip`).
-        """
-        events, rejected = self.topic.counters.events(), self.topic.counters.rejected()
-        counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}
-        return {**counted, "rejected": {reason: count for reason, count in rejected.items() if count}}
-
-    def close(self) -> None:
-        self.topic.close()
 
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
@@ -242,8 +225,8 @@ class LogServer:
             log, reason = await self._log(request.since)
         await stream.send(pack(LogReply(nbytes=None if reason else len(log), reason=reason)), SMALL_S)
         if log and not reason:
-            deadline = asyncio.get_running_loop().time() + SERVE_S
-            await stream.swap(memoryview(log), memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=deadline)
+            end, _ = deadline(SERVE_S)
+            await stream.swap(memoryview(log), memoryview(bytearray()), chunk_timeout=SMALL_S, deadline=end)
 
     async def _log(self, since: int) -> tuple[bytes, str]:
         """Return the log, or the reason why there is none."""
@@ -271,11 +254,7 @@ class LogServer:
 
 
 async def _fetch(host: Host, peer: str, addresses: Sequence[str], request: LogRequest, timeout: float) -> bytes:
-    end = (loop := asyncio.get_running_loop()).time() + timeout
-
-    def left(at_most: float) -> float:
-        return max(0.01, min(at_most, end - loop.time()))
-
+    end, left = deadline(timeout)
     with contextlib.closing(await host.open(peer, LOG_PROTOCOL, addresses=addresses, timeout=left(timeout))) as stream:
         await stream.send(pack(request), left(SMALL_S))
         reply = unpack(await stream.receive(LogReply.LIMIT, left(MAKE_S + SMALL_S)), LogReply)

@@ -1,13 +1,9 @@
-"""The record of a rollout: one question's place in an environment, and a group of completions by a peer's policy.
+"""Rollouts as records, and as the training thread sees them: it publishes its own and drains those of others, and never waits.
 
 SAPO (arXiv 2509.08721): the unit of sharing is one question with all its completions. They travel as text, so that peers with other
 models and tokenizers can learn from it. Neither the question, the answer nor a reward is in the record: the receiver makes the
-question anew from (env, env_version, env_config, seed, index) and judges the completions itself.
-
-The swarm's rollouts as the training thread sees them: it publishes its own and drains those of others, without ever waiting.
-
-The pool judges the swarm, environment and age of a record, not its quality: rewards are the receiver's to compute. Records of a
-barred author are refused as ``banned``, or dropped if they were held already.
+question anew from (env, env_version, env_config, seed, index) and judges the completions itself. The pool judges the swarm,
+environment and age of a record. Those of a barred author are refused as ``banned``, or dropped if they were held already.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
@@ -52,7 +48,7 @@ def _pack_parts(parts: Sequence[bytes]) -> bytes:
     return b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 
-def _parts(value: bytes, longest: int) -> tuple[bytes, ...]:
+def _parts(value: bytes) -> tuple[bytes, ...]:
     """Split one byte string into its parts, each after its length (u32, little-endian)."""
     parts: list[bytes] = []
     at = 0
@@ -62,8 +58,6 @@ def _parts(value: bytes, longest: int) -> tuple[bytes, ...]:
         if at + 4 > len(value):
             raise ValueError("the last length is cut short")
         (size,) = struct.unpack_from("<I", value, at)
-        if size > longest:
-            raise _too_long(f"{size} bytes where at most {longest} are allowed")
         if at + 4 + size > len(value):
             raise ValueError("the last part is cut short")
         parts.append(value[at + 4 : at + 4 + size])
@@ -75,68 +69,47 @@ def _too_long(why: str) -> PydanticCustomError:
     return PydanticCustomError("too_long", "{why}", {"why": why})
 
 
-def _checked_count(parts: Sequence[object]) -> None:
-    if len(parts) > MAX_COMPLETIONS:
-        raise _too_long(f"at most {MAX_COMPLETIONS} are allowed")
-
-
 def _texts(value: object) -> object:
-    """Return completions, given in wire form (one byte string) or as a tuple of str, as a tuple of str."""
-    if isinstance(value, bytes):
-        try:
-            return tuple(part.decode("utf-8") for part in _parts(value, MAX_TEXT))
-        except UnicodeDecodeError:
-            raise ValueError("must be UTF-8") from None
-    if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
-        raise ValueError("must be a tuple of texts")
-    _checked_count(value)
-    for text in value:
-        try:
-            size = len(text.encode("utf-8"))
-        except UnicodeEncodeError:
-            raise ValueError("must be texts that UTF-8 can hold") from None
-        if size > MAX_TEXT:
-            raise _too_long(f"{size} bytes where at most {MAX_TEXT} are allowed")
-    return value
+    try:
+        return tuple(part.decode("utf-8") for part in _parts(value)) if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        raise ValueError("must be UTF-8") from None
 
 
-def _numbers(value: object) -> object:
-    """Return packed 4-byte numbers per completion, given in wire form (one byte string) or as a tuple of bytes, as a tuple."""
-    if isinstance(value, bytes):
-        value = _parts(value, 4 * MAX_TOKENS)
-    if value is None:
-        return None
-    if not isinstance(value, tuple) or not all(isinstance(part, bytes) for part in value):
-        raise ValueError("must be packed numbers for each completion")
-    _checked_count(value)
-    for part in value:
-        if len(part) % 4:
-            raise ValueError("must be numbers of 4 bytes")
-        if len(part) > 4 * MAX_TOKENS:
-            raise _too_long(f"at most {MAX_TOKENS} tokens are allowed")
-    return value
+def _fits(text: str) -> str:
+    if (size := len(text.encode("utf-8"))) > MAX_TEXT:
+        raise _too_long(f"{size} bytes where at most {MAX_TEXT} are allowed")
+    return text
+
+
+def _whole(part: bytes) -> bytes:
+    if len(part) % 4:
+        raise ValueError("must be numbers of 4 bytes")
+    return part
 
 
 def _finishes(value: object) -> object:
-    """Return finish reasons, given in wire form (a byte each: 0 stop, 1 length) or as a tuple of str, as a tuple."""
-    if isinstance(value, bytes):
-        if len(value) > MAX_COMPLETIONS:
-            raise _too_long(f"at most {MAX_COMPLETIONS} are allowed")
-        if any(code >= len(_FINISHES) for code in value):
-            raise ValueError("must be 0 (stop) or 1 (length)")
-        return tuple(_FINISHES[code] for code in value)
-    return value
-
-
-def _pack_numbers(parts: tuple[bytes, ...] | None) -> bytes | None:
-    return None if parts is None else _pack_parts(parts)
+    """Read the wire form: a byte each, 0 for stop and 1 for length."""
+    if not isinstance(value, bytes):
+        return value
+    if len(value) > MAX_COMPLETIONS:
+        raise _too_long(f"at most {MAX_COMPLETIONS} are allowed")
+    if any(code >= len(_FINISHES) for code in value):
+        raise ValueError("must be 0 (stop) or 1 (length)")
+    return tuple(_FINISHES[code] for code in value)
 
 
 # One byte string each on the wire: long msgpack arrays would have to be allocated before their content is seen.
+_PER_COMPLETION = Field(max_length=MAX_COMPLETIONS)
 Texts = Annotated[
-    tuple[str, ...], BeforeValidator(_texts), PlainSerializer(lambda texts: _pack_parts([text.encode("utf-8") for text in texts]))
+    tuple[Annotated[str, AfterValidator(_fits)], ...], _PER_COMPLETION, BeforeValidator(_texts),
+    PlainSerializer(lambda texts: _pack_parts([text.encode("utf-8") for text in texts])),
+]  # fmt: skip
+Numbers = Annotated[
+    Annotated[tuple[Annotated[bytes, Field(max_length=4 * MAX_TOKENS), AfterValidator(_whole)], ...], _PER_COMPLETION] | None,
+    BeforeValidator(lambda value: _parts(value) if isinstance(value, bytes) else value),
+    PlainSerializer(lambda parts: None if parts is None else _pack_parts(parts)),
 ]
-Numbers = Annotated[tuple[bytes, ...] | None, BeforeValidator(_numbers), PlainSerializer(_pack_numbers)]
 Finishes = Annotated[
     tuple[Finish, ...], BeforeValidator(_finishes), PlainSerializer(lambda finishes: bytes(map(_FINISHES.index, finishes)))
 ]
@@ -315,23 +288,14 @@ class RolloutPool:
         """The numbers of records ``sent``, ``unsent``, ``received``, ``accepted``; ``held``; accepted but then ``expired`` or
         ``displaced`` before they were drained, or ``banned`` with their author; and ``rejected``, by reason.
         """
-        events, rejected = self.topic.counters.events(), self.topic.counters.rejected()
+        counted = self.topic.counts
         with self._lock:
             here = {"held": len(self._held), "expired": self._expired, "displaced": self._displaced, "banned": self._banned}
-        counted = {name: events.get(name, 0) for name in ("sent", "unsent", "received", "accepted")}
-        return {**counted, **here, "rejected": {**dict.fromkeys(REASONS, 0), **rejected}}
-
-    def flush(self, seconds: float) -> bool:
-        """Wait until all own records were published or given up; return False if ``seconds`` did not suffice."""
-        return self.topic.flush(seconds)
-
-    def close(self) -> None:
-        self.topic.close()
+        return {**counted, **here, "rejected": {**dict.fromkeys(REASONS, 0), **counted["rejected"]}}
 
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
     def _take(self, author: str, rollout: Rollout) -> None:
-        """Judge a record whose signature is right. Raises MessageError with the reason to count."""
         if rollout.swarm != self._swarm:
             raise MessageError("A rollout of another swarm was refused.", "foreign-swarm")
         if self.barred(author):
@@ -369,7 +333,6 @@ class RolloutPool:
         self._displaced += before - len(self._held)
 
     def _expire(self) -> None:
-        """Drop records that became stale while they were held."""
         issued = self._clock() - self._limits.ttl
         fresh = [held for held in self._held if held.issued >= issued]
         self._expired += len(self._held) - len(fresh)

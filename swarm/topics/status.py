@@ -1,14 +1,9 @@
-"""A node's status for watchers: its newest rounds, with whom, how fast, and what went wrong.
+"""A node's status for watchers: its newest rounds, with whom, how fast, and what went wrong. Nothing depends on it.
 
-Nothing depends on it: a reader learns what the author claims, and no more.
-
-This node's status for watchers of the swarm: gathered where things happen, and sent by `RecordPublisher`.
-
-Training only notes numbers here; building, signing and sending a status is done on the network's thread.
-
-It is sent after a round, and regularly while one lasts. Nodes do not read each other's statuses. They take part in the topic only
-so that their daemons forward others' messages; received ones are dropped unopened, so their cost does not depend on their content.
-All nodes together send at most some `PER_SECOND` statuses a second however many they are, which bounds what each has to forward.
+Training only notes numbers here; building, signing and sending a status is done on the network's thread, after a round, and
+regularly while one lasts. Nodes do not read each other's statuses. They take part in the topic only so that their daemons forward
+others' messages; received ones are dropped unopened, so their cost does not depend on their content. All nodes together send at
+most some `PER_SECOND` statuses a second however many they are, which bounds what each has to forward.
 """
 
 from __future__ import annotations
@@ -328,7 +323,6 @@ class StatusReporter:
             self._more |= {"claims": report["claimed"], "checked": report["checked"], "invalid": report["invalid"]}
 
     def status(self) -> Status:
-        """Return this node's current status."""
         host, directory = self._membership.host, self._membership.directory
         in_a_bucket = bool(self._membership.manifest.bucket) and (size := directory.size()) > len(directory.members())
         with self._lock:

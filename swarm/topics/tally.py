@@ -117,8 +117,7 @@ class Tally:
         self.me, self.swarm, self._path, self._clock = me, swarm, path, clock
         self._lock, self._saving = threading.Lock(), threading.Lock()
         self._took: dict[str, Work] = {}
-        self._said: dict[str, tuple[Work, float]] = {}
-        """Of each peer what was signed last, and when."""
+        self._said: dict[str, tuple[Work, float]] = {}  # of each peer what was signed last, and when
         self._made, self._before = [0, 0], 0  # rollouts and votes of this node; rollouts of earlier runs
         self._kept: dict[str, _Kept] = {}
         """Of each signer its newest receipt that names this node; what it signed before it lost its counts is gone with them."""
@@ -129,7 +128,6 @@ class Tally:
                 log.warning("the tally in %s is damaged (%s) and begins anew", path, type(error).__name__)
 
     def took(self, peers: Iterable[str], work: Work) -> None:
-        """Note that this node took ``work`` from each of ``peers``."""
         with self._lock:
             for peer in peers:
                 if peer != self.me and (peer in self._took or len(self._took) < MAX_PEERS):

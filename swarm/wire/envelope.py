@@ -1,15 +1,9 @@
-"""Packing, signing and opening of messages, whose schemas are in the other modules of this package.
+"""Packing, signing and opening of messages; the types of their fields, each with its bounds; the digest of a payload.
 
 A message is msgpack of ``[kind, version, fields]``. A wrong one from a peer is refused with a MessageError that names the
 difference, in this order: size, kind, version, signature (if sealed), structure, fields. Nothing is decoded before its size is
 known to be small, and containers are bounded one by one and in number, so that no message can make this node allocate more
 than a small multiple of the message's length.
-
-Nonces make equal messages differ: they are the only random numbers in the protocols of an exchange.
-
-The types of the fields of messages, each with its bounds.
-
-The digest of a payload that is hashed while it is transferred.
 """
 
 from __future__ import annotations
@@ -61,9 +55,7 @@ def _peer_id(text: str) -> str:
 
 def _sentence(text: object) -> object:
     """Cut and clean a reason, at either end: it is for people and should cause no further errors."""
-    if not isinstance(text, str):
-        return text
-    return printable(text[:512], other=" ")
+    return printable(text[:512], other=" ") if isinstance(text, str) else text
 
 
 def _rate(value: float) -> float:
@@ -88,28 +80,24 @@ def share(value: float | None) -> float | None:
 
 
 def _shapes(value: object) -> object:
-    """Read shapes, packed (per tensor: rank as u8, sizes as little-endian u32) or as tuples of int. Raises ValueError."""
+    """Read packed shapes (per tensor: rank as u8, sizes as little-endian u32). Raises ValueError."""
+    if not isinstance(value, bytes):
+        return value
     shapes: list[tuple[int, ...]] = []
-    if isinstance(value, bytes):
-        at = 0
-        while at < len(value):
-            rank = value[at]
-            if rank > MAX_RANK or at + 1 + 4 * rank > len(value) or len(shapes) == MAX_TENSORS:
-                raise ValueError("malformed shapes")
-            shapes.append(struct.unpack_from(f"<{rank}I", value, at + 1))
-            at += 1 + 4 * rank
-    elif isinstance(value, tuple):
-        for shape in value:
-            if not isinstance(shape, tuple) or len(shape) > MAX_RANK or len(shapes) == MAX_TENSORS:
-                raise ValueError(f"must be at most {MAX_TENSORS} tuples of at most {MAX_RANK} sizes")
-            if not all(type(size) is int and 0 <= size < 2**32 for size in shape):
-                raise ValueError("every size must be an integer from 0 to 2**32 - 1")
-            shapes.append(shape)
-    else:
-        raise ValueError("must be shapes")
+    at = 0
+    while at < len(value):
+        rank = value[at]
+        if rank > MAX_RANK or at + 1 + 4 * rank > len(value) or len(shapes) == MAX_TENSORS:
+            raise ValueError("malformed shapes")
+        shapes.append(struct.unpack_from(f"<{rank}I", value, at + 1))
+        at += 1 + 4 * rank
+    return tuple(shapes)
+
+
+def _dims(shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
     if sum(map(len, shapes)) > MAX_DIMS:
         raise ValueError(f"must hold at most {MAX_DIMS} sizes in all")
-    return tuple(shapes)
+    return shapes
 
 
 def pack_shapes(shapes: tuple[tuple[int, ...], ...]) -> bytes:
@@ -121,8 +109,7 @@ SwarmId = Annotated[str, Field(pattern=r"^[a-z2-7]{52}$")]
 PeerId = Annotated[str, Field(max_length=64), AfterValidator(_peer_id)]
 Label = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)]
 ShortLabel = Annotated[str, Field(min_length=1, max_length=16), AfterValidator(_printable)]
-MAX_ADDRESS = 256
-"""Characters of an address in a message."""
+MAX_ADDRESS = 256  # characters of an address in a message
 Address = Annotated[str, Field(max_length=MAX_ADDRESS, pattern=r"^/[\x21-\x7e]+$")]
 Reason = Annotated[str, BeforeValidator(_sentence), Field(max_length=512)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -143,10 +130,14 @@ Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
 Sha256 = Annotated[bytes, Field(min_length=32, max_length=32)]
 Nonce = Annotated[bytes, Field(min_length=16, max_length=16)]
 # One byte string on the wire: long msgpack arrays would have to be allocated before their content is seen.
-Shapes = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(_shapes), PlainSerializer(pack_shapes)]
+Size = Annotated[int, Field(ge=0, lt=2**32)]
+Shape = Annotated[tuple[Size, ...], Field(max_length=MAX_RANK)]
+Shapes = Annotated[
+    tuple[Shape, ...], Field(max_length=MAX_TENSORS), BeforeValidator(_shapes), AfterValidator(_dims), PlainSerializer(pack_shapes)
+]
 
 
-CHUNK = 1 << 20
+CHUNK = 1 << 20  # bytes
 
 
 class HashList:
@@ -188,13 +179,12 @@ def chunks(payload: memoryview) -> Iterator[memoryview]:
     return (payload[start : start + CHUNK] for start in range(0, len(payload), CHUNK))
 
 
-SIZE = 16
-
 NONCES: ContextVar[Callable[[int], bytes]] = ContextVar("nonces", default=secrets.token_bytes)  # a simulation sets its own
 
 
 def fresh_nonce() -> bytes:
-    return NONCES.get()(SIZE)
+    """Return 16 bytes that make equal messages differ: the only random numbers in the protocols of an exchange."""
+    return NONCES.get()(16)
 
 
 KIB = 1024
@@ -250,11 +240,7 @@ def seal(message: Message, identity: Identity) -> bytes:
 
 def unseal(data: bytes, *types: type[M]) -> tuple[str, M]:
     """Open a sealed message; return its signer's peer id and the message. Raises MessageError and nothing else."""
-    _check_size(data, max(kind.LIMIT for kind in types) + ENVELOPE)
-    envelope = _decode(data, "signed message")
-    if not isinstance(envelope, tuple) or [type(part) for part in envelope] != [str, bytes, bytes]:
-        raise _malformed("signed message", "it is not [peer id, message, signature]", diagnose(data))
-    signer, payload, signature = envelope
+    signer, payload, signature = _opened(data, max(kind.LIMIT for kind in types))
     kind = _kind(payload, types)
     if not verify(signer, _context(kind), payload, signature):
         raise MessageError(f"A {kind.KIND} was refused for its wrong signature: it was forged or damaged on its way.", "forged")
@@ -269,13 +255,16 @@ def peek(data: bytes, limit: int) -> dict[Any, Any]:
 
     For data whose hash is known to be right. Raises MessageError and nothing else.
     """
+    return _content(_opened(data, limit)[1], "message")
+
+
+def _opened(data: bytes, limit: int) -> tuple[str, bytes, bytes]:
+    """Return the peer id, the packed message of at most ``limit`` bytes, and the signature, which is not verified."""
     _check_size(data, limit + ENVELOPE)
     envelope = _decode(data, "signed message")
-    sealed = isinstance(envelope, tuple) and [type(part) for part in envelope] == [str, bytes, bytes]
-    message = _decode(envelope[1], "message") if sealed else None
-    if not isinstance(message, tuple) or len(message) != 3 or not isinstance(message[2], dict):
-        raise _malformed("signed message", "it is not [peer id, [kind, version, fields], signature]", diagnose(data))
-    return message[2]
+    if not isinstance(envelope, tuple) or [type(part) for part in envelope] != [str, bytes, bytes]:
+        raise _malformed("signed message", "it is not [peer id, message, signature]", diagnose(data))
+    return envelope[0], envelope[1], envelope[2]
 
 
 def _context(kind: type[Message]) -> str:
@@ -314,17 +303,21 @@ def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
 
 
 def _fields(data: bytes, kind: type[M]) -> M:
-    content = _decode(data, kind.KIND)
-    if not isinstance(content, tuple) or len(content) != 3 or not isinstance(content[2], dict):
-        raise _malformed(kind.KIND, "it is not [kind, version, fields]", diagnose(data))
     try:
-        return kind.model_validate(content[2])
+        return kind.model_validate(_content(data, kind.KIND))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # Names and texts in it may come from the peer: cut them, without control codes.
         field = ascii(".".join(map(str, first["loc"])) or "fields")[:80]
         reason = "oversized" if first["type"].endswith("too_long") else diagnose(data)
         raise _malformed(kind.KIND, f"{field}: {first['msg'][:200]}", reason) from None
+
+
+def _content(data: bytes, what: str) -> dict[Any, Any]:
+    content = _decode(data, what)
+    if not isinstance(content, tuple) or len(content) != 3 or not isinstance(content[2], dict):
+        raise _malformed(what, "it is not [kind, version, fields]", diagnose(data))
+    return content[2]
 
 
 def _decode(data: bytes, what: str) -> Any:

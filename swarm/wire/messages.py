@@ -1,13 +1,5 @@
-"""The messages between members of a swarm and a bootstrap node (`shoal seed`). A public swarm is announced to it, and listed by it
-(`shoal swarms`).
-
-The record of a member in the directory, and the messages of a joining node: the request for the manifest, and admission.
-
-The messages of an exchange between two peers.
-
-The messages of a group exchange, in the order in which they are sent.
-
-The messages that request and deliver a snapshot of the weights.
+"""The record of a member in the directory, and the messages of: joining; an exchange between two peers; one of a group, in the
+order in which they are sent; snapshots of the weights; and bootstrap nodes (`shoal seed`), which list public swarms.
 """
 
 from __future__ import annotations
@@ -415,7 +407,6 @@ class Announcement(Message):
 
 
 Sealed = Annotated[bytes, Field(max_length=Announcement.LIMIT + ENVELOPE)]
-Contact = Annotated[bytes, Field(max_length=Member.LIMIT + ENVELOPE)]
 
 
 class SwarmsRequest(Message):
@@ -435,7 +426,7 @@ class ListedSwarm(Message):
     KIND, LIMIT = "listed-swarm", 24 * KIB
     announcement: Sealed
     peers: Count
-    contacts: Annotated[tuple[Contact, ...], Field(max_length=MAX_CONTACTS)] = ()
+    contacts: Annotated[tuple[Record, ...], Field(max_length=MAX_CONTACTS)] = ()
 
 
 class SwarmsReply(Message):

@@ -27,19 +27,14 @@ from shoal.swarm.manifest import swarm_id
 from shoal.swarm.p2p.host import MAX_MESSAGE
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import MAX_ITEMS, diagnose, pack, seal
+from tests.swarm.gossip.nodes import SWARM, rollout_of
 
 ME = Identity.ephemeral()
-SWARM = swarm_id(b"")
 ROOM = room_for(Rollout)
 
 
 def rollout(**changes):
-    fields = {
-        "swarm": SWARM, "peer": ME.peer_id, "env": "add", "env_version": "1", "env_config": b"\x80", "seed": 1, "index": 2,
-        "completions": ("one", "two"), "finish": ("stop", "length"), "policy_version": 3, "temperature": 1.0, "round": 4,
-        "nonce": bytes(16), "issued": 1e9,
-    }  # fmt: skip
-    return Rollout(**{**fields, **changes})
+    return rollout_of(ME.peer_id, **{"nonce": bytes(16), **changes})
 
 
 def opened(data):

@@ -3,6 +3,7 @@ publish."""
 
 import asyncio
 import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,16 @@ from tests.clocks import Clock, LoopThread
 
 SWARM = swarm_id(b"")
 PEERS = [Identity.ephemeral().peer_id for _ in range(6)]
+
+
+def on_loop(test):
+    """Run a test that is a coroutine; what it has begun is cancelled as it ends."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    return run
 
 
 def test_a_quota_is_used_up_and_refills_with_time():
@@ -69,18 +80,16 @@ def test_a_bounded_queue_drops_the_oldest():
     assert len(box) == 0
 
 
-def test_a_bounded_queue_is_filled_from_another_thread():
-    async def run():
-        box = BoundedQueue(items=9, nbytes=9)
-        waiting = asyncio.ensure_future(box.get())
-        await asyncio.sleep(0)
-        await asyncio.get_running_loop().run_in_executor(None, box.put, "a", 1)
-        assert await asyncio.wait_for(waiting, 5) == "a"
-        box.put("b", 1)
-        box.put("c", 1)
-        assert [await box.get(), await box.get()] == ["b", "c"]
-
-    asyncio.run(run())
+@on_loop
+async def test_a_bounded_queue_is_filled_from_another_thread():
+    box = BoundedQueue(items=9, nbytes=9)
+    waiting = asyncio.ensure_future(box.get())
+    await asyncio.sleep(0)
+    await asyncio.get_running_loop().run_in_executor(None, box.put, "a", 1)
+    assert await asyncio.wait_for(waiting, 5) == "a"
+    box.put("b", 1)
+    box.put("c", 1)
+    assert [await box.get(), await box.get()] == ["b", "c"]
 
 
 def test_the_newest_entries_are_kept_and_a_copy_has_the_same_bound():
@@ -168,106 +177,76 @@ class Fetch:
             await asyncio.sleep(0)
 
 
-def test_every_announcer_is_asked_until_one_has_it():
-    async def run():
-        fetch = Fetch(p0=NetworkError("gone."), p1=MessageError("Another body.", "digest"), p2=b"body")
-        fetch.fetching.want(PEERS[0], announcement(PEERS[0]))
-        for peer in PEERS[1:]:
-            with pytest.raises(MessageError) as caught:
-                fetch.fetching.want(peer, announcement(peer))
-            assert caught.value.reason == "replayed"
-        fetch.fetching.want(PEERS[1], announcement(PEERS[1], size=8))  # what another claims of the same digest stands apart
-        await fetch.busy()
-        fetch.body_store.gate.set()
-        assert {await fetch.outcome(), await fetch.outcome()} == {(PEERS[0], b"body"), "digest"}
-        assert sorted(fetch.body_store.asked) == sorted([PEERS[0], PEERS[1], PEERS[2], PEERS[1]])
-        assert len(fetch.body_store.asked) <= MAX_SOURCES + 1
-        fetch.fetching.want(PEERS[2], announcement(PEERS[2]))  # done with, so it may be asked for again
-        assert await fetch.outcome() == (PEERS[2], b"body")
-        fetch.running.cancel()
-
-    asyncio.run(run())
-
-
-def test_who_could_not_be_reached_is_asked_again_and_who_refused_is_not(monkeypatch):
-    monkeypatch.setattr(bodies_module, "PAUSES", (0.0, 0.0))
-
-    async def run():
-        busy = NetworkError("busy.")
-        fetch = Fetch(p0=[busy, busy, b"body"], p1=[busy] * 3)
-        fetch.body_store.gate.set()
-        fetch.fetching.want(PEERS[0], announcement(PEERS[0]))
-        assert await fetch.outcome() == (PEERS[0], b"body")
-        fetch.fetching.want(PEERS[2], announcement(PEERS[1], 1))
-        assert await fetch.outcome() == "unavailable"
-        assert fetch.body_store.asked == [PEERS[0]] * 3 + [PEERS[1], PEERS[2], PEERS[1], PEERS[1]]
-        fetch.running.cancel()
-
-    asyncio.run(run())
-
-
-def test_a_publisher_keeps_no_more_than_its_share_of_fetchers_waiting():
-    async def run():
-        fetch = Fetch()
-        for number in range(MAX_PER_PUBLISHER):
-            fetch.fetching.want(PEERS[0], announcement(PEERS[0], number))
+@on_loop
+async def test_every_announcer_is_asked_until_one_has_it():
+    fetch = Fetch(p0=NetworkError("gone."), p1=MessageError("Another body.", "digest"), p2=b"body")
+    fetch.fetching.want(PEERS[0], announcement(PEERS[0]))
+    for peer in PEERS[1:]:
         with pytest.raises(MessageError) as caught:
-            fetch.fetching.want(PEERS[0], announcement(PEERS[0], 99))
-        assert caught.value.reason == "quota"
-        await fetch.busy()
-        assert len(fetch.body_store.asked) == FETCHERS
-        fetch.body_store.gate.set()
-        assert [await fetch.outcome() for _ in range(MAX_PER_PUBLISHER)] == ["unavailable"] * MAX_PER_PUBLISHER
+            fetch.fetching.want(peer, announcement(peer))
+        assert caught.value.reason == "replayed"
+    fetch.fetching.want(PEERS[1], announcement(PEERS[1], size=8))  # what another claims of the same digest stands apart
+    await fetch.busy()
+    fetch.body_store.gate.set()
+    assert {await fetch.outcome(), await fetch.outcome()} == {(PEERS[0], b"body"), "digest"}
+    assert sorted(fetch.body_store.asked) == sorted([PEERS[0], PEERS[1], PEERS[2], PEERS[1]])
+    assert len(fetch.body_store.asked) <= MAX_SOURCES + 1
+    fetch.fetching.want(PEERS[2], announcement(PEERS[2]))  # done with, so it may be asked for again
+    assert await fetch.outcome() == (PEERS[2], b"body")
+
+
+@on_loop
+async def test_who_could_not_be_reached_is_asked_again_and_who_refused_is_not(monkeypatch):
+    monkeypatch.setattr(bodies_module, "PAUSES", (0.0, 0.0))
+    busy = NetworkError("busy.")
+    fetch = Fetch(p0=[busy, busy, b"body"], p1=[busy] * 3)
+    fetch.body_store.gate.set()
+    fetch.fetching.want(PEERS[0], announcement(PEERS[0]))
+    assert await fetch.outcome() == (PEERS[0], b"body")
+    fetch.fetching.want(PEERS[2], announcement(PEERS[1], 1))
+    assert await fetch.outcome() == "unavailable"
+    assert fetch.body_store.asked == [PEERS[0]] * 3 + [PEERS[1], PEERS[2], PEERS[1], PEERS[1]]
+
+
+@on_loop
+async def test_a_publisher_keeps_no_more_than_its_share_of_fetchers_waiting():
+    fetch = Fetch()
+    for number in range(MAX_PER_PUBLISHER):
+        fetch.fetching.want(PEERS[0], announcement(PEERS[0], number))
+    with pytest.raises(MessageError) as caught:
         fetch.fetching.want(PEERS[0], announcement(PEERS[0], 99))
-        assert await fetch.outcome() == "unavailable"
-        fetch.running.cancel()
+    assert caught.value.reason == "quota"
+    await fetch.busy()
+    assert len(fetch.body_store.asked) == FETCHERS
+    fetch.body_store.gate.set()
+    assert [await fetch.outcome() for _ in range(MAX_PER_PUBLISHER)] == ["unavailable"] * MAX_PER_PUBLISHER
+    fetch.fetching.want(PEERS[0], announcement(PEERS[0], 99))
+    assert await fetch.outcome() == "unavailable"
 
-    asyncio.run(run())
 
-
-def test_announcers_of_one_range_leave_a_source_to_others():
+@on_loop
+async def test_announcers_of_one_range_leave_a_source_to_others():
     """The fault: the first four announcers were asked, and free keys that named the same body hid its author."""
-
-    async def run():
-        crowd = [Identity.ephemeral().peer_id for _ in range(MAX_SOURCES)]
-        fetch = Fetch(met=dict.fromkeys(crowd, "10.1.0.1") | {PEERS[0]: "10.2.0.1"}, p0=b"body")
-        fetch.fetching.want(crowd[0], announcement(crowd[0]))
-        for peer in (*crowd[1:], PEERS[0]):
-            with pytest.raises(MessageError):
-                fetch.fetching.want(peer, announcement(peer))
-        fetch.body_store.gate.set()
-        assert await fetch.outcome() == (crowd[0], b"body")
-        fetch.running.cancel()
-
-    asyncio.run(run())
+    crowd = [Identity.ephemeral().peer_id for _ in range(MAX_SOURCES)]
+    fetch = Fetch(met=dict.fromkeys(crowd, "10.1.0.1") | {PEERS[0]: "10.2.0.1"}, p0=b"body")
+    fetch.fetching.want(crowd[0], announcement(crowd[0]))
+    for peer in (*crowd[1:], PEERS[0]):
+        with pytest.raises(MessageError):
+            fetch.fetching.want(peer, announcement(peer))
+    fetch.body_store.gate.set()
+    assert await fetch.outcome() == (crowd[0], b"body")
 
 
-def test_bodies_of_one_range_or_of_nobody_met_do_not_displace_anothers():
-    async def run():
-        fetch = Fetch(met={PEERS[0]: "10.2.0.1"}, p0=b"body")
-        fetch.fetching.want(PEERS[0], announcement(PEERS[0]))
-        for number in range(1, 2 * MAX_WAITING):
-            fetch.fetching.want(f"publisher {number}", announcement(PEERS[1], number))
-        assert [await fetch.outcome() for _ in range(MAX_WAITING)] == ["overflow"] * MAX_WAITING
-        fetch.body_store.gate.set()
-        assert (PEERS[0], b"body") in [await fetch.outcome() for _ in range(FETCHERS)]
-        fetch.running.cancel()
-
-    asyncio.run(run())
-
-
-def test_too_many_announcements_cost_the_oldest_ones():
-    async def run():
-        fetch = Fetch()
-        for number in range(MAX_WAITING + 2):
-            fetch.fetching.want(f"publisher {number}", announcement(PEERS[0], number))
-        assert [await fetch.outcome() for _ in range(2)] == ["overflow"] * 2
-        assert fetch.outcomes.empty()
-        fetch.body_store.gate.set()
-        assert [await fetch.outcome() for _ in range(MAX_WAITING)] == ["unavailable"] * MAX_WAITING
-        fetch.running.cancel()
-
-    asyncio.run(run())
+@on_loop
+async def test_bodies_of_one_range_or_of_nobody_met_do_not_displace_anothers():
+    fetch = Fetch(met={PEERS[0]: "10.2.0.1"}, p0=b"body")
+    fetch.fetching.want(PEERS[0], announcement(PEERS[0]))
+    for number in range(1, 2 * MAX_WAITING):
+        fetch.fetching.want(f"publisher {number}", announcement(PEERS[1], number))
+    assert [await fetch.outcome() for _ in range(MAX_WAITING)] == ["overflow"] * MAX_WAITING
+    assert fetch.outcomes.empty()
+    fetch.body_store.gate.set()
+    assert (PEERS[0], b"body") in [await fetch.outcome() for _ in range(FETCHERS)]
 
 
 ME = Identity.ephemeral()
@@ -314,7 +293,7 @@ def host():
 def pool(host):
     made = RolloutPool(Gossip(host, ME, "a" * 52), lambda *env: True)
     yield made
-    made.close()
+    made.topic.close()
 
 
 def publish(pool, count):
@@ -329,24 +308,24 @@ def publish(pool, count):
 
 def test_records_that_wait_are_published_before_flush_returns(host, pool):
     publish(pool, 3)
-    assert not pool.flush(0.05)
+    assert not pool.topic.flush(0.05)
     assert pool.counts["sent"] == 0
     host.allow()
-    assert pool.flush(LONG)
+    assert pool.topic.flush(LONG)
     assert (pool.counts["sent"], len(host.taken)) == (3, 3)
-    assert pool.flush(0.0)
+    assert pool.topic.flush(0.0)
 
 
 def test_what_cannot_be_published_is_given_up_and_not_waited_for(host, pool, monkeypatch):
     monkeypatch.setattr(module, "AGAIN", (0.0,) * 5)
     host.failing = True
     publish(pool, 2)
-    assert pool.flush(LONG)
+    assert pool.topic.flush(LONG)
     assert (pool.counts["sent"], pool.counts["unsent"]) == (0, 2)
 
 
 def test_what_the_outbox_dropped_is_not_waited_for(host, pool):
     publish(pool, module.OUTBOX[0] + 5)
     host.allow()
-    assert pool.flush(LONG)
+    assert pool.topic.flush(LONG)
     assert pool.counts["sent"] + pool.counts["unsent"] == module.OUTBOX[0] + 5

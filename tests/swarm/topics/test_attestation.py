@@ -13,11 +13,11 @@ from shoal.swarm.gossip.envelope import make_body, make_envelope
 from shoal.swarm.gossip.gossip import Gossip
 from shoal.swarm.identity import SIGNATURE_SIZE, Identity
 from shoal.swarm.manifest import swarm_id
-from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import RateLimit
 from shoal.swarm.topics.attestation import CONTEXT, MAX_RECORD, Attestation, Attestations, sign_record, verify_record
 from shoal.swarm.wire.envelope import pack, seal, unpack, unseal
 from tests.clocks import until
+from tests.swarm.gossip import nodes
 
 SWARM = swarm_id(b"")
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
@@ -66,11 +66,9 @@ def test_bounds():
 # -- over the network ----------------------------------------------------------------------------------------------------
 
 
-class Node:
+class Node(nodes.Node):
     def __init__(self, bootstrap=(), **options):
-        self.identity = Identity.ephemeral()
-        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=60)
-        self.gossip = Gossip(self.host, self.identity, SWARM)
+        super().__init__(bootstrap)
         self.got = []
         self.attestations = Attestations(self.gossip, self.take, **options)
 
@@ -84,25 +82,14 @@ class Node:
         return self.identity.peer_id, record, sign_record(self.identity, record)
 
     def publish_raw(self, message):
-        data = make_envelope(SWARM, make_body(message, self.identity))
-        self.host.call(self.host.pubsub.publish(self.attestations.topic.name, data), 60)
-
-    def close(self):
-        self.attestations.close()
-        self.gossip.close()
-        self.host.close()
+        super().publish_raw(self.attestations.topic, self.seal(message))
 
 
 @pytest.fixture
 def pair():
-    nodes = [Node()]
-    try:
-        nodes.append(Node(nodes[0].host.addresses(), quota=RateLimit(messages=60)))
-        until(lambda: all(node.attestations.topic.listeners() for node in nodes))
-        yield nodes
-    finally:
-        for node in nodes:
-            node.close()
+    with nodes.two(Node, quota=RateLimit(messages=60)) as made:
+        until(lambda: all(node.attestations.topic.listeners() for node in made))
+        yield made
 
 
 def test_records_arrive_once_with_the_signature_of_their_author(pair):
@@ -110,13 +97,13 @@ def test_records_arrive_once_with_the_signature_of_their_author(pair):
     said = [first.say(os.urandom(MAX_RECORD)), first.say(b"x")]
     first.say(b"x")  # again: it is known
     until(lambda: sorted(second.got) == sorted(said))
-    until(lambda: second.attestations.counts["received"] == 3)
+    until(lambda: second.attestations.topic.counts["received"] == 3)
     answer = second.say(b"y")
     until(lambda: first.got == [answer])
     assert all(verify_record(*item) for item in second.got)
-    until(lambda: second.attestations.counts["rejected"] == {"replayed": 1})
-    assert second.attestations.counts["accepted"] == 2
-    until(lambda: first.attestations.counts["sent"] == 3)
+    until(lambda: second.attestations.topic.counts["rejected"] == {"replayed": 1})
+    assert second.attestations.topic.counts["accepted"] == 2
+    until(lambda: first.attestations.topic.counts["sent"] == 3)
 
 
 def test_forged_foreign_and_refused_records_are_counted_and_cost_nothing_else(pair):
@@ -129,8 +116,8 @@ def test_forged_foreign_and_refused_records_are_counted_and_cost_nothing_else(pa
     attacker.publish_raw(attestation(me, b"5", swarm=swarm_id(b"x")))
     attacker.say(b"bad record")
     good = attacker.say(b"good")
-    until(lambda: victim.attestations.counts["received"] == 7)
-    until(lambda: victim.attestations.counts["rejected"] == {"forged": 4, "foreign-swarm": 1, "contradiction": 1})
+    until(lambda: victim.attestations.topic.counts["received"] == 7)
+    until(lambda: victim.attestations.topic.counts["rejected"] == {"forged": 4, "foreign-swarm": 1, "contradiction": 1})
     until(lambda: victim.got == [good])
 
 
@@ -138,7 +125,7 @@ def test_a_publisher_has_a_quota(pair):
     flooder, victim = pair
     for number in range(80):
         flooder.say(b"%d" % number)
-    until(lambda: victim.attestations.counts["rejected"].get("quota", 0) > 0)
+    until(lambda: victim.attestations.topic.counts["rejected"].get("quota", 0) > 0)
     until(lambda: len(victim.got) >= 60)
     assert len(victim.got) < 80
 
@@ -181,7 +168,7 @@ def test_a_whole_draw_may_vote_at_once(network):
     host.pubsub = Burst(OTHER.peer_id, data)
     gossip = Gossip(host, host.identity, SWARM)
     attestations = Attestations(gossip, lambda author, record, signature: got.append((author, record)))
-    until(lambda: attestations.counts["accepted"] == 600)
+    until(lambda: attestations.topic.counts["accepted"] == 600)
     assert sorted(got) == sorted((vote.peer, vote.record) for vote in votes)
-    assert attestations.counts["rejected"] == {}
+    assert attestations.topic.counts["rejected"] == {}
     gossip.close()

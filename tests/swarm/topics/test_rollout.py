@@ -1,5 +1,7 @@
 """The record of a rollout: round trips, and the bounds of its fields."""
 
+import functools
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -8,22 +10,15 @@ from pydantic import ValidationError
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import swarm_id
 from shoal.swarm.topics.rollout import MAX_COMPLETIONS, MAX_TEXT, MAX_TOKENS, Rollout, pack_logps, pack_tokens
 from shoal.swarm.wire.envelope import pack, unpack
+from tests.swarm.gossip.nodes import rollout_of
 
-PEER = Identity.ephemeral().peer_id
 texts = st.lists(st.text(max_size=50), min_size=1, max_size=MAX_COMPLETIONS)
 draws = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 0, width=32)), max_size=20)
 
 
-def record(**changes):
-    fields = {
-        "swarm": swarm_id(b""), "peer": PEER, "env": "add", "env_version": "1", "env_config": b"\x80", "seed": 2**63 - 1,
-        "index": 2, "completions": ("one", "two"), "finish": ("stop", "length"), "policy_version": 3, "temperature": 1.0,
-        "round": 10, "nonce": bytes(16), "issued": 1e9,
-    }  # fmt: skip
-    return Rollout(**{**fields, **changes})
+record = functools.partial(rollout_of, Identity.ephemeral().peer_id, nonce=bytes(16))
 
 
 def with_tokens(ids, logps, **changes):

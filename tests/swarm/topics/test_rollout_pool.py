@@ -8,15 +8,16 @@ import msgpack
 import pytest
 
 from shoal.swarm.errors import MessageError
-from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_announcement, make_body, make_envelope
-from shoal.swarm.gossip.gossip import Gossip
+from shoal.swarm.gossip.envelope import Body, GossipEnvelope, make_announcement, make_body
+from shoal.swarm.gossip.gossip import Topic
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import swarm_id
-from shoal.swarm.p2p.host import MAX_MESSAGE, Host
+from shoal.swarm.p2p.host import MAX_MESSAGE
 from shoal.swarm.p2p.limits import Counters, RateLimit
-from shoal.swarm.topics.rollout import REASONS, PoolLimits, Rollout, RolloutPool, pack_logps, pack_tokens
+from shoal.swarm.topics.rollout import REASONS, PoolLimits, RolloutPool, pack_logps, pack_tokens
 from shoal.swarm.wire.envelope import pack, seal
 from tests.clocks import Clock, until
+from tests.swarm.gossip import nodes
 
 SWARM = swarm_id(b"")
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
@@ -25,18 +26,15 @@ KNOWN = ("add", "1", b"\x80")
 
 
 def record(identity=OTHER, **changes):
-    fields = {
-        "swarm": SWARM, "peer": identity.peer_id, "env": "add", "env_version": "1", "env_config": b"\x80", "seed": 2**63 - 1,
-        "index": 2, "completions": ("one", "two"), "finish": ("stop", "length"), "policy_version": 3, "temperature": 1.0,
-        "round": 10, "nonce": os.urandom(16), "issued": NOW,
-    }  # fmt: skip
-    return Rollout(**{**fields, **changes})
+    return nodes.rollout_of(identity.peer_id, **{"issued": NOW, **changes})
 
 
 # -- the pool by itself --------------------------------------------------------------------------------------------------
 
 
 class FakeTopic:
+    counts = Topic.counts
+
     def __init__(self, handler):
         self.handler, self.counters, self.published = handler, Counters(), []
 
@@ -179,33 +177,22 @@ def test_a_banned_author_is_refused_and_what_is_held_of_it_is_dropped():
 # -- over the network ----------------------------------------------------------------------------------------------------
 
 
-class Node:
+class Node(nodes.Node):
     def __init__(self, bootstrap=(), **limits):
-        self.identity = Identity.ephemeral()
-        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=60)
-        self.gossip = Gossip(self.host, self.identity, SWARM, fetch_s=5.0)
+        super().__init__(bootstrap)
         self.pool = RolloutPool(self.gossip, lambda *env: env == KNOWN, limits=PoolLimits(**limits))
         self.pool.advance(10)
 
     def record(self, **changes):
         return record(self.identity, **{"issued": time.time(), **changes})
 
-    def close(self):
-        self.gossip.close()
-        self.host.close()
-
 
 @pytest.fixture(scope="module")
 def pair():
     """An attacker and its victim."""
-    attacker = Node()
-    victim = Node(attacker.host.addresses(), quota=RateLimit(messages=60))
-    try:
+    with nodes.two(Node, quota=RateLimit(messages=60)) as (attacker, victim):
         until(lambda: victim.pool.topic.listeners() and attacker.pool.topic.listeners())
         yield attacker, victim
-    finally:
-        victim.close()
-        attacker.close()
 
 
 def envelope(body, **changes):
@@ -221,7 +208,7 @@ def signed(node, payload):
 
 
 def sealed(node, **changes):
-    return make_envelope(SWARM, make_body(node.record(**changes), node.identity))
+    return node.seal(node.record(**changes))
 
 
 def elsewhere(node):

@@ -4,22 +4,14 @@ import threading
 
 import pytest
 
-from shoal.swarm.gossip.gossip import Gossip
-from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import swarm_id
-from shoal.swarm.p2p.host import Host
 from shoal.swarm.topics.status import BEAT_S, GAP_S, PER_SECOND, RecordPublisher, RoundStatus, Status
-from tests.swarm.gossip.test_gossip import until
+from tests.clocks import until
+from tests.swarm.gossip import nodes
+from tests.swarm.gossip.nodes import SWARM
 
-SWARM = swarm_id(b"")
 
-
-class Node:
-    def __init__(self, bootstrap=()):
-        self.identity = Identity.ephemeral()
-        self.host = Host.start(self.identity, bootstrap=bootstrap, timeout=60)
-        self.gossip = Gossip(self.host, self.identity, SWARM)
-        self.made = 0
+class Node(nodes.Node):
+    made = 0
 
     def status(self):
         self.made += 1
@@ -29,38 +21,24 @@ class Node:
             rounds=(RoundStatus(round=1, step=1, loss=1.0, members=2, partners=(), sent=1, received=1, wait_s=0.0),),
         )  # fmt: skip
 
-    def close(self):
-        self.gossip.close()
-        self.host.close()
 
-
-@pytest.fixture
-def two():
-    nodes = [Node()]
-    try:
-        nodes.append(Node(nodes[0].host.addresses()))
-        yield nodes
-    finally:
-        for node in nodes:
-            node.close()
-
-
-def test_who_listens_hears_a_node_and_nodes_only_pass_on(two):
-    speaker, watcher = two
-    heard = []
-    topic = watcher.gossip.join(Status, lambda author, status: heard.append((author, status)))
-    first, second = (RecordPublisher(node.gossip, Status, node.status, lambda: 2) for node in two)
-    until(lambda: topic.name and speaker.identity.peer_id in topic.listeners())
-    first.hint()
-    until(lambda: heard)
-    assert heard[0][0] == speaker.identity.peer_id
-    assert {status.peer for _, status in heard} == {speaker.identity.peer_id}
-    # The node that only takes part counts what came, and opens nothing.
-    until(lambda: first.topic.counters.events().get("received", 0) >= 1)
-    assert first.topic.counters.events().get("accepted", 0) == 0
-    assert not first.topic.counters.rejected()
-    first.close()
-    second.close()
+def test_who_listens_hears_a_node_and_nodes_only_pass_on():
+    with nodes.two(Node) as both:
+        speaker, watcher = both
+        heard = []
+        topic = watcher.gossip.join(Status, lambda author, status: heard.append((author, status)))
+        first, second = (RecordPublisher(node.gossip, Status, node.status, lambda: 2) for node in both)
+        until(lambda: topic.name and speaker.identity.peer_id in topic.listeners())
+        first.hint()
+        until(lambda: heard)
+        assert heard[0][0] == speaker.identity.peer_id
+        assert {status.peer for _, status in heard} == {speaker.identity.peer_id}
+        # The node that only takes part counts what came, and opens nothing.
+        until(lambda: first.topic.counters.events().get("received", 0) >= 1)
+        assert first.topic.counters.events().get("accepted", 0) == 0
+        assert not first.topic.counters.rejected()
+        first.close()
+        second.close()
 
 
 def test_a_status_that_cannot_be_made_costs_that_one():

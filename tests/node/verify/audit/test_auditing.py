@@ -27,6 +27,7 @@ from shoal.node.verify.audit import (
 from shoal.node.verify.material import Material
 from shoal.node.verify.service import Auditor
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.swarm.gossip.gossip import Topic
 from shoal.swarm.p2p.limits import Counters
 from shoal.verification.consensus.records import Claim
 from tests.swarm.conftest import SWARM, Network
@@ -199,6 +200,8 @@ def test_in_the_long_run_no_more_is_spent_than_allowed(steps, seconds):
 
 class Gossip:
     """Of all nodes in ``everyone``; a topic of itself."""
+
+    counts = Topic.counts
 
     def __init__(self, everyone, identity):
         self.everyone, self.identity, self.swarm, self.counters = everyone, identity, SWARM, Counters()
