@@ -16,12 +16,13 @@ it is extrapolated along the exponential tails, with upper bounds of slope and s
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -55,9 +56,7 @@ class Pair:
     verifier: str
 
     def __post_init__(self) -> None:
-        if not all(
-            0 < len(part) <= 256 and part.isprintable() for part in (self.fingerprint, self.model, self.prover, self.verifier)
-        ):
+        if not all(0 < len(part) <= 256 and part.isprintable() for part in astuple(self)):
             raise ValueError("each part of a calibration's name must be 1 to 256 printable characters")
 
 
@@ -253,21 +252,14 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
     """Write ``path`` atomically. Raises ``CalibrationError`` above 256 MiB, and ``OSError``."""
     tensors: dict[str, Tensor] = {}
     described = []
+    floats = functools.partial(torch.tensor, dtype=torch.float64, device="cpu")
     for number, (pair, honest) in enumerate(sorted(calibration.pairs.items(), key=lambda item: item[0])):
         claims = honest.claims
-        tensors[f"{number}.values"] = torch.tensor(
-            [row for claim in claims for row in claim.values], dtype=torch.float64, device="cpu"
-        )
-        tensors[f"{number}.sizes"] = torch.tensor(
-            [size for claim in claims for size in claim.sizes], dtype=torch.float64, device="cpu"
-        )
+        tensors[f"{number}.values"] = floats([row for claim in claims for row in claim.values])
+        tensors[f"{number}.sizes"] = floats([size for claim in claims for size in claim.sizes])
         tensors[f"{number}.windows"] = torch.tensor([len(claim.sizes) for claim in claims], dtype=torch.int64, device="cpu")
-        described.append(
-            {
-                "pair": [pair.fingerprint, pair.model, pair.prover, pair.verifier],
-                "features": [[feature.name, feature.grain] for feature in honest.features],
-            }
-        )
+        features = [[feature.name, feature.grain] for feature in honest.features]
+        described.append({"pair": astuple(pair), "features": features})
     data = save(tensors, metadata={"shoal.calibration": VERSION, "pairs": json.dumps(described)})
     if len(data) > MOST_BYTES or len(described) > MOST_PAIRS:
         raise CalibrationError(f"the calibration is too large for a file ({len(data)} bytes): use fewer claims or pairs")

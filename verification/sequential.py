@@ -38,8 +38,7 @@ class Martingale:
 
     def __init__(self) -> None:
         self._logs = [-math.log(len(KAPPAS))] * len(KAPPAS)
-        self.log_capital = 0.0
-        """Its natural logarithm."""
+        self.log_capital = 0.0  # its natural logarithm
 
     def bet(self, p: float) -> float:
         """Bet on ``p``, in (0, 1], and return the new ``log_capital``. Raises ValueError for another number."""

@@ -6,14 +6,12 @@
     participant.wanted            whose log to pull now; participant.learn(log) takes it in, participant.log(since) gives the own
     participant.table             everybody's scores; whoever is banned by it is left out
 
-Rounds are Unix time over ``round_s``, so nobody leads and a wrong clock shows. `ViewQuorum` and
-`shoal.verification.consensus.records` give the timetable. Records of rounds against which nobody can appeal any more are
-forgotten; their consequences live on in a base table.
+Rounds are Unix time over ``round_s``, so nobody leads and a wrong clock shows; `ViewQuorum` and `records` give the timetable.
+Records of rounds against which nobody can appeal any more are forgotten; their consequences live on in a base table.
 
-Log for a peer that missed records: the base, the electorates and the signed records of the last rounds, as bytes.
-
-A sequence of frames, each a length (4 bytes, big-endian) and that many bytes of msgpack, so nothing larger than a frame is built
-before it is checked: hostile bytes cannot make a reader allocate more than a small multiple of what they take themselves.
+A log, for a peer that missed records, has the base, the electorates and the signed records of the last rounds. It is a sequence of
+frames, each a length (4 bytes, big-endian) and that many bytes of msgpack, so nothing larger than a frame is built before it is
+checked: hostile bytes cannot make a reader allocate more than a small multiple of what they take themselves.
 
     ["base", round]  ["standing", peer, 14 integers]*
     (["electorate", round, beacon, all] ["voter", peer, operator]* ["claims", ids]*)*      all: claims is None
@@ -24,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -306,31 +304,23 @@ class ViewQuorum:
         """
         if self._own is None:
             return ()
-        missing = self.electorate is None
-        rooted = self._stating("root", self._commonest("root")) if missing else set()
-        table = self._commonest("table")
-        tabled = self._stating("table", table)
+        rooted = self._commonest("root")[1] if self.electorate is None else set()
+        table, tabled = self._commonest("table")
         wanted = rooted if self._own.table == table else rooted or tabled
         return tuple(sorted(wanted - {self._own.peer}, key=lambda peer: (peer not in tabled, peer)))
 
-    def _counting(self, field: Literal["root", "table"]) -> dict[str, bytes]:
-        counted = (peer for peer in self._views.keys() - self._twice if self._voters is None or peer in self._voters)
-        return {peer: getattr(self._views[peer], field) for peer in counted}
-
     def _counted(self, field: Literal["root", "table"]) -> bytes | None:
-        if self._own is None:
-            return None
-        if self._voters is None:
-            return self._commonest(field)
-        found, votes = self._commonest(field), self._counting(field)
-        return found if sum(value == found for value in votes.values()) * 3 > len(self._voters) else None
+        found, stating = self._commonest(field)
+        enough = self._voters is None or len(stating) * 3 > len(self._voters)
+        return found if self._own is not None and enough else None
 
-    def _commonest(self, field: Literal["root", "table"]) -> bytes | None:
-        count = Counter(self._counting(field).values())
-        return min(count, key=lambda value: (-count[value], value), default=None)
-
-    def _stating(self, field: Literal["root", "table"], value: bytes | None) -> set[str]:
-        return {peer for peer, stated in self._counting(field).items() if stated == value}
+    def _commonest(self, field: Literal["root", "table"]) -> tuple[bytes | None, set[str]]:
+        """Return what most state, the smallest if there are several, and who states it."""
+        stating: defaultdict[bytes, set[str]] = defaultdict(set)
+        for peer in self._views.keys() - self._twice:
+            if self._voters is None or peer in self._voters:
+                stating[getattr(self._views[peer], field)].add(peer)
+        return min(stating.items(), key=lambda item: (-len(item[1]), item[0]), default=(None, set()))
 
 
 SPARE = 4  # rounds that records are kept beyond the last in which something about them can change

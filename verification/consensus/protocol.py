@@ -101,7 +101,6 @@ class Draw:
         return not self.takes_reveals(now) or all(mark in ("valid", "invalid") for mark in self.marks())
 
     def marks(self) -> tuple[Mark, ...]:
-        """Return the mark of each verifier, as seen here so far."""
         return tuple(map(self._mark, self.verifiers))
 
     def _mark(self, peer: str) -> Mark:
@@ -115,28 +114,12 @@ class Draw:
 
 @dataclass
 class Case:
-    """``key``: the id of what asked for it, the claim or the appeal."""
+    """The draws for ``claim``, or for ``appeal`` against its ruling."""
 
-    key: bytes
     claim: Claim
     appeal: Dispute | Opening | None
     draws: tuple[Draw, ...]
     _last: int | None = None  # the draw that was under way when voting ended
-
-    @classmethod
-    def at(
-        cls,
-        begin: float,
-        claim: Claim,
-        appeal: Dispute | Opening | None,
-        verifiers: tuple[tuple[str, ...], ...],
-        times: Times,
-        now: float = 0.0,
-    ) -> Case:
-        """Make the case of ``claim``, or of ``appeal`` against its ruling; ``now`` is when this peer learned of it."""
-        starts = [begin + times.total_s * number for number in range(len(verifiers))]
-        draws = tuple(Draw(drawn, at, times, watched=now <= at) for drawn, at in zip(verifiers, starts, strict=True))
-        return cls((appeal or claim).id, claim, appeal, draws)
 
     def current(self, now: float) -> int:
         """Return the number of the draw that is under way, or of the last one."""
@@ -292,7 +275,7 @@ class Consensus:
         if record.id in self.ledger:
             raise Refused("A record was refused: it was there before.", "replayed")
         if isinstance(record, Claim):
-            self._check_slot(record)  # before the signature, which costs most: only floods are refused here
+            self._check_number(record)  # before the signature, which costs most: only floods are refused here
         if not self._is_signed(signed):
             raise Refused("A record was refused: its signature is not its author's.", "forged")
         # A banned peer may still finish what it was drawn for and open what it planted before.
@@ -314,14 +297,19 @@ class Consensus:
         """Return the time of the clock, or that at which the record being taken came."""
         return self._clock() if self._at is None else self._at
 
-    def _check_slot(self, claim: Claim) -> None:
-        others = self.ledger.claims_of(claim.peer, claim.round)
-        if (
-            claim.slot >= self.rules.claims
-            or len(others) >= self.limits.claims
-            or sum(other.slot == claim.slot for other in others) >= TWICE
-        ):
-            raise Refused("A claim was refused: its author made too many in this round.", "quota")
+    def _check_number(self, record: Claim | Entry) -> None:
+        """Refuse a record that is one too many of its author in its round, or the entry of one peer too many."""
+        if isinstance(record, Claim):
+            others = self.ledger.claims_of(record.peer, record.round)
+            same, most = sum(other.slot == record.slot for other in others), len(others) >= self.limits.claims
+            if record.slot >= self.rules.claims or most or same >= TWICE:
+                raise Refused("A claim was refused: its author made too many in this round.", "quota")
+            return
+        entries = self.ledger.entries_of(record.peer)
+        if sum(entry.round == record.round for entry in entries) >= TWICE:
+            raise Refused("An entry was refused: its author made too many in this round.", "quota")
+        if not entries and len(self.ledger.peers()) >= self.limits.peers:
+            raise Refused("An entry was refused: too many peers have entered.", "overflow")
 
     def _take_published(self, record: Claim | Entry) -> None:
         if record.run != self._run:
@@ -330,11 +318,7 @@ class Consensus:
         if isinstance(record, Claim):
             self._wait(record)
         else:
-            entries = self.ledger.entries_of(record.peer)
-            if sum(entry.round == record.round for entry in entries) >= TWICE:
-                raise Refused("An entry was refused: its author made too many in this round.", "quota")
-            if not entries and len(self.ledger.peers()) >= self.limits.peers:
-                raise Refused("An entry was refused: too many peers have entered.", "overflow")
+            self._check_number(record)
         self.ledger.add(record)
 
     def _take_view(self, record: View) -> None:
@@ -355,15 +339,11 @@ class Consensus:
     def _may_keep(self, record: VoteRecord) -> bool:
         """Return whether a record from a log is of this run and within the bounds."""
         if isinstance(record, Claim | Entry):
-            if record.run != self._run or record.round > self.round + 1:
+            try:
+                self._check_number(record)
+            except Refused:
                 return False
-            if isinstance(record, Entry):
-                known = self.ledger.entries_of(record.peer)
-                return sum(entry.round == record.round for entry in known) < TWICE and (
-                    bool(known) or len(self.ledger.peers()) < self.limits.peers
-                )
-            others = self.ledger.claims_of(record.peer, record.round)
-            return record.slot < self.rules.claims and sum(other.slot == record.slot for other in others) < TWICE
+            return record.run == self._run and record.round <= self.round + 1
         if isinstance(record, Dispute | Opening):
             claim = self.ledger.get(record.claim)
             appealed = any(appeal.peer == record.peer for appeal in self.ledger.appeals(record.claim))
@@ -465,21 +445,20 @@ class Consensus:
             verifiers = second_draw(item, claim, self.electorates, self.rules)
             drawn = (verifiers,) if verifiers else ()
         if drawn:
-            self._make_room()
-            case = Case.at(begin, claim, appeal, drawn, self.times, self.now())
-            self._cases[case.key] = case
-            for attempt, draw in enumerate(case.draws):
+            while (
+                len(self._cases) >= self.limits.cases
+            ):  # of the oldest no vote is taken any more; the ledger keeps the earlier ones
+                del self._cases[next(iter(self._cases))]
+            now, starts = self.now(), [begin + self.times.total_s * number for number in range(len(drawn))]
+            draws = tuple(Draw(seats, at, self.times, watched=now <= at) for seats, at in zip(drawn, starts, strict=True))
+            case = self._cases[item.id] = Case(claim, appeal, draws)
+            for attempt, draw in enumerate(draws):
                 for peer in draw.verifiers if draw.watched else ():
-                    self._drawn[peer][case.key] = case, attempt
+                    self._drawn[peer][item.id] = case, attempt
 
     def _is_appealed(self, claim: Claim) -> bool:
         now = self.now()
         return any(case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now) for case in self._cases.values())
-
-    def _make_room(self) -> None:
-        """Forget the oldest cases: none of their votes is taken any more, the ledger keeps the earlier ones."""
-        while len(self._cases) >= self.limits.cases:
-            del self._cases[next(iter(self._cases))]
 
 
 # A peer as a verifier: it turns duties into signed records. A callback checks the claims.
@@ -556,7 +535,6 @@ class Voter:
         return checked
 
     def _publish_due(self) -> None:
-        """Publish the reveals and verdicts that are due."""
         for duty in self.consensus.duties(self.peer):
             key = (duty.case, duty.attempt)
             if duty.what == "reveal" and key in self._hidden:

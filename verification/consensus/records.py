@@ -74,7 +74,6 @@ class VoteRecord(BaseModel):
 
     @functools.cached_property
     def id(self) -> bytes:
-        """SHA-256 of the encoding."""
         return hashlib.sha256(self.encoded).digest()
 
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from bench._votes_peers import digest, is_right, toy_signer
+from bench._votes_peers import is_right
 from bench.votes_simulation import START, Swarm, World
-from shoal.verification.consensus.records import BEHIND, SETTLED, Claim, Signed
+from shoal.verification.consensus.records import Claim
 from shoal.verification.consensus.rulings import Rules, compute_scores
 
 HONEST = {f"honest-{number}": "honest" for number in range(5)}
@@ -182,28 +182,3 @@ def test_checks_that_take_a_while_cost_nobody_a_seat():
     assert banned(swarm) == {"liar-0"}
     honest = [standing for name, standing in agreed(swarm).standings.items() if name != "liar-0"]
     assert not any(standing.votes[bad] for standing in honest for bad in ("withheld", "against"))
-
-
-def test_a_prover_cannot_pick_its_verifiers():
-    """When the verifiers of a round can be known nobody takes a claim of it any more."""
-    swarm = ran(honest=5, rounds=8)
-    participant = swarm.peer("honest-0").participant
-    newest = max(participant.consensus.electorates)
-    assert newest <= participant.round - 2
-    before = participant.consensus.counts["late"]
-    claim = Claim(
-        peer="honest-1", run="run", round=newest, slot=0, model=digest(1), prompt=digest(2), sampling=digest(3), seed=0, tokens=1,
-        output=digest(4), fingerprint=digest(5),
-    )  # fmt: skip
-    swarm.peer("honest-0").receive(Signed.by(toy_signer("honest-1"), claim))
-    swarm.run(1)
-    assert participant.consensus.counts["late"] + participant.consensus.counts["quota"] > before
-
-
-def test_nothing_is_decided_where_nobody_verifies():
-    swarm = Swarm({**{f"absent-{number}": "absent" for number in range(4)}, "honest-0": "honest"})
-    swarm.run(10)
-    rulings = swarm.peers[0].participant.table.rulings.values()
-    assert rulings
-    assert {ruling.outcome for ruling in rulings} == {"unverified"}
-    assert SETTLED > BEHIND
