@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.state import snapshot
-from shoal.swarm.state import snapshot as download_module
 from shoal.swarm.state.snapshot import (
     ChunkPlan,
     ChunkServer,
@@ -95,15 +94,16 @@ class Server:
         return self.host.peer_id, ()
 
 
-def take(network, wanted, sources, sink, chunks=None):
-    me = network.host()
+def take(network, wanted, sources, sink=None, chunks=None):
+    """Download into ``sink``; return it, and the peers that sent a wrong chunk."""
+    me, sink = network.host(), sink or MemorySink(wanted.header.nbytes)
 
     async def work():
         to = [server.source for server in sources]
         digests = await fetch_digests(me, SWARM, wanted.header, to)
         assert digests == wanted.digests
         every = range(chunks_in(wanted.header.nbytes)) if chunks is None else chunks
-        return await download(me, SWARM, wanted.header, digests, to, sink, every)
+        return sink, await download(me, SWARM, wanted.header, digests, to, sink, every)
 
     return asyncio.run_coroutine_threadsafe(work(), network.loop).result(60)
 
@@ -111,33 +111,32 @@ def take(network, wanted, sources, sink, chunks=None):
 @pytest.fixture
 def spy(monkeypatch):
     """Notes which chunk is handed out, and lets a test put something else in its place: (snapshot id, chunk) -> bytes or None."""
-    true, change, seen = download_module._chunk, {}, []
+    true, change, seen = snapshot._chunk, {}, []
 
-    def chunk_of(snapshot, chunk):
+    def chunk_of(held, chunk):
         seen.append(chunk)
-        found = true(snapshot, chunk)
+        found = true(held, chunk)
         act = change.get(chunk)
         return act(found) if act is not None and found is not None else found
 
-    monkeypatch.setattr(download_module, "_chunk", chunk_of)
+    monkeypatch.setattr(snapshot, "_chunk", chunk_of)
     return seen, change
 
 
 def test_a_snapshot_comes_from_all_who_hold_it(network):
     wanted = made()
     sources = [Server(network, wanted) for _ in range(3)] + [Server(network, made(1)), Server(network)]
-    sink = MemorySink(wanted.header.nbytes)
-    assert take(network, wanted, sources, sink) == set()
+    sink, wrong = take(network, wanted, sources)
+    assert (sink.have, wrong) == (set(range(6)), set())
     assert torch.equal(sink.content, wanted.content)
-    assert sink.have == set(range(6))
 
 
 def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, caplog):
     wanted = made()
     spoiled = snapshot.Snapshot(wanted.header, wanted.content.clone().index_fill_(0, torch.arange(VALUES * 4), 1), wanted.digests)
     liar, honest = Server(network, spoiled), Server(network, wanted)
-    sink = MemorySink(wanted.header.nbytes)
-    assert take(network, wanted, [liar, honest], sink) == {liar.host.peer_id}
+    sink, wrong = take(network, wanted, [liar, honest])
+    assert wrong == {liar.host.peer_id}
     assert torch.equal(sink.content, wanted.content)
     assert f"…{liar.host.peer_id[-8:]} served a chunk of the weights that does not match its digest" in caplog.text
 
@@ -145,12 +144,11 @@ def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, capl
 def test_digests_that_are_not_those_of_the_snapshot_are_not_believed(network, caplog):
     wanted = made()
     liar = Server(network, snapshot.Snapshot(wanted.header, wanted.content, bytes(len(wanted.digests))))
-    sink = MemorySink(wanted.header.nbytes)
-    take(network, wanted, [liar, Server(network, wanted)], sink)
+    sink, _ = take(network, wanted, [liar, Server(network, wanted)])
     assert torch.equal(sink.content, wanted.content)
     assert "served digests that are not those of the weights it offered" in caplog.text
     with pytest.raises(NetworkError, match="holds the weights any more"):
-        take(network, wanted, [liar], MemorySink(wanted.header.nbytes))
+        take(network, wanted, [liar])
 
 
 def test_a_giver_that_dies_in_the_middle_costs_only_its_chunks(network, spy):
@@ -168,9 +166,8 @@ def test_a_giver_that_dies_in_the_middle_costs_only_its_chunks(network, spy):
         return data
 
     change[0] = die
-    sink = MemorySink(wanted.header.nbytes)
-    assert take(network, wanted, [dying, other], sink) == set()
-    assert (dead, torch.equal(sink.content, wanted.content)) == ([True], True)
+    sink, wrong = take(network, wanted, [dying, other])
+    assert (dead, wrong, torch.equal(sink.content, wanted.content)) == ([True], set(), True)
 
 
 def test_what_has_come_is_not_asked_for_again(network, spy):
@@ -198,8 +195,7 @@ def test_what_has_come_is_not_asked_for_again(network, spy):
 
 def test_some_chunks_can_be_had_alone(network, spy):
     wanted = made()
-    sink = MemorySink(wanted.header.nbytes)
-    take(network, wanted, [Server(network, wanted)], sink, chunks=[1, 5])
+    sink, _ = take(network, wanted, [Server(network, wanted)], chunks=[1, 5])
     assert (sink.have, set(spy[0])) == ({1, 5}, {None, 1, 5})
 
 
@@ -216,7 +212,7 @@ def test_a_piece_of_another_size_is_refused_before_it_is_taken(network, spy, cap
     wanted = made()
     spy[1][0] = lambda data: memoryview(bytes(CHUNK + 1))
     with pytest.raises(NetworkError, match="chunks missing"):
-        take(network, wanted, [Server(network, wanted)], MemorySink(wanted.header.nbytes))
+        take(network, wanted, [Server(network, wanted)])
     assert f"announced a chunk of {CHUNK + 1} bytes where {CHUNK} fit" in caplog.text
 
 
@@ -281,6 +277,5 @@ def test_a_state_has_another_version_after_every_change():
 def test_a_lane_waits_for_news_without_asking(network):
     # One chunk and many lanes: the others wait, and end when it is there.
     wanted = make(State(1, [torch.ones(3)]), encode(State(1, [torch.ones(3)])))
-    sink = MemorySink(wanted.header.nbytes)
-    take(network, wanted, [Server(network, wanted) for _ in range(4)], sink)
+    sink, _ = take(network, wanted, [Server(network, wanted) for _ in range(4)])
     assert torch.equal(sink.content, wanted.content)
