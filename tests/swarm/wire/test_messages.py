@@ -2,113 +2,68 @@
 
 import time
 import tracemalloc
+import types
+import typing
 
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, swarm_id
-from shoal.swarm.wire import envelope, messages
-from shoal.swarm.wire.envelope import ENVELOPE, FAILURES, MAX_RATE, MAX_TENSORS, MIN_RATE, Message, pack, seal, unpack, unseal
-from shoal.swarm.wire.messages import (
-    Abort,
-    AdmissionReply,
-    Answer,
-    ChunkReply,
-    ChunkRequest,
-    Commit,
-    ManifestReply,
-    ManifestRequest,
-    Member,
-    Offer,
-    OutcomeReply,
-    OutcomeRequest,
-    Ready,
-    StateHeader,
-    StateRequest,
-)
+from shoal.swarm.wire import envelope
+from shoal.swarm.wire.envelope import ENVELOPE, MAX_TENSORS, MIN_RATE, Message, pack, seal, unpack, unseal
+from shoal.swarm.wire.messages import Abort, Answer, ManifestReply, Member, Offer, OutcomeRequest, Ready, StateHeader
 from tests.records import member_of
+from tests.security.message_kinds import Leaf
 
 ME, OTHER = Identity.ephemeral(), Identity.ephemeral()
 SWARM = swarm_id(b"")
-counts = st.integers(0, 2**53)
-nonces = st.binary(min_size=16, max_size=16)
-hashes = st.binary(min_size=32, max_size=32)
-digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
-swarms = st.binary(max_size=8).map(swarm_id)
-rates = st.just(0.0) | st.floats(MIN_RATE, MAX_RATE)
-moments = st.floats(0, 2**53)
-reasons = st.text(max_size=600)
-tokens = st.from_regex(r"[a-z0-9_.:,=+-]{1,64}", fullmatch=True)
-names = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=64)
-paths = st.from_regex(r"/[\x21-\x7e]{1,255}", fullmatch=True)
-places = st.integers(0, 2**64 - 1)
-failures = st.sampled_from(FAILURES)
-shapes = st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=8).map(tuple), max_size=20).map(tuple)
+KINDS = tuple(kind for kind in Message.__subclasses__() if kind.__module__ in ("shoal.swarm.wire.messages", "shoal.swarm.manifest"))
 
+
+def values(annotation, rules=()):
+    """Return a strategy for what a field may hold, by its type and bounds; long ones are not drawn as long as they may be."""
+    origin, parts, leaf = typing.get_origin(annotation), typing.get_args(annotation), Leaf((), annotation, tuple(rules))
+    least, most = leaf.bound("min_length") or 0, leaf.bound("max_length")
+    checks = [rule.func for rule in rules if isinstance(rule, AfterValidator)]
+    if origin is typing.Annotated:
+        return values(parts[0], [*rules, *(rule for more in parts[1:] for rule in getattr(more, "metadata", [more]))])
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of(*(values(part, rules) for part in parts))
+    if parts[1:] == (Ellipsis,):
+        return st.lists(values(parts[0]), min_size=least, max_size=min(most, 8)).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(values, parts))
+    if origin is typing.Literal:
+        return st.sampled_from(parts)
+    if annotation is int:
+        return st.integers(leaf.bound("ge"), leaf.bound("le") or leaf.bound("lt") - 1)
+    if annotation is float:
+        found = st.floats(leaf.bound("ge"), leaf.bound("le"))
+        return st.just(0.0) | found.filter(lambda rate: rate >= MIN_RATE) if envelope._rate in checks else found
+    if annotation is bytes:
+        return st.binary(min_size=least, max_size=min(most, 300))
+    if annotation is str and envelope._peer_id in checks:
+        return st.just(ME.peer_id)
+    if annotation is str and leaf.bound("pattern"):
+        return st.from_regex(leaf.bound("pattern"), fullmatch=True).filter(lambda text: len(text) <= (most or len(text)))
+    if annotation is str:
+        return st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=least, max_size=most)
+    return {type(None): st.none(), bool: st.booleans()}[annotation]
+
+
+TOGETHER = {Member: {"shard": st.integers(0, 9), "shards": st.integers(10, 2**53)}}
 ALL = st.one_of(
     st.builds(
-        Member, swarm=swarms, peer=st.just(ME.peer_id), name=names, addresses=st.lists(paths, max_size=8).map(tuple), round=counts,
-        step=counts, loss=st.none() | st.floats(-1e30, 1e30), steps_per_s=rates, tokens_per_s=rates,
-        mfu=st.none() | st.floats(0, 1e6), shard=st.integers(0, 9), shards=st.integers(10, 2**53), model=digests,
-        state=st.sampled_from(["waiting", "training", "leaving", "done"]), issued=moments, version=names,
-        exchange_s=st.floats(0, 1e9), failures=st.lists(st.tuples(failures, counts), max_size=6).map(tuple),
-        blamed=st.lists(st.tuples(st.just(OTHER.peer_id), failures, counts), max_size=4).map(tuple), missing=counts,
-        missing_names=st.lists(names.map(lambda name: name[:16]), max_size=4).map(tuple),
-        sketch=st.none() | st.tuples(counts, counts, st.lists(st.floats(-1e30, 1e30), min_size=4, max_size=4).map(tuple)),
-    ),
-    st.builds(ManifestRequest, swarm=swarms),
-    st.builds(ManifestReply, manifest=st.none() | st.binary(max_size=100), swarm=swarms, reason=reasons),
-    st.builds(
-        Offer, swarm=swarms, round=counts, fragment=counts, nbytes=st.integers(0, 2**40), shapes=shapes, dtype=tokens, codec=tokens,
-        sha256=hashes, weight=st.floats(min_value=0, max_value=1e30, exclude_min=True), model=digests, nonce=nonces,
-    ),
-    st.builds(Answer, verdict=st.sampled_from(["accept", "wait", "busy", "passed", "refuse"]), reason=reasons, round=counts),
-    st.builds(Ready, nonce=nonces, sha256=hashes),
-    st.builds(Commit, nonce=nonces, refused=st.binary(max_size=300)),
-    st.builds(Abort, nonce=nonces, reason=reasons),
-    st.builds(OutcomeRequest, nonce=nonces),
-    st.builds(OutcomeReply, outcome=st.sampled_from(["committed", "aborted", "unknown"])),
-    st.builds(StateRequest, swarm=swarms, model=digests, astray=st.booleans(), since=counts),
-    st.builds(ChunkRequest, swarm=swarms, snapshot=hashes, chunk=st.none() | counts),
-    st.builds(ChunkReply, nbytes=st.integers(0, 2**40), reason=reasons),
-    st.builds(
-        StateHeader, round=counts, nbytes=st.integers(0, 2**40), shapes=shapes, dtype=tokens, sha256=hashes,
-        extra=st.lists(st.tuples(tokens, hashes), max_size=8).map(tuple),
-    ),
-    st.builds(
-        messages.GroupReady, swarm=swarms, round=counts, fragment=counts, model=digests, codec=tokens, shapes=hashes,
-        nbytes=st.integers(0, 2**40), weight=st.floats(min_value=0, max_value=1e30, exclude_min=True), sha256=hashes,
-        patience=st.floats(0, 3600), nonce=nonces,
-        sketch=st.none() | st.tuples(counts, counts, st.lists(st.floats(-1e30, 1e30), min_size=4, max_size=4).map(tuple)),
-    ),
-    st.builds(
-        messages.GroupReceipt, verdict=st.sampled_from(["noted", "passed", "elsewhere", "busy", "refuse"]), reason=reasons,
-        round=counts, leader=st.none() | st.just(OTHER.peer_id), addresses=st.lists(paths, max_size=8).map(tuple),
-    ),
-    st.builds(AdmissionReply, admission=st.binary(max_size=1024), reason=reasons),
-    st.builds(messages.GroupAlive),
-    st.builds(
-        messages.GroupFormed, nonce=nonces, reduction=st.sampled_from(["gather", "allreduce"]), alone=st.booleans(),
-        members=st.binary(max_size=2000),
-    ),
-    st.builds(messages.GroupLost, nonce=nonces, lost=places),
-    st.builds(messages.GroupHello, nonce=nonces),
-    st.builds(messages.GroupReport, nonce=nonces, held=places),
-    st.builds(messages.GroupDecision, swarm=swarms, nonce=nonces, mean=places),
-    st.builds(messages.GroupQuestion, nonce=nonces),
-    st.builds(messages.GroupReply, decision=st.none() | st.binary(max_size=1000)),
-)  # fmt: skip
-# Those of other modules have tests of their own, and are there or not by what else was imported.
-SEED = ("seed-", "swarms-", "announcement", "listed-swarm")  # what goes to and from bootstrap nodes: tests/swarm/seed
-KINDS = tuple(
-    kind
-    for kind in Message.__subclasses__()
-    if kind.__module__ in ("shoal.swarm.wire.messages", "shoal.swarm.manifest") and not kind.KIND.startswith(SEED)
+        kind,
+        **{name: values(field.annotation, field.metadata) for name, field in kind.model_fields.items()} | TOGETHER.get(kind, {}),
+    )
+    for kind in KINDS
+    if kind is not Manifest  # which has a test of its own
 )
 
 
@@ -132,7 +87,7 @@ def refused(data, *types, says=None):
 
 
 def test_every_kind_is_covered_and_has_its_own_name():
-    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 26  # 15 of members, pairs and states, 10 of a group, the manifest
+    assert len({kind.KIND for kind in KINDS}) == len(KINDS) == 32
     assert Manifest in KINDS
 
 
