@@ -126,6 +126,7 @@ FETCH_S = 15.0  # seconds for one body from one peer
 PAUSES = (0.5, 2.0)  # seconds before unreachable peers are asked again: each serves a limited number at a time
 
 Fetched = Callable[[str, Encoding, int, bytes], Awaitable[None]]
+Key = tuple[bytes, int, int, str]
 
 
 @dataclass
@@ -152,9 +153,8 @@ class BodyFetcher:
     ) -> None:
         self._body_store, self._fetched, self._failed, self._fetch_s = body_store, fetched, failed, fetch_s
         self._met = {} if met is None else met
-        self._waiting: BoundedQueue[tuple[bytes, int, int, str]] = BoundedQueue(MAX_WAITING, MAX_WAITING)
-        self._wanted: dict[tuple[bytes, int, int, str], _Wanted] = {}
-        self._of: Counter[str] = Counter()  # publisher -> its bodies in _wanted
+        self._waiting: BoundedQueue[Key] = BoundedQueue(MAX_WAITING, MAX_WAITING)
+        self._wanted: dict[Key, _Wanted] = {}  # waiting, or being fetched
 
     def want(self, publisher: str, announcement: BodyAnnouncement) -> None:
         """Queue the body that ``announcement`` names, to be fetched in the order of arrival. Never waits.
@@ -169,12 +169,11 @@ class BodyFetcher:
             every = dict.fromkeys((*known.sources, announcement.peer))
             known.sources[:] = by_turns((peer, self._met.get(peer, "")) for peer in every)[:MAX_SOURCES]
             raise MessageError("An announcement was refused: its body is being fetched.", "replayed")
-        if self._of[publisher] >= MAX_PER_PUBLISHER:
+        if sum(wanted.publisher == publisher for wanted in self._wanted.values()) >= MAX_PER_PUBLISHER:
             raise MessageError(f"An announcement was refused: {MAX_PER_PUBLISHER} others of its publisher wait.", "quota")
-        self._of[publisher] += 1
         self._wanted[key] = _Wanted(announcement, publisher, list(dict.fromkeys((announcement.peer, publisher))))
         for old in self._waiting.put(key, 1, self._crowded):
-            self._done(old)
+            del self._wanted[old]
             self._failed("overflow")
 
     async def run(self) -> None:
@@ -185,15 +184,16 @@ class BodyFetcher:
             key = await self._waiting.get()
             wanted = self._wanted[key]
             try:
-                body, reason = await self._from_any(wanted)
+                found = await self._from_any(wanted)
             finally:
-                self._done(key)
-            if body is None:
-                self._failed(reason)
+                del self._wanted[key]
+            if isinstance(found, str):
+                self._failed(found)
             else:
-                await self._fetched(wanted.publisher, wanted.announcement.encoding, wanted.announcement.size, body)
+                await self._fetched(wanted.publisher, wanted.announcement.encoding, wanted.announcement.size, found)
 
-    async def _from_any(self, wanted: _Wanted) -> tuple[bytes | None, str]:
+    async def _from_any(self, wanted: _Wanted) -> bytes | str:
+        """Return the body, or the reason why no source served it."""
         reason, announcement = "unavailable", wanted.announcement
         answered: set[str] = set()  # sources that need not be asked again
         for pause in (0.0, *PAUSES):
@@ -204,7 +204,7 @@ class BodyFetcher:
                 if source in answered:
                     continue
                 try:
-                    return await self._body_store.fetch(source, announcement.sha256, announcement.nbytes, self._fetch_s), ""
+                    return await self._body_store.fetch(source, announcement.sha256, announcement.nbytes, self._fetch_s)
                 except NetworkError as error:
                     log.debug("a body was not fetched from peer %s: %s", short(source), error)
                 except MessageError as error:
@@ -215,14 +215,8 @@ class BodyFetcher:
                     log.warning("fetching a body from peer %s failed", short(source), exc_info=True)
                     answered.add(source)
                     reason = "failed"
-        return None, reason
+        return reason
 
-    def _crowded(self, keys: Sequence[tuple[bytes, int, int, str]]) -> int:
+    def _crowded(self, keys: Sequence[Key]) -> int:
         ranges = [range_of(self._met.get(self._wanted[key].publisher, "")) for key in keys]
         return ranges.index(Counter(ranges).most_common(1)[0][0])
-
-    def _done(self, key: tuple[bytes, int, int, str]) -> None:
-        wanted = self._wanted.pop(key)
-        self._of[wanted.publisher] -= 1
-        if not self._of[wanted.publisher]:
-            del self._of[wanted.publisher]

@@ -170,15 +170,15 @@ def make_envelope(swarm: str, body: Body) -> bytes | None:
     return pack(GossipEnvelope(swarm=swarm, encoding=body.encoding, size=body.size, body=body.data))
 
 
-def make_announcement(swarm: str, body: Body, identity: Identity) -> tuple[BodyAnnouncement, bytes]:
-    """Return the announcement of a body that has to be fetched, and the bytes to gossip."""
+def make_announcement(swarm: str, body: Body, identity: Identity) -> bytes:
+    """Return the bytes to gossip for a body that has to be fetched."""
     digest = hashlib.sha256(body.data).digest()
     announcement = BodyAnnouncement(
         swarm=swarm, peer=identity.peer_id, encoding=body.encoding, size=body.size, nbytes=len(body.data), sha256=digest
     )
     data = make_envelope(swarm, make_body(announcement, identity))
     assert data is not None  # an announcement is small
-    return announcement, data
+    return data
 
 
 def open_envelope(data: bytes, swarm: str, limit: int) -> GossipEnvelope:

@@ -297,7 +297,7 @@ class Topic(Generic[M]):
         data = envelope.make_envelope(self._swarm, body)
         if data is None:
             self._gossip.body_store.put(body.data)
-            _, data = envelope.make_announcement(self._swarm, body, self._identity)
+            data = envelope.make_announcement(self._swarm, body, self._identity)
         for attempt in range(ATTEMPTS):
             await self._up.wait()
             try:

@@ -344,10 +344,8 @@ class StateServer:
     ) -> None:
         self._host, self._swarm, self._model = host, swarm, model
         self._shapes = tuple(shapes)
-        self._wanted: dict[asyncio.Future[Snapshot | Answer], int] = {}
-        """Callers that wait, and the earliest round that each accepts."""
-        self._diverged_callers: dict[asyncio.Future[Snapshot | Answer], tuple[int, str]] = {}
-        """Waiting callers whose own weights have diverged: the round of these weights, and the caller."""
+        self._wanted: dict[asyncio.Future[Snapshot | Answer], tuple[StateRequest, str]] = {}
+        """Callers that wait: what each asked for, and its peer id."""
         self._places = StreamPlaces(MAX_WAITING)
         self._making = False
         self._resting: Callable[[], State] | None = None
@@ -389,16 +387,16 @@ class StateServer:
         before either had diverged must not wait for each other.
         """
         self._kept.expire()
-        if drifted := [future for future, asking in list(self._diverged_callers.items()) if self._keeps_its_own(*asking)]:
+        wanted = list(self._wanted.items())
+        if drifted := [future for future, (request, peer) in wanted if self._keeps_its_own(request, peer)]:
             self._host.call(self._turn_away(drifted, DIVERGED), SMALL_S)
-        if not self._wanted or self.diverged is not None or self._making:
+        if not wanted or self.diverged is not None or self._making:
             return
         state = current()
-        wanted = list(self._wanted.items())
-        if far := [future for future, since in wanted if since > state.round + SOON]:
+        if far := [future for future, (request, _) in wanted if request.since > state.round + SOON]:
             with suppress(NetworkError):  # the host is closing
                 self._host.submit(self._turn_away(far, FAR))
-        if all(since > state.round for _, since in wanted):
+        if all(request.since > state.round for _, (request, _) in wanted):
             return
         self._making = True
         try:
@@ -431,21 +429,23 @@ class StateServer:
 
     async def _hand_out(self, snapshot: Snapshot | None) -> None:
         """Answer all who wait for its round or an earlier one. None: with the latest that is kept."""
-        for future, since in list(self._wanted.items()):
-            found = self._kept.newest(since) if snapshot is None else snapshot
-            if found is not None and found.header.round >= since:
+        for future, (request, _) in list(self._wanted.items()):
+            found = self._kept.newest(request.since) if snapshot is None else snapshot
+            if found is not None and found.header.round >= request.since:
                 if not future.done():
                     future.set_result(found)
                 self._wanted.pop(future, None)
         self._making = False
 
-    def _keeps_its_own(self, round: int, peer: str) -> bool:
-        """Return whether ``peer``, with diverged weights of ``round``, must not wait for this node, which has diverged too.
+    def _keeps_its_own(self, request: StateRequest, peer: str) -> bool:
+        """Return whether ``peer``, whose weights have diverged, must not wait for this node, because its own have diverged too.
 
         Peers that have diverged from each other must neither swap their weights nor wait in a circle. So each waits for those whose
         weights are of a later round, or of the same and whose peer id is lower; a peer that all others refuse keeps its own.
         """
-        return self.diverged is not None and (-round, peer) < (-self.diverged, self._host.peer_id)
+        if not request.astray or (own := self.diverged) is None:  # which the training thread sets
+            return False
+        return (-request.round, peer) < (-own, self._host.peer_id)
 
     async def _answer(self, stream: Stream) -> None:
         request = unpack(await stream.receive(StateRequest.LIMIT, SMALL_S), StateRequest)
@@ -457,14 +457,12 @@ class StateServer:
         if request.model != self._model:
             # The shapes in the header name the difference, so that the newcomer's user can mend it; no weights follow.
             return nothing(self._shapes)
-        if request.astray and self._keeps_its_own(request.round, stream.peer_id):
+        if self._keeps_its_own(request, stream.peer_id):
             return DIVERGED
         if not self._places.take(stream):
             return Answer(verdict="busy", reason="too many wait for this peer", round=0)
         future: asyncio.Future[Snapshot | Answer] = asyncio.get_running_loop().create_future()
-        self._wanted[future] = request.since
-        if request.astray:
-            self._diverged_callers[future] = request.round, stream.peer_id
+        self._wanted[future] = request, stream.peer_id
         seconds = making_s(FLOAT32.nbytes(self._shapes))
         try:
             await stream.send(pack(Answer(verdict="wait", round=0)), SMALL_S)  # shows that this peer is awake
@@ -477,4 +475,3 @@ class StateServer:
         finally:
             self._places.free(stream)
             self._wanted.pop(future, None)
-            self._diverged_callers.pop(future, None)

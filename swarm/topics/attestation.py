@@ -75,9 +75,9 @@ class Attestations:
     counted.
     """
 
-    def __init__(self, gossip: Gossip, handler: Handler, quota: RateLimit = QUOTA) -> None:
+    def __init__(self, gossip: Gossip, handler: Handler) -> None:
         self._swarm, self._peer, self._handler = gossip.swarm, gossip.identity.peer_id, handler
-        self.topic = gossip.join(Attestation, self._take, quota, INBOX)
+        self.topic = gossip.join(Attestation, self._take, QUOTA, INBOX)
 
     def publish(self, record: bytes, signature: bytes) -> None:
         """Send a record of this node to everybody, soon; never waits. The own handler is not called.
@@ -122,9 +122,8 @@ class EvidenceStore:
         self._store = BodyStore(
             host, swarm, addresses, protocol=EVIDENCE_PROTOCOL, bodies=MAX_BODIES, nbytes=MAX_BYTES, quota=BODY_QUOTA
         )
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards the next one
         self._fetched: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
-        self._nbytes = 0
 
     def put(self, body: bytes) -> bytes:
         """Hand out ``body`` (1 byte to 256 MiB, else ValueError) from now on; never waits. Returns its SHA-256, 32 bytes."""
@@ -154,13 +153,10 @@ class EvidenceStore:
 
     def _keep(self, sha256: bytes, body: bytes) -> None:
         with self._lock:
-            if sha256 in self._fetched or len(body) > MAX_FETCHED:
-                return
-            self._fetched[sha256] = body
-            self._nbytes += len(body)
-            while self._nbytes > MAX_FETCHED:
-                _, oldest = self._fetched.popitem(last=False)
-                self._nbytes -= len(oldest)
+            if len(body) <= MAX_FETCHED:
+                self._fetched[sha256] = body
+            while sum(map(len, self._fetched.values())) > MAX_FETCHED:
+                self._fetched.popitem(last=False)
 
 
 LOG_PROTOCOL = "/shoal/verification-log/2"

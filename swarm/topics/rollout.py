@@ -246,12 +246,10 @@ class RolloutPool:
         self._knows, self._clock = knows, clock
         self._limits = limits or PoolLimits()
         self.barred = barred
-        self._lock = threading.Lock()  # guards the next five
+        self._lock = threading.Lock()  # guards the next three
         self._held: list[Rollout] = []  # in the order of arrival
         self._round = 0
-        self._expired = 0
-        self._displaced = 0
-        self._banned = 0
+        self._lost = {"expired": 0, "displaced": 0, "banned": 0}  # of those that were accepted
         self.bytes_sent = self.bytes_received = 0
         """Of records published and drained, each once: GossipSub sends some to several neighbours, and frames them."""
         self._nonces = Newest[tuple[str, bytes], None](REMEMBERED)  # (author, nonce); on the loop only
@@ -279,7 +277,7 @@ class RolloutPool:
         barred = {peer for peer in {rollout.peer for rollout in held} if self.barred(peer)}
         drained = [rollout for rollout in held if rollout.peer not in barred]
         with self._lock:
-            self._banned += len(held) - len(drained)
+            self._lost["banned"] += len(held) - len(drained)
         self.bytes_received += sum(len(pack(rollout)) for rollout in drained)
         return drained
 
@@ -290,7 +288,7 @@ class RolloutPool:
         """
         counted = self.topic.counts
         with self._lock:
-            here = {"held": len(self._held), "expired": self._expired, "displaced": self._displaced, "banned": self._banned}
+            here = {"held": len(self._held), **self._lost}
         return {**counted, **here, "rejected": {**dict.fromkeys(REASONS, 0), **counted["rejected"]}}
 
     # -- on the loop -----------------------------------------------------------------------------------------------------
@@ -330,10 +328,10 @@ class RolloutPool:
         nbytes = sum(held.nbytes for held in self._held)
         while self._held and (len(self._held) > self._limits.records or nbytes > self._limits.nbytes):
             nbytes -= self._held.pop(0).nbytes
-        self._displaced += before - len(self._held)
+        self._lost["displaced"] += before - len(self._held)
 
     def _expire(self) -> None:
         issued = self._clock() - self._limits.ttl
         fresh = [held for held in self._held if held.issued >= issued]
-        self._expired += len(self._held) - len(fresh)
+        self._lost["expired"] += len(self._held) - len(fresh)
         self._held = fresh

@@ -217,7 +217,7 @@ def elsewhere(node):
 
 
 def announced(node):
-    return make_announcement(SWARM, Body("zlib", 300_000, os.urandom(100)), node.identity)[1]
+    return make_announcement(SWARM, Body("zlib", 300_000, os.urandom(100)), node.identity)
 
 
 HOSTILE = {

@@ -71,10 +71,8 @@ def test_undecided_draws_are_repeated_with_others_and_end_unverified():
 
 def test_nobody_puts_a_vote_into_anothers_mouth():
     story = Story(PEERS)
-    claim = claim_of(PEERS[0])
+    claim = story.claim(PEERS[0], behaviours=("valid", "valid", "absent"), stating=())
     seats = story.verifiers(claim)[0]
-    story.records.append(claim)
-    story.vote(claim.id, 0, seats, ("valid", "valid", "absent"), stating=())
     # Two of three state a vote of the third that it never gave: at most they can leave it out.
     story.records += [Verdict(peer=p, case=claim.id, attempt=0, marks=("valid", "valid", "invalid")) for p in seats[:2]]
     assert ruled(story, claim).trials[0].marks == ("valid", "valid", None)
@@ -83,10 +81,8 @@ def test_nobody_puts_a_vote_into_anothers_mouth():
 def test_a_copied_vote_counts_for_nothing():
     """The copier commits with somebody's digest and reveals the same vote and salt: the digest holds its author's name."""
     story = Story(PEERS)
-    claim = claim_of(PEERS[0])
+    claim = story.claim(PEERS[0], behaviours=("valid", "valid", "absent"), stating=())
     seats = story.verifiers(claim)[0]
-    story.records.append(claim)
-    story.vote(claim.id, 0, seats, ("valid", "valid", "absent"), stating=())
     source = next(r for r in story.records if isinstance(r, Reveal) and r.peer == seats[0])
     copy = Reveal(**{**source.model_dump(), "peer": seats[2]})
     story.records += [Commitment(peer=seats[2], case=claim.id, attempt=0, digest=hide(source)), copy]
