@@ -461,8 +461,6 @@ class Consensus:
         return any(case.appeal and case.claim.id == claim.id and not case.draws[0].is_over(now) for case in self._cases.values())
 
 
-# A peer as a verifier: it turns duties into signed records. A callback checks the claims.
-
 MAX_VOTES = 4096  # hidden votes that wait to be revealed
 
 
@@ -479,8 +477,8 @@ Check = Callable[[Claim], Checked | None]
 
 
 class Voter:
-    """``peer`` as a verifier in ``consensus``. ``publish`` spreads a record soon, and never waits; it may come back to this peer.
-    ``salt``: 32 fresh secret bytes with each call, which also feed the next beacon.
+    """``peer`` as a verifier: it turns duties in ``consensus`` into signed records. ``publish`` spreads a record soon, and never
+    waits; it may come back to this peer. ``salt``: 32 fresh secret bytes with each call, which also feed the next beacon.
     """
 
     def __init__(

@@ -206,9 +206,6 @@ def decode(data: bytes) -> VoteRecord:
     return record
 
 
-# Types that the protocol and its callers exchange: refusals, limits and duties.
-
-
 class Refused(ValueError):
     """Refusal of a record; ``reason`` is one of `REASONS`."""
 
@@ -246,17 +243,15 @@ class Duty:
     """Time at which a commitment comes too late."""
 
 
-# Set of a peer's signed records. The order of arrival leaves no trace, so equal sets give equal reputations.
-#
-# Signatures have been checked before. The ledger bounds how much it keeps; of records that should be unique, such as a verifier's
-# vote, it keeps two that differ, since two prove that their author contradicts itself.
-
 R = TypeVar("R", bound=VoteRecord)
 Place = tuple[str, bytes, int, str]  # kind, case, attempt, peer
 
 
 class Ledger:
-    """Set of records: added in any order and any number of times, the same records make the same ledger."""
+    """Set of records, whose signatures were checked: added in any order and any number of times, they make the same ledger.
+
+    Of records that should be unique, such as a verifier's vote, it keeps those that differ: they prove a contradiction.
+    """
 
     def __init__(self, records: Iterable[VoteRecord] = ()) -> None:
         self._records: dict[bytes, VoteRecord] = {}
