@@ -1,10 +1,8 @@
-"""Environments: questions for a policy, and rewards of its answers, the same on every node, so that nobody has to be trusted.
+"""Environments: questions for a policy, and rewards of its answers, the same on every node; and the interface of policies.
 
 An environment makes its questions from two numbers. A rollout on the network names only the question that it answers; a receiver
-makes the question anew and judges the answers itself. So both methods must depend on their arguments (and the options of the
-environment) alone, on every machine, and in every process.
-
-Protocol of policies, which write completions and compute their probabilities.
+makes the question anew and judges the answers itself, so nobody has to be trusted. Both methods must depend on their arguments
+(and the options of the environment) alone, on every machine, and in every process.
 
 Nodes of one swarm may have different policies. They share text; token ids and log-probabilities are of use only to nodes with the
 same tokenizer.
@@ -80,7 +78,6 @@ class GuardedEnvironment:
         self.user_subject = f"Your environment {name!r}"
 
     def question(self, seed: int, index: int) -> Question:
-        """Return the user's question."""
         with calling(self, "question()"):
             found = self._made.question(seed, index)
         if not isinstance(found, Question) or not isinstance(found.prompt, str):
@@ -88,7 +85,6 @@ class GuardedEnvironment:
         return found
 
     def reward(self, question: Question, completion: str) -> float:
-        """Return the user's reward; Env checks its range."""
         with calling(self, "reward()"):
             found = self._made.reward(question, completion)
         try:
@@ -112,14 +108,8 @@ class Env:
         return (label, version, config) == (self.label, self.made.version, self.config)
 
     def rewards(self, question: Question, completions: Sequence[str]) -> tuple[float, ...]:
-        """Return a reward for each completion. EnvError if one is no number from 0 to 1, or the environment fails."""
-        try:
-            found = tuple(float(self.made.reward(question, completion)) for completion in completions)
-        except UserCodeError:
-            raise
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            raise EnvError(f"The environment {self.label!r} fails to judge an answer ({why}): mend it.") from error
+        """Return a reward for each completion. EnvError if one is no number from 0 to 1."""
+        found = tuple(float(self.made.reward(question, completion)) for completion in completions)
         for reward in found:
             if not (math.isfinite(reward) and 0 <= reward <= 1):
                 raise EnvError(f"The environment {self.label!r} gave the reward {reward}: it must be a number from 0 to 1.")
@@ -165,7 +155,6 @@ class Strings:
         self.lengths = (shortest, longest)
 
     def question(self, seed: int, index: int) -> Question:
-        """Draw all parts of the question uniformly."""
         # Hashed: Python's generator starts alike from seeds that are near each other.
         draw = random.Random(hashlib.sha256(f"strings/1:{seed}:{index}".encode()).digest())
         family = draw.choice(self.families)
@@ -173,7 +162,6 @@ class Strings:
         return Question(f"{family}: {word}", RULES[family](word))
 
     def reward(self, question: Question, completion: str) -> float:
-        """Return 1 or 0."""
         return float(completion == question.answer)
 
 
@@ -224,7 +212,6 @@ class Gym:
         return dataset(config=config(**{**self._options, "seed": seed, "size": 1}))
 
     def question(self, seed: int, index: int) -> Question:
-        """Return the question, of a uniformly drawn family of the nine."""
         draw = hashlib.sha256(f"gym/1:{seed}:{index}".encode()).digest()
         family = self._families[int.from_bytes(draw[:8], "big") % len(self._families)]
         with contextlib.redirect_stdout(io.StringIO()):

@@ -154,19 +154,19 @@ class HF:
         after, mask = pad(completions, self._end, left=False, device=self._device())
         before, seen = pad([self._prompt(prompt) for prompt in prompts], self._end, left=True, device=self._device())
         tokens, visible = torch.cat([before, after], 1)[:, :-1], torch.cat([seen, mask], 1)[:, :-1]
-        length = after.shape[1]
-        keep = {"logits_to_keep": length} if self._keeps else {}
-        made = self.module(input_ids=tokens, attention_mask=visible.long(), position_ids=_places(visible), use_cache=False, **keep)
-        found: Tensor = made.logits[:, -length:]
-        return found, mask
+        return self._last(tokens, visible, after.shape[1]), mask
 
     def _part(self, tokens: Tensor, visible: Tensor, length: int, temperature: float) -> Tensor:
         """Return the log-probabilities (b, length) of the last ``length`` of ``tokens``."""
-        keep = {"logits_to_keep": length + 1} if self._keeps else {}
+        logs = (self._last(tokens, visible, length + 1)[:, :-1].float() / (temperature or 1.0)).log_softmax(-1)
+        return logs.gather(-1, tokens[:, -length:, None])[..., 0]
+
+    def _last(self, tokens: Tensor, visible: Tensor, count: int) -> Tensor:
+        """Return the last ``count`` logits of one pass over ``tokens``, (b, count, V)."""
+        keep = {"logits_to_keep": count} if self._keeps else {}
         made = self.module(input_ids=tokens, attention_mask=visible.long(), position_ids=_places(visible), use_cache=False, **keep)
-        logs = (made.logits[:, -length - 1 : -1].float() / (temperature or 1.0)).log_softmax(-1)
-        of_tokens: Tensor = logs.gather(-1, tokens[:, -length:, None])[..., 0]
-        return of_tokens
+        found: Tensor = made.logits[:, -count:]
+        return found
 
 
 @dataclass

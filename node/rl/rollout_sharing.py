@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.node.config.settings import ConfigError, Settings
-from shoal.node.rl.environment import Env, Policy
+from shoal.node.rl.environment import Policy
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.serving import Served
 from shoal.node.rl.task import RLRound, RLTask
@@ -19,8 +19,6 @@ from shoal.swarm.topics.rollout import PoolLimits, RolloutPool
 TTL_S = 120.0  # no record is of use that was issued longer ago
 LEAVE_S = 3.0  # seconds that the last rollouts have to leave a node that ends
 NOTIFY_S = 10.0  # seconds between two lines for people
-
-Event = Callable[..., None]
 
 
 def make_task(settings: Settings) -> RLTask:
@@ -45,12 +43,13 @@ def make_task(settings: Settings) -> RLTask:
 class RolloutSharing:
     """Sharing of the rollouts of ``task``. Each round is passed to ``write(event, **fields)``, some to ``notify``."""
 
-    def __init__(self, task: Task, membership: Membership, write: Event, notify: Callable[[str], None], ram: float = 0.0) -> None:
+    def __init__(
+        self, task: Task, membership: Membership, write: Callable[..., None], notify: Callable[[str], None], ram: float
+    ) -> None:
         assert isinstance(task, RLTask)  # `make_task` made it
         self._task, self._write, self._notify, self._quiet = task, write, notify, time.monotonic()
-        env: Env = task.env
         limits = PoolLimits(ttl=TTL_S, nbytes=shares(ram)[0])
-        self._pool = RolloutPool(membership.gossip, env.knows, limits=limits, barred=membership.directory.is_barred)
+        self._pool = RolloutPool(membership.gossip, task.env.knows, limits=limits, barred=membership.directory.is_barred)
         task.connect(self._pool, membership.host.peer_id, self._on_round)
 
     def _on_round(self, round: RLRound) -> None:

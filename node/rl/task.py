@@ -1,9 +1,7 @@
 """Reinforcement learning as a task of the trainer: one inner step is one round of SAPO (2509.08721).
 
-In a round the node draws questions, writes a group of completions of each, shares the groups, takes what others shared meanwhile,
-and learns from all of it in one step. It never waits for the network.
-
-Selection of other peers' rollouts for updates: judged anew, chosen, each used once at most.
+In a round the node draws questions, writes a group of completions of each, shares the groups, takes what others shared meanwhile
+(judged anew, chosen, each used once at most), and learns from all of it in one step. It never waits for the network.
 """
 
 from __future__ import annotations
@@ -88,34 +86,19 @@ def make_update(groups: Sequence[RolloutGroup]) -> Update | None:
 def completions_of(policy: Policy, update: Update, temperature: float) -> Completions:
     """Convert ``update`` for the losses. The own policy before the step is "old", also for others' completions (SAPO)."""
     new, mask = policy.log_probs(update.prompts, update.tokens, temperature)
-    old = new.detach()
-    logs, known = pad_floats(update.behaviour, mask)
-    return Completions(new, old, mask, update.advantages.to(new.device), torch.where(known, logs, old))
-
-
-def pad_floats(rows: Sequence[Sequence[float] | None], mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad float32 rows to the shape of ``mask`` (B, T); also return bool (B, T), where they are. None: not known."""
-    values = torch.zeros(mask.shape, device="cpu")
-    known = torch.zeros(mask.shape, dtype=torch.bool, device="cpu")
-    for number, row in enumerate(rows):
-        if row is not None:
-            length = min(len(row), mask.shape[1])
-            values[number, :length] = torch.tensor(list(row[:length]), device="cpu")
-            known[number, :length] = True
-    return values.to(mask.device), known.to(mask.device) & mask
+    old, told = new.detach(), torch.full(mask.shape, torch.nan, device="cpu")  # NaN: not known
+    for row, logs in zip(told, update.behaviour, strict=True):
+        if logs is not None:
+            row[: len(logs)] = torch.tensor(logs[: len(row)], device="cpu")
+    told = told.to(mask.device)
+    return Completions(new, old, mask, update.advantages.to(new.device), torch.where(mask & ~told.isnan(), told, old))
 
 
 def loss_of(policy: Policy, update: Update, loss: TokenLoss, temperature: float) -> tuple[Tensor, float | None]:
     """Return the scalar to minimise, and the effective sample size per foreign completion (None without log-probabilities)."""
     batch = completions_of(policy, update, temperature)
-    return policy_loss(batch, loss), _worth(batch, update)
-
-
-def _worth(batch: Completions, update: Update) -> float | None:
     known = [number for number, row in enumerate(update.behaviour) if row is not None]
-    if not known:
-        return None
-    return float(effective_sample_size(log_weights(batch)[known])) / len(known)
+    return policy_loss(batch, loss), float(effective_sample_size(log_weights(batch)[known])) / len(known) if known else None
 
 
 log = logging.getLogger(__name__)
@@ -124,6 +107,9 @@ JUDGED = (64, 8)  # most groups judged in a round: the larger of the first, and 
 REMEMBERED = 16_384  # groups that are recognised again, whoever sends them
 SENDERS = 1024  # of which the newest policy is known
 LONG = 16  # characters for each allowed token, above which a completion is not judged
+AGE, BEHIND, PER_SENDER = 2, 8, 8
+"""Of other peers' groups: rounds for which one is of use once it came, versions of its sender's policy that it may be older than
+the newest seen, and how many of one peer there are to choose from in a round."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +118,6 @@ class _Kept:
     rollout: Rollout
     group: RolloutGroup
     arrived: int  # this node's round
-
-
-def content(rollout: Rollout) -> str:
-    """Return a digest that is equal for copies, whoever signed them: a copied group must not be learnt from twice."""
-    said = (rollout.seed, rollout.index, *rollout.completions)
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def fair(came: Sequence[Rollout], room: int) -> list[Rollout]:
@@ -157,12 +137,10 @@ class RemoteRollouts:
     """
 
     def __init__(
-        self, env: Env, policy: Policy, held_out: Collection[str], *,
-        seed: int, age: int, per_sender: int, group: int, max_tokens: int, behind: int,
-    ) -> None:  # fmt: skip
+        self, env: Env, policy: Policy, held_out: Collection[str], *, seed: int, group: int, max_tokens: int, behind: int
+    ) -> None:
         self._env, self._policy, self._held_out = env, policy, held_out
-        self._seed, self._age, self._per_sender = seed, age, per_sender or None
-        self._group, self._max_tokens, self._most_behind = group, max_tokens, behind
+        self._seed, self._group, self._max_tokens, self._most_behind = seed, group, max_tokens, behind
         self._newest = Newest[str, tuple[float, int]](SENDERS)
         """Of each sender the rollout that it issued last: when, and by which version of its policy."""
         self._kept: list[_Kept] = []
@@ -177,7 +155,8 @@ class RemoteRollouts:
     def take(self, came: list[Rollout], count: int, round: int) -> list[RolloutGroup]:
         """Choose at most ``count`` groups for this node's ``round``, among those that arrived by now."""
         for rollout in came:
-            self._note(rollout)
+            issued = rollout.issued, rollout.policy_version
+            self._newest[rollout.peer] = max(self._newest.get(rollout.peer, issued), issued)
         room = max(JUDGED[0], JUDGED[1] * count)
         self.rejected["crowded"] += max(len(came) - room, 0)
         self._kept += [kept for rollout in fair(came, room) if (kept := self._judge(rollout, round)) is not None]
@@ -186,8 +165,7 @@ class RemoteRollouts:
             for kept in self._kept
         ]
         picked = select(
-            candidates, count, seed=self._seed, round=round, max_age=self._age, per_sender=self._per_sender,
-            max_behind=self._most_behind,
+            candidates, count, seed=self._seed, round=round, max_age=AGE, per_sender=PER_SENDER, max_behind=self._most_behind,
         )  # fmt: skip
         chosen = [self._kept[place].group for place in picked.places]
         senders = (self._kept[place].rollout.peer for place in picked.places)
@@ -195,10 +173,6 @@ class RemoteRollouts:
         self.used += len(chosen)
         self._keep(set(picked.places), round)
         return chosen
-
-    def _note(self, rollout: Rollout) -> None:
-        issued = rollout.issued, rollout.policy_version
-        self._newest[rollout.peer] = max(self._newest.get(rollout.peer, issued), issued)
 
     def _behind(self, rollout: Rollout) -> int:
         """Return the versions from that which wrote ``rollout`` to its sender's newest, also where that began anew."""
@@ -214,7 +188,7 @@ class RemoteRollouts:
                 self.rejected["no_spread"] += 1
             elif self._behind(item.rollout) > self._most_behind:
                 self.rejected["off_policy"] += 1
-            elif round + 1 - item.arrived > self._age:
+            elif round + 1 - item.arrived > AGE:
                 self.rejected["not_drawn"] += 1
             else:
                 kept.append(item)
@@ -224,7 +198,8 @@ class RemoteRollouts:
 
     def _judge(self, rollout: Rollout, round: int) -> _Kept | None:
         """Make the question anew, and compute this node's rewards. The sender decides neither."""
-        key = content(rollout)
+        # Of its content alone, and equal for copies, whoever signed them: a copied group must not be learnt from twice.
+        key = hashlib.sha256(json.dumps((rollout.seed, rollout.index, *rollout.completions)).encode()).hexdigest()
         if key in self._seen:
             self.rejected["duplicate"] += 1
             return None
@@ -258,9 +233,6 @@ class RemoteRollouts:
         )
 
 
-AGE, BEHIND, PER_SENDER = 2, 8, 8
-"""Of other peers' groups: rounds for which one is of use once it came, versions of its sender's policy that it may be older than
-the newest seen, and how many of one peer there are to choose from in a round."""
 DRAWS = 1000  # attempts at a question that is not held out
 TOGETHER = 256  # prompts answered at once in an evaluation
 
@@ -273,7 +245,7 @@ class Claimed:
     planted: bool
 
 
-Claiming = Callable[[Policy, int, int, Question], Claimed | None]
+Claiming = Callable[[Policy, int, int], Claimed | None]
 """Answers question ``index`` of ``seed`` and claims the group; None if no claim is due. Only this costs training any time."""
 
 
@@ -299,7 +271,7 @@ class RLTask(Task):
     def __init__(self, env: Env, make_policy: Callable[[], Policy], settings: RLSettings, *, seed: int) -> None:
         self.env, self.settings, self._make_policy, self._seed = env, settings, make_policy, seed
         self._sharing: RolloutPool | None = None
-        self._claiming: Claiming | None = None
+        self._claiming: Claiming = lambda policy, seed, index: None
         self._me = ""
         self._on_round: Callable[[RLRound], None] = lambda round: None
         self.rounds, self.cumulative, self._worths = 0, 0.0, 0.0
@@ -311,7 +283,7 @@ class RLTask(Task):
         """Share rollouts through ``sharing``. ``me``: this node's peer id, from which its questions follow."""
         self._sharing, self._me, self._on_round = sharing, me, on_round
 
-    def claim(self, claiming: Claiming | None) -> None:
+    def claim(self, claiming: Claiming) -> None:
         """Let ``claiming`` write the first groups of a round while claims are due."""
         self._claiming = claiming
 
@@ -334,9 +306,8 @@ class RLTask(Task):
         """Yield the rounds from number ``step`` on; None for a round without anything to learn from."""
         del shard  # questions are made, not assigned: all nodes may ask whatever they like
         self.foreign = RemoteRollouts(
-            self.env, self.policy, self.held_out_prompts, seed=self._number("choice", 0), age=AGE,
-            per_sender=PER_SENDER, group=self.settings.group, max_tokens=self.max_tokens,
-            behind=BEHIND,
+            self.env, self.policy, self.held_out_prompts, seed=self._number("choice", 0), group=self.settings.group,
+            max_tokens=self.max_tokens, behind=BEHIND,
         )  # fmt: skip
         return map(self._round, itertools.count(step))
 
@@ -355,8 +326,15 @@ class RLTask(Task):
 
     def evaluate(self, model: torch.nn.Module) -> float:
         """Return 1 minus the mean reward of greedy answers to the held-out questions."""
-        del model
-        return 1.0 - self.greedy_reward()
+        was_training, total = model.training, 0.0
+        model.eval()
+        for start in range(0, len(self.held_out), TOGETHER):
+            asked = self.held_out[start : start + TOGETHER]
+            prompts = [question.prompt for question in asked]
+            answers = self.policy.generate(prompts, 1, temperature=0.0, max_tokens=self.max_tokens, seed=0)
+            total += sum(self.env.rewards(question, [one.text])[0] for question, (one,) in zip(asked, answers, strict=True))
+        model.train(was_training)
+        return 1.0 - total / len(self.held_out)
 
     def tokens(self, batch: Update | None) -> int:
         return 1 if batch is None else max(batch.length, 1)
@@ -378,19 +356,6 @@ class RLTask(Task):
     @cached_property
     def held_out_prompts(self) -> frozenset[str]:
         return frozenset(question.prompt for question in self.held_out)
-
-    def greedy_reward(self) -> float:
-        """Return the mean reward of greedy answers to the held-out questions."""
-        module, total = self.policy.module, 0.0
-        was_training = module.training
-        module.eval()
-        for start in range(0, len(self.held_out), TOGETHER):
-            asked = self.held_out[start : start + TOGETHER]
-            prompts = [question.prompt for question in asked]
-            answers = self.policy.generate(prompts, 1, temperature=0.0, max_tokens=self.max_tokens, seed=0)
-            total += sum(self.env.rewards(question, [one.text])[0] for question, (one,) in zip(asked, answers, strict=True))
-        module.train(was_training)
-        return total / len(self.held_out)
 
     def _number(self, what: str, number: int) -> int:
         """Return a number below 2^62, so that no own question has the held-out seed."""
@@ -455,11 +420,9 @@ class RLTask(Task):
     def _claim(self, asked: list[tuple[int, Question]]) -> list[Claimed]:
         """Write the first groups of a round, as many as claims are due."""
         claimed: list[Claimed] = []
-        if self._claiming is None:
-            return claimed
         seed = self._number("questions", 0)
-        for index, question in asked:
-            found = self._claiming(self.policy, seed, index, question)
+        for index, _ in asked:
+            found = self._claiming(self.policy, seed, index)
             if found is None:
                 break
             claimed.append(found)

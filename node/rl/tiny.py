@@ -122,7 +122,8 @@ class Tiny:
 
     def encode(self, completion: str, ended: bool) -> list[int]:
         """Encode one token a character; all outside printable ASCII are the same token."""
-        return [_token(character) for character in completion] + ([END] if ended else [])
+        # `find` returns -1 for those, which makes OTHER.
+        return [2 + ALPHABET.find(character) for character in completion] + ([END] if ended else [])
 
     def ends(self, token: int) -> bool:
         return token == END
@@ -194,11 +195,6 @@ class Tiny:
             torch.autograd.backward(-(logs * mask).sum() / mask.sum())
             optimizer.step()
         self.module.zero_grad()
-
-
-def _token(character: str) -> int:
-    place = ALPHABET.find(character)
-    return OTHER if place < 0 else 2 + place
 
 
 def _completion(ids: list[int], logs: list[float]) -> Completion:

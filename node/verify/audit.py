@@ -1,15 +1,9 @@
-"""Auditor of another peer's claims: fetch the material of a claim, repeat the work, vote; within a budget of time.
-
-Result of checking one claim, for the vote and for people.
-
-Network interface of verification, and its implementation on a node's membership.
-"""
+"""What checks of claims are made of: errors and findings, snapshots of a policy, the swarm's network, a budget of time."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -259,9 +253,6 @@ class Budget:
     def spend(self, seconds: float) -> None:
         self.spent += seconds
         self._left -= seconds
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from shoal.node.verify.material import (
 from shoal.swarm.errors import MessageError
 from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.wire.envelope import pack
-from shoal.verification.calibration import RATE, Calibration, CalibrationError, Pair
+from shoal.verification.calibration import Calibration, CalibrationError, Pair
 from shoal.verification.consensus.records import Claim
 from shoal.verification.fingerprints.activations import ActivationProof, LastHidden, output_head
 from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, SeededSampling, draw_each, margins
@@ -242,20 +242,17 @@ class _Wrong(Exception):
 class Checker:
     """Checker for one thread. ``make_policy`` makes its instance when first needed; ``policy_name`` as `policy_label` returns it.
 
-    ``allowed``: dtypes of provers; those in ``own`` are checked in the same dtype, the others in ``dtype``. ``rate``: of honest
-    claims that each of both tests may refuse.
+    ``allowed``: dtypes of provers; those in ``own`` are checked in the same dtype, the others in float32.
     """
 
     most_material_bytes = Material.LIMIT
 
     def __init__(
         self, make_policy: Callable[[], Policy], env: Env, agreed: Agreed, calibration: Calibration, policy_name: str,
-        dtype: torch.dtype = torch.float32, rate: float = RATE, allowed: Collection[str] = tuple(DTYPES),
-        own: Collection[str] = (),
+        allowed: Collection[str] = tuple(DTYPES), own: Collection[str] = (),
     ) -> None:  # fmt: skip
         self._make_policy, self._env, self._agreed = make_policy, env, agreed
-        self.calibration, self._name, self._dtype, self._rate, self._allowed = calibration, policy_name, dtype, rate, allowed
-        self._own = own
+        self.calibration, self._name, self._allowed, self._own = calibration, policy_name, allowed, own
         self._policies: dict[torch.dtype, Policy] = {}
         self._measured: list[Measured] = []  # of the claim that is being checked
         self._snapshots = Newest[bytes, bytes](KEPT)
@@ -263,14 +260,14 @@ class Checker:
 
     @property
     def policy(self) -> Policy:
-        """Own instance of the policy, in ``dtype``."""
+        """Own instance of the policy, in float32."""
         return self.policy_for("")
 
     def policy_for(self, prover: str) -> Policy:
         """Return the instance that checks claims of that dtype. A prover rounds the weights of float32 in the same way."""
-        dtype = DTYPES[cast(Dtype, prover)] if prover in self._own else self._dtype
+        dtype = DTYPES[cast(Dtype, prover)] if prover in self._own else torch.float32
         if dtype not in self._policies:
-            made = self._make_policy() if dtype == self._dtype else copy.deepcopy(self.policy)
+            made = self._make_policy() if dtype == torch.float32 else copy.deepcopy(self.policy)
             made.module.to(dtype).eval()
             self._policies[dtype] = made
         return self._policies[dtype]
@@ -393,7 +390,7 @@ class Checker:
         for name, evidence in found.items():
             pair = Pair(name, self._name, material.dtype, dtype)
             try:
-                judged = self.calibration.judge(pair, evidence, self._rate)
+                judged = self.calibration.judge(pair, evidence)
             except CalibrationError as error:
                 raise NotCalibrated(f"The claim cannot be judged: {error}.") from error
             honest = self.calibration.pairs.get(pair)

@@ -1,7 +1,4 @@
-"""Claims: groups of completions.
-
-Work of ``shoal verify``: check one stored claim on this machine, and calibrate a policy by its name.
-"""
+"""Claims of groups of completions: how training writes them, how a node checks them, and the work of ``shoal verify``."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from typing import Any, cast
 
 from shoal.node.config.device import use_threads
 from shoal.node.config.settings import Settings
-from shoal.node.rl.environment import Env, Option, Policy, Question
+from shoal.node.rl.environment import Env, Option, Policy
 from shoal.node.rl.loading import load_env, load_policy
 from shoal.node.rl.task import Claimed, RLTask
 from shoal.node.verify.audit import Finding, Made, NotCalibrated, NotCheckable, SwarmNetwork, VerifyError, digest, snapshot
@@ -38,7 +35,7 @@ from shoal.node.verify.material import (
 )
 from shoal.swarm.errors import MessageError
 from shoal.swarm.manifest import Terms
-from shoal.verification.calibration import FEWEST, RATE, Calibration, CalibrationError, Pair, load_calibration, save_calibration
+from shoal.verification.calibration import FEWEST, Calibration, CalibrationError, Pair, load_calibration, save_calibration
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Signed
 from shoal.verification.fingerprints.fingerprint import Evidence
@@ -90,8 +87,7 @@ class Claimer:
             for slot, proven, held in written
         ]
 
-    def write(self, policy: Policy, seed: int, index: int, question: Question) -> Claimed | None:
-        del question  # the prover makes it anew, as verifiers do
+    def write(self, policy: Policy, seed: int, index: int) -> Claimed | None:
         with self._lock:
             slot = self._slots.popleft() if self._slots else None
             if slot is None or slot.round != self._round():
@@ -138,7 +134,9 @@ def self_calibrate(
     """
     if claims < FEWEST:
         raise VerifyError(f"A calibration needs at least {FEWEST} claims, not {claims}: ask for more.")
-    sides = {dtype: _cast(policy, dtype) for dtype in dtypes}
+    sides = {dtype: copy.deepcopy(policy) for dtype in dtypes}
+    for dtype, own in sides.items():
+        own.module.to(DTYPES[dtype]).eval()
     evidence: dict[Pair, list[Evidence]] = {}
     for number, prover in enumerate(sides):
         for claim in range(claims):
@@ -160,25 +158,8 @@ def self_calibrate(
     return made
 
 
-def calibrate(
-    policy: Policy, env: Env, agreed: Agreed, out: Path, *, policy_name: str, claims: int, dtypes: Sequence[Dtype] = ("float32",),
-    rate: float = RATE, progress: Progress = lambda done, of: None,
-) -> str:  # fmt: skip
-    """Write ``self_calibrate`` to the file ``out``. Returns a warning if there are too few claims for ``rate``, or an empty text.
-
-    Raises VerifyError as that, or if the file cannot be written; and ValueError for a rate out of range.
-    """
-    made = self_calibrate(policy, env, agreed, policy_name=policy_name, claims=claims, dtypes=dtypes, progress=progress)
-    warning = next(iter(made.pairs.values())).warning(rate)
-    try:
-        save_calibration(made, out)
-    except OSError as error:
-        raise VerifyError(f"Cannot write {str(out)!r} ({error.strerror}): choose another file or its permissions.") from error
-    return warning[:1].upper() + warning[1:]
-
-
 def read_calibration(path: Path, policy_name: str, provers: Collection[str]) -> Calibration:
-    """Read a file of ``calibrate``, for checking claims of that policy, each in its own dtype (`own_dtypes`) or in float32.
+    """Read a file of ``shoal verify calibrate``, to check claims of that policy by, each in its own dtype or in float32.
 
     Raises VerifyError if it cannot be read, or misses one of ``provers``' dtypes: abstaining costs reputation.
     """
@@ -206,12 +187,6 @@ def own_dtypes(known: Calibration, policy_name: str, provers: Collection[str]) -
     """Return those of ``provers``' dtypes that ``known`` can judge in the same dtype."""
     names = ACTIVATIONS.name, SAMPLING.name
     return tuple(one for one in provers if all(Pair(name, policy_name, one, one) in known.pairs for name in names))
-
-
-def _cast(policy: Policy, dtype: Dtype) -> Policy:
-    own = copy.deepcopy(policy)
-    own.module.to(DTYPES[dtype]).eval()
-    return own
 
 
 log = logging.getLogger(__name__)
@@ -251,7 +226,13 @@ class CompletionClaims:
     def prepare(self, notify: Callable[[str], None]) -> Checker:
         """Calibrate on honest claims, once before all that follows; ``notify`` is given sentences for people."""
         self._hand_out_again()
-        known = self._calibration or self._calibrate(notify)
+        known = self._calibration
+        if known is None:
+            known = self_calibrate(
+                self._policy, self._env, self._agreed, policy_name=self._policy_name, claims=SELF_CLAIMS, dtypes=self._dtypes,
+                across=False,
+            )  # fmt: skip
+            notify(f"measured {SELF_CLAIMS} honest claims of its own, to check others by")
         return Checker(
             lambda: self._policy, self._env, self._agreed, known, self._policy_name, allowed=self._dtypes,
             own=own_dtypes(known, self._policy_name, self._dtypes),
@@ -266,14 +247,6 @@ class CompletionClaims:
                 self._network.put(stored.material)
                 if stored.snapshot is not None:
                     self._network.put(stored.snapshot)
-
-    def _calibrate(self, notify: Callable[[str], None]) -> Calibration:
-        found = self_calibrate(
-            self._policy, self._env, self._agreed, policy_name=self._policy_name, claims=SELF_CLAIMS, dtypes=self._dtypes,
-            across=False,
-        )  # fmt: skip
-        notify(f"measured {SELF_CLAIMS} honest claims of its own, to check others by")
-        return found
 
     def keep(self, signed: Signed, material: bytes, snapshot: bytes | None) -> None:
         """Store a claim of this node, or one that it checked, for `shoal verify`."""
@@ -366,13 +339,23 @@ def calibrate_spec(
     model: str, env: str, dtypes: Sequence[str], claims: int, rate: float, out: Path, *, group: int, max_tokens: int,
     temperature: float, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
-    """Calibrate the policy named ``model`` into ``out``; return the object of ``shoal verify calibrate --json``."""
+    """Calibrate the policy named ``model`` into ``out``; return the object of ``shoal verify calibrate --json``.
+
+    Its ``warning`` is empty unless there are too few claims for ``rate``. Raises VerifyError as `self_calibrate`, or if the file
+    cannot be written.
+    """
     use_threads()
     made = load_env(env, {})
     policy = load_policy(model, made, 0)
     agreed = Agreed(temperature, max_tokens or policy.max_tokens, group)
     sides = [cast(Dtype, dtype) for dtype in dtypes]
     name = policy_label(model)
-    warning = calibrate(policy, made, agreed, out, policy_name=name, claims=claims, dtypes=sides, rate=rate, progress=progress)
+    found = self_calibrate(policy, made, agreed, policy_name=name, claims=claims, dtypes=sides, progress=progress)
+    warning = next(iter(found.pairs.values())).warning(rate)
+    try:
+        save_calibration(found, out)
+    except OSError as error:
+        raise VerifyError(f"Cannot write {str(out)!r} ({error.strerror}): choose another file or its permissions.") from error
     pairs = [f"{prover} -> {verifier}" for prover in sides for verifier in sides]
+    warning = warning[:1].upper() + warning[1:]
     return {"policy": name, "claims": claims, "rate": rate, "pairs": pairs, "warning": warning, "out": str(out)}

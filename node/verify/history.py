@@ -1,6 +1,4 @@
-"""Work of ``shoal verify explain``: what a node on this machine found out about a peer, from which claims, with which odds.
-
-History of the claims that this node checked, as odds against each author; and when they are reason enough for a vote.
+"""History of the claims that this node checked, as odds against each author; and when they are reason enough for a vote.
 
 A claim counts once its round is settled, unless its author had to make it wrong. When the odds reach the alarm, this node says so:
 in the evidence of its votes, where all can read it. It votes against the author's further claims only while more than half of the
@@ -164,10 +162,9 @@ def stated(table: Table, ledger: Ledger, electorates: Electorates) -> dict[str, 
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for ruling in sorted(table.rulings.values(), key=lambda ruling: (ruling.claim.round, ruling.claim.id)):
         claim, electorate = ruling.claim, electorates.get(ruling.claim.round)
-        firsts = len(ruling.trials) - (ruling.appeal is not None)
+        last = len(ruling.trials) - 1
         for attempt, trial in enumerate(ruling.trials):
-            is_first = attempt < firsts or ruling.appeal is None
-            case, number = (claim.id, attempt) if is_first or ruling.appeal is None else (ruling.appeal.id, 0)
+            case, number = (claim.id, attempt) if ruling.appeal is None or attempt < last else (ruling.appeal.id, 0)
             for peer, mark in zip(trial.verifiers, trial.marks, strict=True):
                 reveals = ledger.ballots(Reveal, case, number, peer) if mark in ("valid", "invalid") else []
                 said = _carried(reveals[0].evidence) if len(reveals) == 1 else None
@@ -194,21 +191,13 @@ MOST_WAITING = 4096  # checked claims whose round is not settled
 MOST_OPEN = 512  # series in memory; others are read again
 
 
-@dataclass
-class _Open:
-    """Series with its row in the file."""
-
-    series: Series
-    row: SeriesRow
-
-
 class History:
     """History in the file ``path``, of a node run by ``operator``. For one thread."""
 
     def __init__(self, path: Path, operator: str) -> None:
         self._file, self._operator = EvidenceFile(path), operator
         self._waiting = Newest[bytes, tuple[Claim, tuple[Measured, ...]]](MOST_WAITING)
-        self._open = Newest[tuple[str, Pair], _Open](MOST_OPEN)
+        self._open = Newest[tuple[str, Pair], tuple[Series, SeriesRow]](MOST_OPEN)
         self._references: dict[Pair, Reference] = {}
         self._stated: dict[str, dict[str, float]] = {}
         self._table = Table(-1, {}, {})
@@ -277,29 +266,29 @@ class History:
             place = claim.peer, one.pair
             rows, found = self._file.series(claim.peer), self._open.pop(place, None)
             bans = self._bans(claim.peer, rows)
-            if found is None or not is_open(found.row, one.pair, reference.digest, bans):
+            if found is None or not is_open(found[1], one.pair, reference.digest, bans):
                 found = self._resumed(claim.peer, reference, rows, bans)
+            series, row = found
             scores, tolerances = reference.scores(one.evidence), reference.tolerances(one.evidence)
-            p = found.series.add(scores, tolerances)
-            odds, row = found.series.log_odds, found.row
+            p, odds = series.add(scores, tolerances), series.log_odds
             row = replace(
                 row, claims=row.claims + 1, first=row.first if row.claims else claim.round, last=claim.round,
                 log_odds=max(row.log_odds, odds) if row.claims else odds,
             )  # fmt: skip
             self._file.add(claim.peer, row, ClaimRow(claim.id.hex(), claim.round, odds, scores, tolerances, p, one.kernel))
-            self._open[place] = replace(found, row=row)
+            self._open[place] = series, row
 
-    def _resumed(self, peer: str, reference: Reference, rows: Sequence[SeriesRow], bans: int) -> _Open:
-        """Return the series that is under way in the file, or a new one."""
+    def _resumed(self, peer: str, reference: Reference, rows: Sequence[SeriesRow], bans: int) -> tuple[Series, SeriesRow]:
+        """Return the series that is under way in the file, or a new one, and its row there."""
         for row in reversed(rows):
             if is_open(row, reference.pair, reference.digest, bans):
                 series = Series(reference, row.number)
                 for claim in self._file.claims(peer, row.number):
                     series.add(claim.scores, claim.tolerances)
-                return _Open(series, row)
+                return series, row
         number = 1 + max((row.number for row in rows), default=0)
         names = tuple(feature.name for feature in reference.honest.features)
-        return _Open(Series(reference, number), SeriesRow(number, bans, reference.pair, names, reference.digest, 0, 0, 0, 0.0))
+        return Series(reference, number), SeriesRow(number, bans, reference.pair, names, reference.digest, 0, 0, 0, 0.0)
 
 
 # The table of ``shoal verify odds``, from `shoal.verification.consensus.rulings`.
@@ -371,11 +360,9 @@ def _told(file: EvidenceFile, peer: str) -> dict[str, Any]:
 
 
 def _series(row: SeriesRow, claims: Sequence[ClaimRow]) -> dict[str, Any]:
-    pair = row.pair
-    about = {"fingerprint": pair.fingerprint, "model": pair.model, "prover": pair.prover, "verifier": pair.verifier}
-    found = {"claims": row.claims, "first_round": row.first, "last_round": row.last, "odds": _odds(row.log_odds)}
     return {
-        "number": row.number, "bans": row.bans, **about, "calibration": row.calibration[:16], **found,
+        "number": row.number, "bans": row.bans, **asdict(row.pair), "calibration": row.calibration[:16],
+        "claims": row.claims, "first_round": row.first, "last_round": row.last, "odds": _odds(row.log_odds),
         "counted": [
             {
                 "claim": one.claim, "round": one.round, "kernel": one.kernel,

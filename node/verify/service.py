@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,20 +102,6 @@ class Feed:
         return {"votes": dict(votes), "voted": sum(cast.get(kind, 0) for kind in ("agreed", "against", "missed"))}
 
 
-def standings(table: Table) -> dict[str, Any]:
-    """Return the standing of each peer, for JSON."""
-    return {
-        peer: {
-            "score": standing.score / 1000,
-            "claims": standing.claims,
-            "seats": standing.votes,
-            "appeals": standing.appeals,
-            "banned_until": table.banned_until(peer),
-        }
-        for peer, standing in table.standings.items()
-    }
-
-
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
@@ -126,26 +112,25 @@ MOST_ASKED = 3  # peers besides the author who are asked for what it does not ha
 
 
 class Auditor:
-    """Checks claims. ``others``: peers that may have fetched the same already; ``on_audit`` is given each claim with its finding,
-    and the material and snapshot that were fetched. ``fetch_s``: seconds to fetch a body from its author, and as many from others
-    instead; three times that for a whole claim. ``weigh``: what the author's earlier claims make of a finding.
+    """Checks claims. ``on_audit`` is given each claim with its finding, and the material and snapshot that were fetched.
+
+    ``fetch_s``: seconds to fetch a body from its author, and as many from others instead; three times that for a whole claim.
+    ``weigh``: what the author's earlier claims make of a finding. ``counts``: to which those of checks are added.
     """
 
     def __init__(
         self,
         checker: Checker,
-        bodies: SwarmNetwork,
+        network: SwarmNetwork,
         budget: Budget,
-        others: Callable[[], Sequence[str]],
         on_audit: Callable[[Claim, Finding, bytes | None, bytes | None], None],
         fetch_s: float,
-        timer: Callable[[], float] = time.monotonic,
-        weigh: Callable[[Claim, Finding], Finding] = lambda claim, finding: finding,
+        timer: Callable[[], float],
+        weigh: Callable[[Claim, Finding], Finding],
+        counts: Counter[str],
     ) -> None:
-        self._checker, self._bodies, self._budget, self._others, self._on_audit = checker, bodies, budget, others, on_audit
-        self._fetch_s, self._timer, self._until = fetch_s, timer, 0.0
-        self._weigh = weigh
-        self.counts: Counter[str] = Counter()
+        self._checker, self._network, self._budget, self._on_audit, self._weigh = checker, network, budget, on_audit, weigh
+        self._fetch_s, self._timer, self._until, self.counts = fetch_s, timer, 0.0, counts
 
     def check(self, claim: Claim) -> Checked | None:
         """Vote on ``claim``; None if the budget is spent, or this node cannot judge it (the reason is logged)."""
@@ -184,17 +169,17 @@ class Auditor:
         """Fetch a body from the author or, if it answers only some peers, from another peer that has it."""
         body = self._ask(claim.peer, sha256, most, self._fetch_s)
         until = min(self._timer() + self._fetch_s, self._until)
-        for peer in [peer for peer in self._others() if peer != claim.peer][:MOST_ASKED]:
+        for peer in [peer for peer in self._network.others() if peer != claim.peer][:MOST_ASKED]:
             if body is not None or (left := until - self._timer()) <= 0:
                 break
             body = self._ask(peer, sha256, most, left)
         if body is not None:
-            self._bodies.put(body)
+            self._network.put(body)
         return body
 
     def _ask(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes | None:
         try:
-            return self._bodies.get(peer, sha256, most, timeout)
+            return self._network.get(peer, sha256, most, timeout)
         except (NetworkError, MessageError) as error:
             log.debug("no evidence from %s: %s", peer, error)
             return None
@@ -256,17 +241,14 @@ class Verification:
 
     def counted(self) -> dict[str, int]:
         """Return the numbers of claims made here, of checks, and of claims found invalid. Quick."""
-        checks = self._auditor.counts if self._auditor is not None else Counter[str]()
-        return {"claimed": self._counts["claimed"], "checked": checks["checked"], "invalid": checks["invalid"]}
+        return {name: self._counts[name] for name in ("claimed", "checked", "invalid")}
 
     def report(self) -> dict[str, Any]:
         """Return the numbers of claims and checks, and the standings of all peers."""
-        counts = Counter(self._auditor.counts) if self._auditor is not None else Counter[str]()
-        seconds = self._timer() - self._began
+        seconds, table = self._timer() - self._began, self.table
+        counted = ("claimed", "planted", "checked", "valid", "invalid", "skipped", "uncheckable")
         return {
-            "claimed": self._counts["claimed"],
-            "planted": self._counts["planted"],
-            **{name: counts[name] for name in ("checked", "valid", "invalid", "skipped", "uncheckable")},
+            **{name: self._counts[name] for name in counted},
             "check_s": self._budget.spent,
             "claim_s": self._kind.claimer.seconds,
             "share": self._budget.spent / seconds if seconds > 0 else 0.0,
@@ -274,7 +256,16 @@ class Verification:
             "lost": self._counts["lost"],
             "records": dict(self._participant.consensus.counts),
             "network": self._network.counts,
-            "standings": standings(self.table),
+            "standings": {
+                peer: {
+                    "score": standing.score / 1000,
+                    "claims": standing.claims,
+                    "seats": standing.votes,
+                    "appeals": standing.appeals,
+                    "banned_until": table.banned_until(peer),
+                }
+                for peer, standing in table.standings.items()
+            },
         }
 
     def close(self) -> None:
@@ -298,35 +289,32 @@ class Verification:
 
     def prepare(self) -> None:
         """Do the slow preparation, once before the first `step`: calibrate on honest claims."""
-        checker, network = self._kind.prepare(self._feed.notify), self._network
+        checker = self._kind.prepare(self._feed.notify)
         self._auditor = Auditor(
-            checker, network, self._budget, network.others, self._audited, self._round_s / 20, self._timer, self._history.weigh
+            checker, self._network, self._budget, self._audited, self._round_s / 20, self._timer, self._history.weigh, self._counts
         )
 
     def step(self) -> None:
         """Do what is due; takes as long as one check, or as fetching a log."""
-        made = self._kind.claimer.take()
+        made, participant = self._kind.claimer.take(), self._participant
         with self._lock:
-            self._step(made)
+            # First: what waits may be records of a round that has begun since, or claims of one that is over, which others refuse.
+            participant.tick(most=0)
+            for one in made:
+                self._claim(one)
+            while self._inbox:
+                signed, at = self._inbox.popleft()
+                with contextlib.suppress(Refused):  # counted by the consensus
+                    participant.take(signed, at)
+            participant.tick(most=1)
+            self._kind.claimer.offer(participant.slots())
+            if participant.table is not self._reported:
+                self._reported = participant.table
+                self._feed.settled(self._reported, self._budget.spent)
+                consensus = participant.consensus
+                for peer in self._history.settle(self._reported, consensus.ledger, consensus.electorates):
+                    self._feed.alarmed(peer)
         self._pull()
-
-    def _step(self, made: Sequence[Made]) -> None:
-        # First: waiting records may be of a round that has begun since, and made claims of one that is over, which others refuse.
-        self._participant.tick(most=0)
-        for one in made:
-            self._claim(one)
-        while self._inbox:
-            signed, at = self._inbox.popleft()
-            with contextlib.suppress(Refused):  # counted by the consensus
-                self._participant.take(signed, at)
-        self._participant.tick(most=1)
-        self._kind.claimer.offer(self._participant.slots())
-        if self._participant.table is not self._reported:
-            self._reported = self._participant.table
-            self._feed.settled(self._reported, self._budget.spent)
-            consensus = self._participant.consensus
-            for peer in self._history.settle(self._reported, consensus.ledger, consensus.electorates):
-                self._feed.alarmed(peer)
 
     def _claim(self, made: Made) -> None:
         self._network.put(made.material)
@@ -344,14 +332,9 @@ class Verification:
     def _check(self, claim: Claim) -> Checked | None:
         if self._auditor is None or self._stop.is_set():
             return None
-        with self._unlocked():
-            return self._auditor.check(claim)
-
-    @contextlib.contextmanager
-    def _unlocked(self) -> Iterator[None]:
         self._lock.release()
         try:
-            yield
+            return self._auditor.check(claim)
         finally:
             self._lock.acquire()
 
@@ -373,9 +356,10 @@ class Verification:
 
     def _pull(self) -> None:
         """Fetch the records that this node seems to lack, from a peer that has them."""
-        wanted = self._participant.wanted
-        if wanted is None or not self._may_pull():
+        wanted, now = self._participant.wanted, self._timer()
+        if wanted is None or now < self._pull_at:
             return
+        self._pull_at = now + self._round_s / 20  # whatever comes of it
         for peer in wanted.peers[:MOST_PULLED]:
             if self._stop.is_set():
                 return
@@ -387,14 +371,6 @@ class Verification:
             with self._lock:
                 self._counts["pulled"] += self._participant.learn(found)
             return
-
-    def _may_pull(self) -> bool:
-        """Return whether enough time has passed since the last pull, whatever its outcome."""
-        now = self._timer()
-        if now < self._pull_at:
-            return False
-        self._pull_at = now + self._round_s / 20
-        return True
 
     # -- for people ------------------------------------------------------------------------------------------------------
 

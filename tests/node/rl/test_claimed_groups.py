@@ -19,12 +19,12 @@ class Claims:
     def __init__(self, *due):
         self.due, self.asked, self.written = list(due), [], []
 
-    def write(self, policy, seed, index, question):
-        self.asked.append((seed, index, question.prompt))
+    def write(self, policy, seed, index):
+        self.asked.append((seed, index))
         if not self.due:
             return None
         planted = self.due.pop(0)
-        prompt = "last: zzz" if planted else question.prompt
+        prompt = "last: zzz" if planted else ENV.made.question(seed, index).prompt
         (completions,) = policy.generate([prompt], 8, temperature=1.0, max_tokens=12, seed=1234 + index)
         self.written.append(completions)
         return Claimed(completions, planted)
@@ -72,7 +72,7 @@ def test_what_is_claimed_is_shared_and_learnt_from_in_its_place(policy):
     assert groups[0].tokens == tuple(one.tokens for one in claims.written[0])
     assert texts(other.inbox[0]) == [one.text for one in claims.written[0]]
     assert [record.index for record in other.inbox] == [index for index, _ in task._questions(0)]
-    assert claims.asked == [(other.inbox[0].seed, index, question.prompt) for index, question in task._questions(0)[:2]]
+    assert claims.asked == [(other.inbox[0].seed, index) for index, _ in task._questions(0)[:2]]
     # The rest is what the policy writes of the rest.
     rest = policy.generate(
         [group.prompt for group in groups[1:]], 8, temperature=task.settings.temperature, max_tokens=12,

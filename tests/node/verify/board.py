@@ -13,9 +13,11 @@ from shoal.node.rl.task import RLTask
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.task import Shard
 from shoal.node.verify import service
-from shoal.node.verify.completions import CALIBRATION, CompletionClaims
+from shoal.node.verify.completions import CALIBRATION, CompletionClaims, self_calibrate
+from shoal.node.verify.material import Agreed
 from shoal.node.verify.start import make_terms
 from shoal.swarm.errors import MessageError, NetworkError
+from shoal.verification.calibration import save_calibration
 from shoal.verification.consensus.rulings import Rules
 
 SWARM, ROUND_S, TICKS = "swarm", 100.0, 40  # steps of each node in a round
@@ -129,6 +131,13 @@ def task_of(seed=0):
     env = load_env("strings", {"families": "last"})
     policy = Tiny(env.made, seed=seed, layers=1, width=16, warm=Warm(steps=10, batch=16))
     return RLTask(env, lambda: policy, RLSettings(held_out=5, local=1, external=0, group=8, max_tokens=8), seed=seed)
+
+
+def calibrate(out, claims, name="tiny"):
+    """Write the calibration of the policy that all nodes here train to the file ``out``, which is returned."""
+    task = task_of()
+    save_calibration(self_calibrate(task.policy, task.env, Agreed(1.0, 8, 8), policy_name=name, claims=claims), out)
+    return out
 
 
 def settings_of(folder, **verify):

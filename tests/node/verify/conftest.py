@@ -43,12 +43,10 @@ class World:
         said = {"run": RUN, "round": ROUND, "peer": PEER, "slot": SLOT, "model": digest(self.snapshot)}
         return make_claim(proven, **{**said, **fields})
 
-    def checker(self, dtype="float32", **options):
+    def checker(self, **options):
         width = self.policy.module.head.in_features
-        return Checker(
-            lambda: Tiny(self.env.made, seed=8, width=width, warm=Warm(steps=0)), self.env, self.agreed, self.calibration, "tiny",
-            DTYPES[dtype], **options,
-        )  # fmt: skip
+        make = lambda: Tiny(self.env.made, seed=8, width=width, warm=Warm(steps=0))  # noqa: E731
+        return Checker(make, self.env, self.agreed, self.calibration, "tiny", **options)
 
     def check(self, proven, checker=None, snapshot=None):
         return (checker or self.checker()).check(self.claim(proven), proven.material, snapshot or self.snapshot)

@@ -9,8 +9,7 @@ from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.task import Task
 from shoal.node.verify import completions
 from shoal.node.verify.audit import VerifyError
-from shoal.node.verify.completions import calibrate
-from shoal.node.verify.material import Agreed, load_claim, newest_claims
+from shoal.node.verify.material import load_claim, newest_claims
 from shoal.node.verify.service import Verification
 from shoal.node.verify.start import check_terms, make_terms
 from shoal.swarm.errors import MessageError
@@ -18,7 +17,7 @@ from shoal.verification.calibration import load_calibration, save_calibration
 from shoal.verification.consensus.records import Entry
 from shoal.verification.fingerprints.fingerprint import Evidence
 from tests.e2e.cheat import quantised
-from tests.node.verify.board import ROUND_S, Board, Node, run, settings_of, task_of, toy_signature
+from tests.node.verify.board import ROUND_S, Board, Node, calibrate, run, settings_of, task_of, toy_signature
 
 GUILTY = {"quantised", "withholding"}
 HONEST = ("ann", "bob", "cat")
@@ -26,10 +25,7 @@ HONEST = ("ann", "bob", "cat")
 
 @pytest.fixture(scope="session")
 def calibration(tmp_path_factory):
-    """Of the policy that all nodes here train."""
-    out, task = tmp_path_factory.mktemp("calibration") / "tiny.calibration", task_of()
-    calibrate(task.policy, task.env, Agreed(1.0, 8, 8), out, policy_name="tiny", claims=40)
-    return out
+    return calibrate(tmp_path_factory.mktemp("calibration") / "tiny.calibration", 40)
 
 
 @pytest.fixture
@@ -106,9 +102,8 @@ def test_training_waits_for_nothing_not_even_while_a_claim_is_checked(node):
     def look(*arguments):
         """What training, the network and people may want in the middle of a check, each by a thread that must come back."""
         verification = ann.verification
-        question = ann.task.env.made.question(1, 0)
         wants = [
-            lambda: ann.claimer.write(ann.task.policy, 1, 0, question),
+            lambda: ann.claimer.write(ann.task.policy, 1, 0),
             lambda: verification.is_banned("bob"), verification.report, lambda: ann.network.log(0),
             lambda: verification.tell(ann.said.append, lambda *a, **k: None),
         ]  # fmt: skip
@@ -130,7 +125,7 @@ def test_nothing_is_written_for_a_claim_that_is_not_due(node):
     board = Board()
     ann = node(board, "ann")
     ann.step()
-    assert ann.claimer.write(ann.task.policy, 1, 0, ann.task.env.made.question(1, 0)) is None
+    assert ann.claimer.write(ann.task.policy, 1, 0) is None
     assert ann.claimer.seconds == 0
 
 
@@ -171,8 +166,7 @@ def test_a_calibration_that_cannot_be_used_ends_the_start(tmp_path, calibration)
     (tmp_path / "none").write_text("none")
     with pytest.raises(VerifyError, match=r"^The calibration '.*ann/calibration' "):
         Node(Board(), "ann", tmp_path, tmp_path / "none")
-    task, other = task_of(), tmp_path / "other"
-    calibrate(task.policy, task.env, Agreed(1.0, 8, 8), other, policy_name="hf:other", claims=20)
+    other = calibrate(tmp_path / "other", 20, "hf:other")
     with pytest.raises(VerifyError, match="says nothing about 'tiny' in float32: make another with `shoal verify calibrate`"):
         Node(Board(), "ann", tmp_path, other)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,7 @@ from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip.gossip import Topic
 from shoal.swarm.p2p.limits import Counters
 from shoal.verification.consensus.records import Claim
+from tests.clocks import Clock
 from tests.swarm.conftest import SWARM, Network
 
 FETCH_S, GOOD = 3.0, Finding(True, "Good.")
@@ -48,12 +50,16 @@ class World:
         self.has, self.slow, self.knows_it, self.finding = has, slow, knows, finding
         self.now, self.asked, self.put_, self.told, self.checked = 0.0, [], [], [], []
         self.budget = Budget(seconds, lambda: self.now)
-        self.auditor = Auditor(self, self, self.budget, lambda: OTHERS, self.tell, FETCH_S, lambda: self.now)
+        as_found = lambda claim, finding: finding  # noqa: E731
+        self.auditor = Auditor(self, self, self.budget, self.tell, FETCH_S, lambda: self.now, as_found, Counter())
 
     def tell(self, *found):
         self.told.append(found)
 
-    # -- the bodies
+    # -- the network
+    def others(self):
+        return OTHERS
+
     def put(self, body):
         self.put_.append(body)
         return b""
@@ -149,14 +155,6 @@ def test_a_budget_that_is_spent_leaves_the_seat_empty_and_nobody_is_asked():
     assert world.auditor.counts == {"skipped": 1}
     world.now += 20.0
     assert world.auditor.check(CLAIM).vote == "valid"
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_what_is_spent_comes_back_within_a_minute_and_no_more_is_saved():

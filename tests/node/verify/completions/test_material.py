@@ -115,7 +115,7 @@ def claimer(world, round):
 
 
 def write(claimer, world, index=0, policy=None):
-    return claimer.write(policy or world.policy, SEED, index, world.env.made.question(SEED, index))
+    return claimer.write(policy or world.policy, SEED, index)
 
 
 def test_a_slot_is_filled_once_with_what_the_policy_wrote_and_others_find_it_right(claimer, world):
@@ -209,7 +209,7 @@ def test_a_planted_group_never_answers_the_same_question(world, round):
     # Where there is but one question nothing can be planted, and a right claim must not be passed off as a wrong one.
     claimer = Claimer(Env("one", b"{}", Few(1)), world.agreed, RUN, PEER, policy_name="tiny", round=lambda: 7)
     claimer.offer([Slot(7, 0, True)])
-    assert claimer.write(world.policy, SEED, 0, Question("question 0")) is None
+    assert claimer.write(world.policy, SEED, 0) is None
     assert claimer.take() == []
 
 

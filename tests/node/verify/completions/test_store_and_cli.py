@@ -227,7 +227,7 @@ def test_a_node_whose_policy_computes_in_bfloat16_claims_in_it_and_another_check
     (task, ann), (_, bob) = found
     assert agreed.dtype == "bfloat16"
     ann.claimer.offer([Slot(int(board.now // ROUND_S), 0, False)])
-    assert ann.claimer.write(task.policy, 0, 0, task.env.made.question(0, 0)) is not None
+    assert ann.claimer.write(task.policy, 0, 0) is not None
     (made,) = ann.claimer.take()
     assert decode_material(made.material).dtype == "bfloat16"
     finding = bob.prepare(lambda line: None).check(made.claim, made.material, made.snapshot)

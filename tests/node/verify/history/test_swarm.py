@@ -3,21 +3,17 @@
 import pytest
 
 from shoal.node.verify import completions
-from shoal.node.verify.completions import calibrate
 from shoal.node.verify.history import explain
-from shoal.node.verify.material import Agreed
 from shoal.verification.calibration import Calibration, Judgement
 from tests.e2e.cheat import quantised
-from tests.node.verify.board import Board, Node, run, task_of
+from tests.node.verify.board import Board, Node, calibrate, run
 
 NAMES = ("ann", "bob", "cat", "dan", "quantised")
 
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory):
-    out, task = tmp_path_factory.mktemp("calibration") / "tiny.calibration", task_of()
-    calibrate(task.policy, task.env, Agreed(1.0, 8, 8), out, policy_name="tiny", claims=150)
-    return out
+    return calibrate(tmp_path_factory.mktemp("calibration") / "tiny.calibration", 150)
 
 
 @pytest.mark.slow(reason="trains and checks for some twenty rounds of five nodes")
