@@ -107,8 +107,7 @@ def rank_device(settings: Settings, job: Job) -> torch.device:
 def ranks_wanted(settings: Settings, devices: int | None = None) -> int:
     """Return the number of ranks that the settings ask for. ``devices``: GPUs here; None asks torch.
 
-    Raises:
-        ConfigError: there are fewer GPUs, or the device goes with one process only.
+    Raises ConfigError: there are fewer GPUs, or the device goes with one process only.
     """
     node = settings.node
     device = node.device.partition(":")[0]
@@ -272,11 +271,7 @@ def run_rank(job: Job, work: Callable[[], int]) -> NoReturn:
 
 MAX_RESTARTS = 3
 STOP_S = 30  # seconds that the other ranks may take to end when one has died
-FINAL = (
-    ExitCode.BAD_INPUT,
-    ExitCode.DEVICE_FAILED,
-    ExitCode.INTERRUPTED,
-)  # exit codes of a rank after which it is not started again
+FINAL = (ExitCode.BAD_INPUT, ExitCode.DEVICE_FAILED, ExitCode.INTERRUPTED)  # after these a rank is not started again
 
 
 class RanksFailedError(ShoalError):
@@ -288,13 +283,9 @@ class RanksFailedError(ShoalError):
 
 
 class Launcher:
-    """The ranks of one node, until they have ended for good. ``forward`` is to handle this process's signals.
+    """The ``world`` ranks of one node, until they have ended for good. ``forward`` is to handle this process's signals.
 
-    Args:
-        world: number of ranks.
-        arguments: of ``shoal``, the same for each rank.
-        restarts: how often all are started again after one died.
-        program: what runs ``shoal``.
+    ``arguments``: of ``shoal``, which ``program`` runs; ``restarts``: how often all are started again after one died.
     """
 
     def __init__(self, world: int, arguments: Sequence[str], restarts: int, program: Sequence[str] = ("-m", "shoal")) -> None:

@@ -52,12 +52,9 @@ class Replicated(DistributedDataParallel):
 
 
 class RanksLayout(Layout):
-    """What DDP and FSDP2 have in common.
+    """What DDP and FSDP2 have in common. ``channel``: rank 0's orders, which may be long in coming."""
 
-    Args:
-        group: the ranks.
-        channel: rank 0's orders, which may be long in coming.
-    """
+    group: Ranks
 
     def __init__(self, group: Ranks, channel: Channel) -> None:
         self.group, self._channel = group, channel
@@ -68,9 +65,6 @@ class RanksLayout(Layout):
         total = loss.detach().clone()
         dist.all_reduce(total)
         return total / self.ranks
-
-    def outer_options(self) -> dict[str, Any]:
-        return {"ranks": self.group}
 
     def whole_outer(self, opt: OuterOptimizer) -> dict[str, Any]:
         return whole_state(opt)
@@ -180,13 +174,8 @@ DDP_UNUSED = "find_unused_parameters"  # in what DDP raises where the loss leave
 class RankTrainer(Trainer):
     """A trainer on one of several ranks.
 
-    Its methods are rank 0's to call; each begins with an order, by which the others make the same call (`obey`).
-
-    Args:
-        layout: of the model, on these ranks.
-        channel: carries the orders.
-        on_round: as for ``Trainer``; only rank 0's is called, and the others wait for it.
-        options: those of ``Trainer``.
+    Its methods are rank 0's to call; each begins with an order on ``channel``, by which the others make the same call (`obey`).
+    ``on_round`` is rank 0's: the others wait for it.
     """
 
     def __init__(
@@ -385,14 +374,13 @@ def _join(backend: str, store: Store, job: Job) -> None:
 
 def check(settings: Settings) -> None:
     """Raise ConfigError for settings that only a node of one process can have."""
-    problem = None
     if settings.task.hooks == "rl":
-        problem = "The task rl cannot be cut into the ranks of one node: leave --gpus out, and start a node for each GPU."
-    elif settings.verify.audit_rate:
-        problem = "A node of several ranks makes no claims that others could check: leave --gpus out in a swarm with --verify."
-    elif settings.node.resume_from is not None:
-        problem = "--resume-from goes with one process: go on with it on one GPU first, then --resume with --gpus."
-    elif settings.node.slow_folder is not None:
-        problem = "--offload keeps the state of one process: leave it out, since each rank keeps a part only."
-    if problem is not None:
-        raise ConfigError(problem)
+        raise ConfigError("The task rl cannot be cut into the ranks of one node: leave --gpus out, and start a node for each GPU.")
+    if settings.verify.audit_rate:
+        raise ConfigError(
+            "A node of several ranks makes no claims that others could check: leave --gpus out in a swarm with --verify."
+        )
+    if settings.node.resume_from is not None:
+        raise ConfigError("--resume-from goes with one process: go on with it on one GPU first, then --resume with --gpus.")
+    if settings.node.slow_folder is not None:
+        raise ConfigError("--offload keeps the state of one process: leave it out, since each rank keeps a part only.")

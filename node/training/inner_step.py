@@ -1,7 +1,4 @@
-"""One inner step: the gradients of a batch, in parts and in mixed precision, clipped, and the step of the optimizer.
-
-The inner optimizer and the schedule of its learning rate, as the swarm's settings name them: the task's own, or torch's.
-"""
+"""One inner step: the gradients of a batch, in parts and in mixed precision, clipped; the inner optimizer, and its schedule."""
 
 from __future__ import annotations
 
@@ -81,17 +78,8 @@ def cut_batch(batch: Any, parts: int) -> list[Any]:
 DTYPES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def make_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return the scaler of the loss, which float16 needs and nothing else."""
-    if precision != "float16":
-        return None
-    # The first steps are often left out until the scale fits, and the schedule goes on all the same, as the other peers' do.
-    warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before", category=UserWarning)
-    return torch.amp.GradScaler(device.type)
-
-
 def check_precision(precision: Precision, device: torch.device, parameters: Iterable[Tensor] = ()) -> None:
-    """Raise TrainingError, with one sentence, if ``device`` cannot compute in ``precision``, or not with these ``parameters``."""
+    """Raise TrainingError if ``device`` cannot compute in ``precision``, or not with these ``parameters``."""
     if precision not in DTYPES:
         return
     if not _computes(DTYPES[precision], device):
@@ -133,11 +121,9 @@ class InnerStep:
     """The inner step of one process: `gradients`, then `step`.
 
     Args:
-        task: its loss.
         model: what the loss is computed with; the wrapped one, if it is wrapped (DDP, FSDP).
         parameters: those that are trained.
         clip: largest norm of all gradients together; 0: any.
-        own: how this node computes.
         rank, ranks: of the processes that share each batch.
         outer_in_memory: the outer optimizer is in the device's own memory, and could be in files.
         unsynchronised: makes the context of every part's backward pass but the last, such as DDP's ``no_sync``.
@@ -164,7 +150,11 @@ class InnerStep:
         self.task, self.parameters, self.device, self.clip = task, parameters, device, clip
         self.model = _compiled(model) if self.own.compile else model
         self.rank, self.ranks, self.unsynchronised = rank, ranks, unsynchronised
-        self.scaler = make_scaler(self.own.precision, device)
+        self.scaler: torch.amp.GradScaler | None = None
+        if self.own.precision == "float16":
+            self.scaler = torch.amp.GradScaler(device.type)
+            # The first steps are often left out until the scale fits; the schedule goes on all the same, as the other peers' do.
+            warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before", category=UserWarning)
         self._skipped, self._outer_in_memory = 0, outer_in_memory
         self.loaded_from: Path | None = None
         """Checkpoint of the inner optimizer's state, until a step was taken with it: torch loads states that no step can use."""
@@ -455,8 +445,7 @@ class Schedule:
         same step. The scheduler must be new.
         """
         done = int(about["done"])
-        same = about["length"] == self.length and _equal(about["made"], self._made)
-        if same:
+        if about["length"] == self.length and _equal(about["made"], self._made):
             if self.scheduler is not None and saved is not None:
                 self.scheduler.load_state_dict(copy.deepcopy(dict(saved)))
             self.done = done
@@ -467,7 +456,7 @@ class Schedule:
         self.forward(done)
         for group, values in zip(self._optimizer.param_groups, kept, strict=True):
             group.update({name: value for name, value in values.items() if name not in self._set})
-        return same
+        return False
 
 
 def _changed(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:

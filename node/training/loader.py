@@ -18,7 +18,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing.queues import Queue
 from typing import Any
@@ -83,9 +83,9 @@ class Loader(Iterator[Any]):
             self._loader: Any = StatefulDataLoader(
                 dataset,
                 batch_size=None,
-                sampler=None if numbered is None else _Count(numbered.next_number),
+                sampler=None if numbered is None else itertools.count(numbered.next_number),
                 num_workers=self.workers,
-                collate_fn=_in_pieces if pin else _unchanged,
+                collate_fn=_in_pieces if pin else lambda batch: batch,
                 pin_memory=pin,
                 multiprocessing_context=_telling(multiprocessing.get_context("fork")) if ahead else None,
                 worker_init_fn=_begin_worker(os.getpid(), threading.current_thread() is threading.main_thread()) if ahead else None,
@@ -110,9 +110,9 @@ class Loader(Iterator[Any]):
             ended = isinstance(error, OSError | EOFError) or "DataLoader worker" in str(error)
             what = "A worker that draws batches was ended" if ended else "A batch of a worker cannot be taken"
             raise LoadingError(f"{what} ({summary(error)}): {ROOM if ended else OTHERS}.") from error
-        if isinstance(batch, _Failure):
+        if isinstance(batch, ShoalError):
             self.close()
-            raise batch.error()
+            raise batch
         self._taken += 1
         return batch
 
@@ -123,8 +123,8 @@ class Loader(Iterator[Any]):
         if not self.workers or not self._taken:
             return self._batches.state_dict()
         position: Any = _find(self._loader.state_dict())
-        if isinstance(position, _Failure):
-            raise position.error()
+        if isinstance(position, ShoalError):
+            raise position
         found: dict[str, Any] = position
         return found
 
@@ -133,20 +133,9 @@ class Loader(Iterator[Any]):
         self._inner = self._loader = None  # which ends them, as torch has it
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """What a worker sends in place of a batch, or of a position, that could not be had."""
-
-    text: str
-    trace: str | None
-    """None if it is no error of the user's code."""
-
-    @classmethod
-    def of(cls, error: ShoalError) -> _Failure:
-        return cls(str(error), error.trace if isinstance(error, UserCodeError) else None)
-
-    def error(self) -> ShoalError:
-        return LoadingError(self.text) if self.trace is None else UserCodeError(self.text, self.trace)
+def _sendable(error: ShoalError) -> ShoalError:
+    """Return what a worker sends in place of a batch, or of a position, that could not be had: other errors cannot be pickled."""
+    return UserCodeError(str(error), error.trace) if isinstance(error, UserCodeError) else LoadingError(str(error))
 
 
 class _Unsent(ExceptionWrapper):
@@ -203,7 +192,7 @@ class _Sequence(IterableDataset[Any]):
         try:
             return {POSITION: [copy.deepcopy(self._batches.state_dict())]}
         except ShoalError as error:
-            return {POSITION: [_Failure.of(error)]}
+            return {POSITION: [_sendable(error)]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse: the batches are at their place before they come here."""
@@ -220,30 +209,16 @@ class _Numbered(Dataset[Any]):
         return _sent(lambda: self._batches.batch(number)) if self._ahead else self._batches.batch(number)
 
 
-class _Count:
-    """All numbers from ``first`` on."""
-
-    def __init__(self, first: int) -> None:
-        self._first = first
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count(self._first)
-
-
 def _sent(draw: Callable[[], Any]) -> Any:
-    """Return a batch that a worker may send, or the failure: torch would wrap the error in its own words."""
-    try:
-        return _own(draw())
-    except ShoalError as error:
-        return _Failure.of(error)
+    """Return a batch that a worker may send, or the failure: torch would wrap the error in its own words.
 
-
-def _own(batch: Any) -> Any:
-    """Return ``batch`` with its tensors copied, strides and all.
-
-    It is sent while the next one is drawn, perhaps into the same memory; and of a view, torch would send the whole storage.
+    Its tensors are copied, strides and all: it is sent while the next one is drawn, perhaps into the same memory; and of a view,
+    torch would send the whole storage.
     """
-    return mapped(batch, _copied, anew=True)
+    try:
+        return mapped(draw(), _copied, anew=True)
+    except ShoalError as error:
+        return _sendable(error)
 
 
 def _copied(leaf: Any) -> Any:
@@ -258,10 +233,6 @@ def _span(tensor: torch.Tensor) -> int:
     """Return how many elements the tensor's strides reach over."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _in_pieces(batch: Any) -> Any:

@@ -127,12 +127,7 @@ def repeated() -> AbstractContextManager[None]:
 
 
 class Throughput:
-    """Measure of one run of training on ``device``.
-
-    Args:
-        dtype: number format of its matrix products.
-        peak: of the device, FLOPs a second (`peak_of`); None: not known, and nothing is counted.
-    """
+    """Measure of one run on ``device``, with matrix products in ``dtype``; FLOPs are counted where its ``peak`` is known."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, peak: Callable[..., float | None] = peak_of) -> None:
         self._peak = peak(device, dtype)

@@ -31,6 +31,7 @@ from shoal.node.training.throughput import FlopCount, Throughput, repeated
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
 from shoal.optim.device import copies_beside
 from shoal.optim.inner import repeated_blocks
+from shoal.optim.outer.weights import Processes
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.training.factories import Rates, make_outer, round_length
 
@@ -99,8 +100,8 @@ def _at(device: torch.device) -> tuple[torch.device, ...]:
 class Layout:
     """A model in one process. Those of several ranks override all of it, and every rank calls each method at the same point."""
 
-    rank = 0
-    ranks = 1
+    rank, ranks = 0, 1
+    group: Processes | None = None
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
         """Move ``model`` to the device, and cut it in place if need be; return what the loss is computed with."""
@@ -117,28 +118,23 @@ class Layout:
     def mean(self, loss: Tensor) -> Tensor:
         return loss
 
-    def outer_options(self) -> dict[str, Any]:
-        """Return further arguments of the outer optimizer."""
-        return {}
-
     def evaluated(self, work: Callable[[], float]) -> float:
         """Return what ``work`` returns on rank 0, which may take long; the value of other ranks is their own affair."""
         return work()
 
+    # A whole state is rank 0's to get and to give; it may be the tensors of the model or optimizer itself.
+
     def whole_model(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the model's whole state, on rank 0; it may be the model's own tensors."""
         return model.state_dict()
 
     def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        """Load the whole state that rank 0 gives."""
         model.load_state_dict(state)
 
     def whole_outer(self, opt: OuterOptimizer) -> dict[str, Any]:
-        """Return the outer optimizer's whole state, on rank 0; it may be the optimizer's own tensors."""
         return opt.whole_state(copy=False)
 
     def load_outer(self, opt: OuterOptimizer, state: dict[str, Any]) -> None:
-        """Load the whole state that rank 0 gives. ValueError if it does not fit; nothing is changed then."""
+        """Raise ValueError if ``state`` does not fit; nothing is changed then."""
         opt.load_state_dict(state)
 
     def agreed(self, value: Any) -> Any:
@@ -254,7 +250,7 @@ class Trainer:
             slow_device=self.device if slow_on_device else offload or torch.device("cpu"),
             length=round_length(outer.round, clock, speeds),
             on_round=on_round,
-            **self.layout.outer_options(),
+            ranks=self.layout.group,
         )
         # Before the outer step: its exchange takes the memory of as many gradients as there are partners.
         self.opt.inner.register_step_post_hook(lambda inner, *_: inner.zero_grad())
@@ -402,12 +398,16 @@ class Trainer:
 
         TrainingError if it belongs to another model or shard; nothing is changed then.
         """
-        large = ("model", "optimizer")
         if self.layout.rank == 0:
-            self._check_shard(state)
+            index, of, seed = state["shard"]
+            if Shard(index, of, seed) != self.shard:
+                raise TrainingError(
+                    f"The checkpoint was trained on shard {index}/{of}, this node has {self.shard}: "
+                    f"pass --shard {index}/{of}, or start without --resume."
+                )
             self.check_model(state)
-            self.find_place(state)
-        small = self.layout.agreed({name: value for name, value in state.items() if name not in large})
+            self._find_place(state)
+        small = self.layout.agreed({name: value for name, value in state.items() if name not in ("model", "optimizer")})
         try:
             self.layout.load_outer(self.opt, state.get("optimizer", {}))
         except ValueError as error:
@@ -415,22 +415,19 @@ class Trainer:
         self.layout.load_model(self.model, state.get("model", {}))
         same = self.schedule.resume(small["scheduler"], small["schedule"])
         self.inner_step.load_state_dict(small.get("scaler"))
-        self.draw_from(self.opt.steps, small)
+        place = self._find_place(small) if self.opt.steps else None
+        self._load(self.task.batches_from(self.shard, self.opt.steps) if place is None else place)
+        if (rank := self.layout.rank) == 0:
+            restore_random_state(small, self.device)
+        elif len(others := small.get("ranks", ())) == self.layout.ranks - 1:  # of another layout there are none for this rank
+            restore_random_state(others[rank - 1], self.device)
         return same
 
     def schedule_at(self, step: int) -> None:
         """Let the learning-rate schedule go on to ``step`` of it; it never goes back."""
         self.schedule.forward(step)
 
-    def _check_shard(self, state: dict[str, Any]) -> None:
-        index, of, seed = state["shard"]
-        if Shard(index, of, seed) != self.shard:
-            raise TrainingError(
-                f"The checkpoint was trained on shard {index}/{of}, this node has {self.shard}: "
-                f"pass --shard {index}/{of}, or start without --resume."
-            )
-
-    def find_place(self, state: dict[str, Any]) -> Batches | None:
+    def _find_place(self, state: dict[str, Any]) -> Batches | None:
         """Return the batches that follow those of ``state``, if their position is saved. ShoalError if it is one in other data."""
         batches = iterator_of(self.task.batches(self.shard), self.shard) if state.get("data") is not None else None
         if isinstance(batches, Batches):
@@ -446,15 +443,6 @@ class Trainer:
             raise TrainingError(
                 f"The checkpoint is of another model (its {different[0]!r} differs): use the same task, or start without --resume."
             )
-
-    def draw_from(self, step: int, state: dict[str, Any]) -> None:
-        """Continue after ``step`` batches of this shard, with the random numbers of ``state``."""
-        place = self.find_place(state) if step else None
-        self._load(self.task.batches_from(self.shard, step) if place is None else place)
-        if (rank := self.layout.rank) == 0:
-            restore_random_state(state, self.device)
-        elif len(others := state.get("ranks", ())) == self.layout.ranks - 1:  # of another layout there are none for this rank
-            restore_random_state(others[rank - 1], self.device)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.node.config.settings import OwnTraining, load
+from shoal.node.config.settings import load
 from shoal.node.console import free_memory
 from shoal.node.task import Shard, Task
 from shoal.node.tasks.loader import Guarded
@@ -24,7 +24,7 @@ from shoal.optim import device as of_device
 from shoal.optim.inner import repeated_blocks
 from shoal.swarm.errors import OuterError
 from shoal.swarm.manifest import OuterSettings, TrainSettings
-from tests.node.training.loops import CPU, Small, float16, near, run, trainer
+from tests.node.training.loops import CPU, STEPS, Small, float16, near, run, trainer
 
 
 class Wide(Task):
@@ -41,9 +41,6 @@ class Wide(Task):
 
     def evaluate(self, model):
         return 0.0
-
-    def inner_optimizer(self, params):
-        return torch.optim.AdamW(params)
 
 
 class Busy(Wide):
@@ -369,9 +366,6 @@ def test_a_model_that_cannot_be_compiled_is_one_sentence(monkeypatch):
         trainer(compile=True)
 
 
-STEPS = 4
-
-
 class Layer(nn.Module):
     """A layer with dropout, that counts its calls."""
 
@@ -399,32 +393,14 @@ class Deep(nn.Module):
         return self.last(x)
 
 
-class Layered(Task):
+class Layered(Small):
     def model(self):
         return Deep()
-
-    def batches(self, shard):
-        generator = torch.Generator().manual_seed(shard.index)
-        while True:
-            yield torch.randn(8, 4, generator=generator)
-
-    def loss(self, model, batch):
-        return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
-
-    def evaluate(self, model):
-        with torch.no_grad():
-            return float(self.loss(model, torch.ones(8, 4)))
-
-
-def block_trainer(task=None, **own):
-    made = Trainer(task or Layered(), OuterSettings(every=2), TrainSettings(steps=STEPS, seed=1), own=OwnTraining(**own))
-    made.connect(Alone(), "run", Shard(0, 2, 1))
-    return made
 
 
 @pytest.mark.parametrize("own", [{}, {"accumulate": 2, "precision": "bfloat16"}])
 def test_the_steps_are_the_same_bit_by_bit_with_dropout_too(own):
-    plain, again = block_trainer(**own), block_trainer(recompute=True, **own)
+    plain, again = trainer(Layered(), method="noloco", **own), trainer(Layered(), method="noloco", recompute=True, **own)
     for made in (plain, again):
         torch.manual_seed(3)
         made.run()
@@ -468,7 +444,7 @@ def test_a_model_without_blocks_is_refused():
             return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
 
     with pytest.raises(TrainingError, match=r"The model has no repeated blocks to compute again .*: leave train\.recompute out"):
-        block_trainer(Flat(), recompute=True)
+        trainer(Flat(), recompute=True)
 
 
 def test_models_of_transformers_with_an_adapter():

@@ -3,7 +3,6 @@
 import math
 import random
 from collections import OrderedDict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,22 +10,21 @@ import torch
 from torch import nn
 from torch.utils import flop_counter
 
-from shoal.node.checkpoint import store
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.config.settings import OwnTraining
-from shoal.node.task import Shard, Task
+from shoal.node.task import Shard
 from shoal.node.tasks.text import TextTask
-from shoal.node.training import trainer as trainer_module
 from shoal.node.training.throughput import FlopCount, Rates, Throughput, peak_flops, peak_of
 from shoal.node.training.trainer import Trainer, TrainingError, random_state, restore_random_state
 from shoal.optim import Alone, Simulation
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from tests.blocking import blocking
+from tests.node.training.loops import CPU, Small
 
 STEPS = 12
 
 
-class Noisy(Task):
+class Noisy(Small):
     """A model with dropout, an optimizer with momentum and a schedule: all that a checkpoint must hold."""
 
     def __init__(self, width=6):
@@ -37,23 +35,19 @@ class Noisy(Task):
             torch.nn.Linear(4, self.width), torch.nn.BatchNorm1d(self.width), torch.nn.Dropout(0.5), torch.nn.Linear(self.width, 1)
         )
 
-    def batches(self, shard):
-        generator = torch.Generator().manual_seed(shard.index + 10 * shard.seed)
-        while True:
-            yield {"x": torch.randn(8, 4, generator=generator)}
-
-    def loss(self, model, batch):
-        return (model(batch["x"]) - batch["x"].sum(1, keepdim=True)).square().mean()
-
-    @torch.no_grad()
-    def evaluate(self, model):
-        return float(sum(p.square().sum() for p in model.parameters()))
-
     def inner_optimizer(self, params):
         return torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True)
 
     def lr_scheduler(self, optimizer, steps):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+class Draws(Noisy):
+    """Its loss draws from every global generator of the CPU; some keep a number for the next draw."""
+
+    def loss(self, model, batch):
+        drawn = random.random() + random.gauss(0, 1) + np.random.rand() + np.random.randn()
+        return super().loss(model, batch) * (1 + 0.01 * drawn)
 
 
 def trainer(task=None, exchange=None, index=0, *, method="noloco", steps=STEPS, of=2):
@@ -75,14 +69,15 @@ def assert_same_bits(one, other):
 
 @pytest.mark.parametrize("saved_at", range(STEPS + 1))
 def test_a_run_resumed_from_any_step_ends_with_the_same_bits(tmp_path, saved_at):
-    whole = trainer()
+    whole = trainer(Draws())
     for _ in range(saved_at):
         whole.step()
     checkpoint.save(tmp_path, saved_at, whole.state())
     whole.run()
 
-    torch.manual_seed(99)  # whatever the new process did before
-    again = trainer()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(99)  # whatever the new process did before
+    again = trainer(Draws())
     step, state = checkpoint.load(tmp_path)
     again.resume(state)
     assert again.opt.steps == step == saved_at
@@ -154,24 +149,6 @@ def test_an_exchange_begins_when_the_gradients_are_gone():
     assert held == [None] * len(made.params) * (STEPS // 4)
 
 
-def test_the_rate_of_steps_leaves_out_what_is_done_between_them(monkeypatch):
-    """A step takes a second, and saving after it nine: peers plan by one step a second."""
-    now, seen = [0.0], []
-
-    class Timed(Noisy):
-        def loss(self, model, batch):
-            now[0] += 1.0
-            return super().loss(model, batch)
-
-    def save():
-        now[0] += 9.0
-
-    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
-    made = trainer(Timed())
-    assert made.run(on_progress=seen.append, after_step=save) == 10.0 * STEPS
-    assert [progress.rates.steps_per_s for progress in seen] == [1.0] * STEPS
-
-
 def test_the_loss_of_a_round_is_the_mean_over_its_steps():
     class Counting(Noisy):
         def batches(self, shard):
@@ -190,7 +167,7 @@ def test_the_loss_of_a_round_is_the_mean_over_its_steps():
 
 class Ends(Noisy):
     def batches(self, shard):
-        yield {"x": torch.randn(8, 4)}
+        yield next(super().batches(shard))
 
 
 class Explodes(Noisy):
@@ -267,7 +244,6 @@ def test_a_checkpoint_of_another_shard_or_model_is_refused_and_changes_nothing()
     assert all(torch.equal(a, b) for a, b in zip(before, bits(other), strict=True))
 
 
-CPU = torch.device("cpu")
 OPTIONS = {"layers": 2, "width": 16, "heads": 2, "context": 8, "batch": 4}
 
 
@@ -347,49 +323,6 @@ def test_peaks_are_of_the_very_device_and_format():
     assert peak_flops("Tesla T4", torch.bfloat16) is None
     assert peak_flops("NVIDIA H200", torch.float64) is None
     assert peak_of(CPU, torch.float32) is None
-
-
-class Draws(Task):
-    """Task whose loss draws from every global generator of the CPU."""
-
-    def __init__(self):
-        self.drawn = []
-
-    def model(self):
-        return torch.nn.Linear(2, 1)
-
-    def batches(self, shard):
-        while True:
-            yield torch.ones(1, 2)
-
-    def loss(self, model, batch):
-        self.drawn.append((random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()))
-        return model(batch).square().mean()
-
-    def evaluate(self, model):
-        return 0.0
-
-
-def random_trainer():
-    made = Trainer(Draws(), OuterSettings(method="noloco", every=2), TrainSettings(steps=9, seed=1))
-    made.connect(Alone(), "run", Shard(0, 1, 1))
-    return made
-
-
-def test_all_global_generators_go_on_where_they_were(tmp_path):
-    straight = random_trainer()
-    for _ in range(3):
-        straight.step()
-    store.save(tmp_path, 3, straight.state())
-    for _ in range(3):
-        straight.step()
-    random.seed(5)
-    np.random.seed(5)
-    again = random_trainer()
-    again.resume(store.load(tmp_path)[1])
-    for _ in range(3):
-        again.step()
-    assert again.task.drawn == straight.task.drawn[3:]
 
 
 @pytest.mark.parametrize("kind", ["mps", "cuda"])
