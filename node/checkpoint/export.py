@@ -1,12 +1,10 @@
-"""Exporting weights as files: the save_pretrained layout of a transformers model, otherwise one safetensors file.
+"""Exporting weights as files, and the weighted mean of several checkpoints (``shoal merge``).
 
-Everything is written into another folder first and moved to its place at the end, so that no partial file is ever visible.
+Weights are exported in the save_pretrained layout of a transformers model, otherwise as one safetensors file. Everything is written
+into another folder first and moved to its place at the end, so that no partial file is ever visible.
 
-``shoal merge``: write the weighted mean of several checkpoints, as Branch-Train-Merge (2208.03306) merges its experts.
-
-The mean is computed tensor by tensor in float64, so that only one tensor of each checkpoint is in memory at a time. The result is a
-safetensors file under the model's own names. Floating-point tensors are averaged; counters, masks and the like are taken from the
-first checkpoint.
+The mean is as Branch-Train-Merge (2208.03306) merges its experts, computed tensor by tensor in float64, so that only one tensor of
+each checkpoint is in memory at a time. Floating-point tensors are averaged; counters, masks and the like are of the first one.
 """
 
 from __future__ import annotations
@@ -110,7 +108,8 @@ def _facts(about: Mapping[str, Any]) -> list[str]:
             held_out = f"{_loss(about['held_out_loss'], unit)}, on {_code(about['held_out_on'])}"
         lines.append(f"Held-out loss: {held_out}")
     if "swarm" in about:
-        lines.append(f"Swarm: {_code(about['swarm'])}, created on {_date(about['created'])}")
+        created = time.strftime("%Y-%m-%d", time.gmtime(min(about["created"], 2**38)))
+        lines.append(f"Swarm: {_code(about['swarm'])}, created on {created}")
     return lines
 
 
@@ -121,10 +120,6 @@ def _options(options: Mapping[str, Any]) -> str:
 
 def _loss(value: float | None, unit: str) -> str:
     return "not known" if value is None else f"{value:.4f}{unit}"
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(min(seconds, 2**38)))
 
 
 def _code(text: object) -> str:
@@ -157,7 +152,7 @@ def export_model(model: nn.Module, about: Mapping[str, Any], out: Path, aside: P
         return _written(lambda: [write(str(aside)) for write in writers], about, how, out, aside)
     state = {name: value.detach() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     whole = len(state) == len(model.state_dict())  # no module keeps what is no tensor (get_extra_state)
-    return _written(lambda: _save(state, aside / WEIGHTS), about, _loading(model, about, whole), out, aside)
+    return _written(lambda: _save(aside / WEIGHTS, state), about, _loading(model, about, whole), out, aside)
 
 
 def export_numbered(tensors: Sequence[Tensor], about: Mapping[str, Any], out: Path, aside: Path) -> list[str]:
@@ -166,10 +161,10 @@ def export_numbered(tensors: Sequence[Tensor], about: Mapping[str, Any], out: Pa
     how = ["from safetensors.torch import load_file", f'weights = load_file("{WEIGHTS}")',
            "for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):",
            '    parameter.data.copy_(weights[f"parameter.{number}"])']  # fmt: skip
-    return _written(lambda: _save(state, aside / WEIGHTS), about, how, out, aside)
+    return _written(lambda: _save(aside / WEIGHTS, state), about, how, out, aside)
 
 
-def _save(state: Mapping[str, Tensor], path: Path) -> None:
+def _save(path: Path, state: Mapping[str, Tensor]) -> None:
     with path.open("wb") as file:
         write_tensors(file, {name: kind(tensor) for name, tensor in state.items()}, state.__getitem__)
 
@@ -231,7 +226,6 @@ def merge(
 
     Args:
         paths: safetensors files, checkpoints (``step-...``), or nodes' folders, of which the newest checkpoint is taken.
-        out: the safetensors file to write.
         weights: one for each path, not negative; only their ratios count. None: equal.
         slow: take the slow weights, float32, in place of the parameters.
         force: replace ``out`` if it exists.
@@ -354,18 +348,17 @@ def _mean(tensors: Iterator[Tensor], shares: Sequence[float]) -> Tensor:
 
 def _write(out: Path, kinds: dict[str, Kind], mean: Callable[[str], Tensor]) -> int:
     """Write the file and return its bytes. Raises MergeError."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        temporary = out.with_name(f".{out.name}.{os.getpid()}")
         try:
             with temporary.open("wb") as file:
                 size = write_tensors(file, kinds, mean)
-                file.flush()
-                os.fsync(file.fileno())
+            sync(temporary)
             os.replace(temporary, out)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        checkpoint.sync(out.parent)
+        sync(out.parent)
         return size
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error

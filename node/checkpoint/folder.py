@@ -52,9 +52,7 @@ def check_writable(folder: Path) -> None:
 def lock(folder: Path) -> FileLock:
     """Make ``folder`` this node's alone until the lock is released, and remove what a node left there that was killed as it saved.
 
-    Raises:
-        CheckpointError: the folder cannot be written.
-        InUseError: another node uses it.
+    Raises CheckpointError if it cannot be written, InUseError if another node uses it.
     """
     check_writable(folder)
     held = FileLock(folder / LOCK, f"The folder {str(folder)!r}", "stop that node, or choose another --name or --folder")

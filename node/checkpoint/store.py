@@ -7,7 +7,6 @@ leaves the older checkpoints as they were. Nothing is pickled. `shoal.node.check
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -122,8 +121,7 @@ class UnpackableError(TypeError):
 def pack(state: Any) -> Packed:
     """Split ``state`` into a tree and tensors, which are not copied. Raises UnpackableError if a checkpoint cannot hold it."""
     tensors: dict[str, Tensor] = {}
-    tree = _pack(state, tensors, ())
-    return Packed(tree, tensors)
+    return Packed(_pack(state, tensors, ()), tensors)
 
 
 def _pack(value: Any, tensors: dict[str, Tensor], place: tuple[Any, ...]) -> Any:
@@ -235,16 +233,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextlib.contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    """Yield a new folder inside ``folder``, which is deleted afterwards unless it was renamed."""
-    path = Path(tempfile.mkdtemp(prefix=SAVING, dir=folder))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 class _Hashed:
     """File that hashes what is written, unless it is ``plain``, so that it need not be read again."""
 
@@ -284,7 +272,8 @@ def save(
     final = path_of(folder, step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _temporary(folder) as temporary:
+        with tempfile.TemporaryDirectory(prefix=SAVING, dir=folder, ignore_cleanup_errors=True) as name:
+            temporary = Path(name)
             at("begun")
             with (temporary / TENSORS).open("wb") as file:
                 hashed = _Hashed(file, lambda: at("block"), hash_later)
@@ -352,16 +341,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
 
 
-def _load_one(path: Path) -> tuple[int, Any]:
-    """Read one checkpoint. Raises _Damage or OSError."""
-    body = _read(path)
-    try:
-        tensors = load_file(path / TENSORS)
-        return int(body["step"]), _unpack(body["state"], tensors)
-    except (*WRONG, SafetensorError) as error:
-        raise _Damage(f"{str(path)!r} cannot be read, {type(error).__name__}") from error
-
-
 class TensorName(str):
     """Placeholder of a tensor: its name in the tensor file."""
 
@@ -401,7 +380,12 @@ def load(folder: Path) -> tuple[int, Any]:
         found = [(0, folder)] if (folder / STATE).exists() else listed(folder)
         if not found:
             raise CheckpointError(f"There is no checkpoint in {str(folder)!r}: start without --resume.")
-        return _load_one(found[0][1])
+        newest = found[0][1]
+        body = _read(newest)
+        try:
+            return int(body["step"]), _unpack(body["state"], load_file(newest / TENSORS))
+        except (*WRONG, SafetensorError) as error:
+            raise _Damage(f"{str(newest)!r} cannot be read, {type(error).__name__}") from error
     except _Damage as damage:
         path = str(found[0][1])
         if len(found) > 1:

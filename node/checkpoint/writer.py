@@ -47,30 +47,24 @@ def used(folder: Path) -> int:
 
 
 def room_maker(folder: Path, gigabytes: float) -> Callable[[int], None]:
-    """Return the function that a `CheckpointWriter` calls with the bytes it is about to write. 0 gigabytes: no budget."""
+    """Return the function that a `CheckpointWriter` calls with the bytes it is about to write. 0 gigabytes: no budget.
+
+    It removes checkpoints, oldest first but never the last, until so many more fit. Raises CheckpointError if they do not.
+    """
 
     def make_room(nbytes: int) -> None:
-        if gigabytes:
-            _make_room(folder, int(gigabytes * GB), nbytes + SPARE)
+        # By time: another run may have left higher steps.
+        there = (path for step in set(steps(folder)) if (path := path_of(folder, step)).is_dir())
+        older = sorted(there, key=lambda path: path.stat().st_mtime)[:-1]
+        while used(folder) + nbytes + SPARE > gigabytes * GB:
+            if not older:
+                raise CheckpointError(
+                    f"The next checkpoint of {(nbytes + SPARE) / GB:.3g} GB does not fit into the {gigabytes:.3g} GB that "
+                    f"node.disk allows for {str(folder)!r}, besides the newest one: allow more."
+                )
+            shutil.rmtree(older.pop(0), ignore_errors=True)
 
-    return make_room
-
-
-def _make_room(folder: Path, budget: int, nbytes: int) -> None:
-    """Remove checkpoints, oldest first but never the last, until ``nbytes`` more fit. Raises CheckpointError if they do not."""
-    # By time: another run may have left higher steps.
-    older = sorted((path for step in set(steps(folder)) if (path := path_of(folder, step)).is_dir()), key=_written)[:-1]
-    while used(folder) + nbytes > budget:
-        if not older:
-            raise CheckpointError(
-                f"The next checkpoint of {nbytes / GB:.3g} GB does not fit into the {budget / GB:.3g} GB that node.disk allows for "
-                f"{str(folder)!r}, besides the newest one: allow more."
-            )
-        shutil.rmtree(older.pop(0), ignore_errors=True)
-
-
-def _written(path: Path) -> float:
-    return path.stat().st_mtime
+    return make_room if gigabytes else lambda nbytes: None
 
 
 PATIENCE_S = 60.0  # seconds that the last save may take, besides ...
@@ -81,8 +75,6 @@ HOLDERS = {
 }  # fmt: skip
 """Whoever keeps what is found under a key of the state, for sentences."""
 
-_Shaped = tuple[torch.dtype, tuple[int, ...]]
-
 
 class Snapshots:
     """Copies of nested state in memory that is reused, because fresh pages cost more than the copying.
@@ -92,41 +84,32 @@ class Snapshots:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[_Shaped, list[Tensor]] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._pinned: list[Tensor] = []
 
     @torch.no_grad()
-    def take(self, state: Any) -> Packed:
-        """Return a copy of ``state``, consistent if nothing changes it meanwhile. The previous copy is overwritten.
+    def take(self, packed: Packed) -> Packed:
+        """Return a copy, consistent if nothing changes the state meanwhile. The previous copy is overwritten.
 
-        Raises:
-            MemoryError, RuntimeError: memory does not suffice.
-            TypeError: a checkpoint cannot hold ``state``.
+        Raises MemoryError or RuntimeError: memory does not suffice.
         """
-        packed = state if isinstance(state, Packed) else pack(state)
-        free = {shaped: list(buffers) for shaped, buffers in self._buffers.items()}
         beside = {name: tensor for name, tensor in packed.tensors.items() if copies_beside(tensor.device)}
-        copies = {name: self._copy(tensor, free) for name, tensor in packed.tensors.items() if name not in beside}
+        before, self._buffers = self._buffers, {}
+        for name, tensor in packed.tensors.items():
+            if name not in beside:
+                buffer = before.pop(name, None)
+                if buffer is None or _shaped(buffer) != _shaped(tensor):
+                    buffer = None  # before there is another
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                self._buffers[name] = buffer.copy_(tensor)
         if list(map(_shaped, self._pinned)) != list(map(_shaped, beside.values())):
             self._unpin()
             self._pinned = pinned_like(list(beside.values()))
+        copies = dict(self._buffers)
         for (name, tensor), room in zip(beside.items(), self._pinned, strict=True):
             copies[name] = room.copy_(tensor, non_blocking=True)
         wait_for(tensor.device for tensor in beside.values())
-        for shaped, buffers in free.items():  # what was not needed now will not be needed next time
-            unused = set(map(id, buffers))
-            self._buffers[shaped] = [buffer for buffer in self._buffers[shaped] if id(buffer) not in unused]
         return Packed(packed.tree, {name: copies[name] for name in packed.tensors})
-
-    def _copy(self, tensor: Tensor, free: dict[_Shaped, list[Tensor]]) -> Tensor:
-        shaped = _shaped(tensor)
-        buffers = free.setdefault(shaped, [])
-        if buffers:
-            buffer = buffers.pop()
-        else:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            self._buffers.setdefault(shaped, []).append(buffer)
-        return buffer.copy_(tensor)
 
     def _unpin(self) -> None:
         if self._pinned:
@@ -140,10 +123,10 @@ class Snapshots:
     @property
     def nbytes(self) -> int:
         """Bytes of memory kept for the next copy."""
-        return sum(buffer.nbytes for buffers in self._buffers.values() for buffer in buffers) + pinned_bytes(self._pinned)
+        return sum(buffer.nbytes for buffer in self._buffers.values()) + pinned_bytes(self._pinned)
 
 
-def _shaped(tensor: Tensor) -> _Shaped:
+def _shaped(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     return tensor.dtype, tuple(tensor.shape)
 
 
@@ -154,10 +137,8 @@ class CheckpointWriter:
     when saving works again. But a state that no checkpoint can hold is an error at the first `turn`, before hours of training.
 
     Args:
-        folder: folder of the checkpoints.
         keep: number of checkpoints to keep.
         state: returns the state to save; called between two steps. Its tensors are copied before it is called again.
-        notify: called with sentences for the user.
         at: called with each of `shoal.node.checkpoint.store.POINTS`, in the writing thread.
         room: called with the bytes of a checkpoint before it is written, in that thread; raises CheckpointError without room.
         copies: called with the bytes of memory that a copy would take, returns whether it may.

@@ -50,6 +50,7 @@ from shoal.swarm.manifest import Manifest, OuterSettings, TrainSettings, is_publ
 from shoal.swarm.membership.dht import MemberValidator, make_record, open_record
 from shoal.swarm.membership.swarm_list import read_listed
 from shoal.swarm.p2p import addresses as multiaddr
+from shoal.swarm.topics.attestation import sign_record
 from shoal.swarm.topics.rollout import Rollout
 from shoal.swarm.wire.envelope import Message, diagnose, pack, peek, seal, unpack, unseal
 from shoal.swarm.wire.messages import Announcement, GroupFormed, GroupReady, ListedSwarm, Member
@@ -364,7 +365,7 @@ MATERIAL = pack(material())
 @functools.cache
 def stored():
     claim = good(Claim).model_copy(update={"peer": ME.peer_id})
-    signed = Signed(claim, ME.sign(claims.CONTEXT, claim.encoded))
+    signed = Signed(claim, sign_record(ME, claim.encoded))
     return claims.save_claim(HERE / "claims", signed, MATERIAL, Agreed(1.0, 8, 2), None).read_bytes()
 
 
@@ -493,7 +494,7 @@ def decoders():
             read_state, lambda: checkpoint()[1], DIGESTED, store.CheckpointError, TrainingError,
         ),
         one(
-            "tensors of a checkpoint", "node/checkpoint/store.py:_load_one", read_tensors, lambda: checkpoint()[2], SAFETENSORS,
+            "tensors of a checkpoint", "node/checkpoint/store.py:load", read_tensors, lambda: checkpoint()[2], SAFETENSORS,
             store.CheckpointError, TrainingError,
         ),
         one("weights to merge", "node/checkpoint/export.py:merge", merged, lambda: pulled()[0], SAFETENSORS, export.MergeError),

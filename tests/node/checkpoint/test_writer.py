@@ -13,7 +13,7 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, lock, steps
-from shoal.node.checkpoint.store import POINTS, load
+from shoal.node.checkpoint.store import POINTS, load, pack
 from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots
 from shoal.optim.device import give_pinned_back
 
@@ -56,6 +56,15 @@ class Training:
         assert not self.saver.busy
 
 
+def held_up(folder, **options):
+    """A disk that holds the save of step 1, and its training."""
+    disk = Disk()
+    run = Training(folder, at=disk, **options)
+    run.train(due=True)
+    assert disk.reached.wait(LONG)
+    return disk, run
+
+
 def check(folder):
     """The newest checkpoint is of one moment; returns which."""
     step, state = load(folder)
@@ -65,10 +74,7 @@ def check(folder):
 
 
 def test_what_is_written_is_the_state_of_one_step_whatever_training_does_meanwhile(tmp_path):
-    disk = Disk()
-    run = Training(tmp_path, at=disk)
-    run.train(due=True)
-    assert disk.reached.wait(LONG)
+    disk, run = held_up(tmp_path)
     for _ in range(5):
         run.train()
     disk.free.set()
@@ -77,10 +83,7 @@ def test_what_is_written_is_the_state_of_one_step_whatever_training_does_meanwhi
 
 
 def test_a_save_that_comes_due_while_one_is_written_is_put_off_and_saves_the_newest_state(tmp_path):
-    disk = Disk()
-    run = Training(tmp_path, at=disk)
-    run.train(due=True)
-    assert disk.reached.wait(LONG)
+    disk, run = held_up(tmp_path)
     for _ in range(4):
         run.train(due=True)
     assert (run.asked, run.saver.busy) == (1, True)  # no second copy, no second writer
@@ -96,10 +99,7 @@ def test_a_save_that_comes_due_while_one_is_written_is_put_off_and_saves_the_new
 
 
 def test_the_last_save_waits_for_the_one_before_and_for_itself(tmp_path):
-    disk = Disk()
-    run = Training(tmp_path, at=disk)
-    run.train(due=True)
-    assert disk.reached.wait(LONG)
+    disk, run = held_up(tmp_path)
     run.step = 9
     for weight in run.weights:
         weight.fill_(9)
@@ -150,10 +150,7 @@ def test_without_memory_for_a_copy_training_stands_still_until_the_tensors_are_w
 
 def test_a_hanging_disk_holds_up_a_save_without_a_copy_for_a_while_and_what_is_mixed_is_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.node.checkpoint.writer.PATIENCE_S", 0.0)
-    disk = Disk()
-    run = Training(tmp_path, at=disk, copies=lambda nbytes: False)
-    run.train(due=True)  # returns, though the disk hangs
-    assert disk.reached.wait(LONG)
+    disk, run = held_up(tmp_path, copies=lambda nbytes: False)  # returns, though the disk hangs
     run.train()
     disk.free.set()
     run.written()
@@ -316,28 +313,28 @@ def test_a_device_that_fails_while_the_last_state_is_written_is_named(tmp_path, 
 def test_copies_use_the_same_memory_again_and_what_is_not_needed_any_more_is_given_back():
     snapshots = Snapshots()
     state = {"a": torch.ones(4), "b": [torch.ones(4), torch.ones(2, 2).t()], "n": torch.tensor(1)}
-    first = snapshots.take(state)
+    first = snapshots.take(pack(state))
     places = {tensor.data_ptr() for tensor in first.tensors.values()}
     assert len(places) == 4
     assert snapshots.nbytes == 3 * 16 + 8
     state["a"].add_(1)
     assert first.tensors["0"].tolist() == [1.0] * 4
-    second = snapshots.take(state)
+    second = snapshots.take(pack(state))
     assert {tensor.data_ptr() for tensor in second.tensors.values()} == places
     assert second.tensors["0"].tolist() == [2.0] * 4
-    snapshots.take({"a": torch.ones(2, 2)})
+    snapshots.take(pack({"a": torch.ones(2, 2)}))
     assert snapshots.nbytes == 16
 
 
 @pytest.mark.gpu
 def test_a_gpus_tensors_are_copied_to_pinned_memory():
     snapshots, state = Snapshots(), [torch.ones(1000, device="cuda"), torch.ones(3), torch.ones(5, device="cuda")]
-    first = snapshots.take(state)
+    first = snapshots.take(pack(state))
     state[0].zero_()
     assert [tensor.is_pinned() for tensor in first.tensors.values()] == [True, False, True]
     assert all(bool((tensor == 1).all()) for tensor in first.tensors.values())
     places = [tensor.data_ptr() for tensor in first.tensors.values()]
-    assert [tensor.data_ptr() for tensor in snapshots.take(state).tensors.values()] == places
+    assert [tensor.data_ptr() for tensor in snapshots.take(pack(state)).tensors.values()] == places
 
 
 @pytest.mark.gpu(standin=True)
@@ -346,7 +343,7 @@ def test_pinned_memory_is_counted_as_torch_takes_it_and_given_back():
     gc.collect()
     give_pinned_back()  # what torch has kept of earlier tests
     snapshots, before = Snapshots(), standin.pinned_bytes()
-    first = snapshots.take([torch.ones(3 << 18, device="cuda"), torch.ones(1 << 18, device="cuda")])
+    first = snapshots.take(pack([torch.ones(3 << 18, device="cuda"), torch.ones(1 << 18, device="cuda")]))
     assert snapshots.nbytes == standin.pinned_bytes() - before == 4 << 20
     del first
     snapshots.clear()
