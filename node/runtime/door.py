@@ -45,9 +45,8 @@ def enter(
     ``device``: the type of the one to train on. ``log``: gets a sentence for the user. ``trains`` False: the model is all that is
     made.
 
-    Raises:
-        ConfigError, DataError, HookError: as `swarm_settings` and `make_task`.
-        MemoryBudgetError: there is no memory for it. ModelDiffersError: the manifest's own options make another model.
+    Raises as `swarm_settings` and `make_task`; MemoryBudgetError: there is no memory for the model; ModelDiffersError: the
+    manifest's own options make another one; DataError: its tokenizer cannot be had.
     """
     agreed = swarm_settings(settings, manifest)
     task = make_task(agreed)
@@ -66,10 +65,8 @@ def check_size(
 ) -> None:
     """Check the size of the model of ``task`` before it is made, if it is the built-in one; else the trainer does once it is.
 
-    Without a ``manifest`` the sizes are the user's own: too little free memory is said to ``log``, and the model is made.
-
-    Raises:
-        MemoryBudgetError, ModelDiffersError, DataError.
+    Without a ``manifest`` the sizes are the user's own: too little free memory is said to ``log``, and the model is made. Raises as
+    `enter`.
     """
     if not isinstance(task, TextTask):
         return
@@ -97,12 +94,8 @@ def make_task(settings: Settings) -> Task:
         from shoal.node.rl.rollout_sharing import make_task as make_rl_task
 
         return make_rl_task(settings)
-    return load_task(settings.task.hooks, {**settings.task.options, **own_data(settings)})
-
-
-def own_data(settings: Settings) -> dict[str, str]:
-    """Return the task option that differs between nodes: the place of the data."""
-    return {"data": settings.node.data} if settings.node.data else {}
+    own = {"data": settings.node.data} if settings.node.data else {}
+    return load_task(settings.task.hooks, {**settings.task.options, **own})
 
 
 def swarm_settings(settings: Settings, manifest: Manifest) -> Settings:

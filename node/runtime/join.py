@@ -1,7 +1,4 @@
-"""The manifest of a new swarm from settings; in a swarm, the wait for others and the choice of a shard.
-
-The trainer that the settings ask for, in this process alone or on the ranks of the node.
-"""
+"""Entering a swarm: the manifest of a new one, the wait for others, the choice of a shard, and the trainer of the settings."""
 
 from __future__ import annotations
 

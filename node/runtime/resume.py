@@ -1,9 +1,7 @@
-"""The start of a run: from nothing, from its own checkpoint, or from one of another swarm.
+"""The start of a run, from nothing, its own checkpoint or one of another swarm; and its result, as an object and as a file.
 
 In its own swarm a run continues bit by bit (``Trainer.resume``). In another one (--resume-from), which may have another method,
 codec or number of peers, it begins anew with the weights.
-
-The result of a node's run, as an object and as a file.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from shoal.node.config.settings import NodeSettings
 from shoal.node.console import dumps
 from shoal.node.runtime.display import lag_words, per_second
 from shoal.node.task import Shard
-from shoal.node.training.throughput import Throughput
 from shoal.node.training.trainer import Trainer
 from shoal.optim import OuterOptimizer
 from shoal.swarm.errors import MessageError
@@ -96,15 +93,6 @@ class Result:
     """The report of ``RolloutSharing``, where the task is reinforcement learning."""
     verify: dict[str, Any] | None = None
     """The report of ``shoal.node.verify.service.Verification``, where nodes verify each other."""
-
-    def note_lag(self, *, lag: int, lag_auto: bool, late: int) -> None:
-        self.lag, self.lag_auto, self.late = lag, lag_auto, late
-
-    def note_rates(self, throughput: Throughput) -> None:
-        """Set the tokens and their rates, once ``wall_s`` is known."""
-        rates = throughput.mean()
-        self.tokens, self.tokens_per_s, self.mfu = throughput.tokens, rates.tokens_per_s, rates.mfu
-        self.tokens_per_s_with_waiting = self.tokens / self.wall_s if self.wall_s else 0.0
 
 
 def summary(result: Result, folder: Path, training_loss: float | None) -> list[str]:

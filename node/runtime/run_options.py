@@ -1,9 +1,8 @@
 """The settings, link and ends of one run, and the network that it is to have. Loads nothing that trains.
 
-Ctrl-C, SIGTERM and the end of the terminal: the first asks for an orderly end, a second one ends the process at once.
-
-A closed terminal sends SIGHUP, often twice, and every write to it fails from then on. So SIGHUP only ever asks, and what would be
-written there is dropped. Who started the process with ``nohup`` wants none of that, and SIGHUP stays ignored.
+Of Ctrl-C, SIGTERM and the end of the terminal the first asks for an orderly end, a second one ends the process at once. A closed
+terminal sends SIGHUP, often twice, and every write to it fails from then on. So SIGHUP only ever asks, and what would be written
+there is dropped. Who started the process with ``nohup`` wants none of that, and SIGHUP stays ignored.
 """
 
 from __future__ import annotations

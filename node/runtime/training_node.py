@@ -58,16 +58,13 @@ if TYPE_CHECKING:
     from shoal.node.verify.service import Verification
 
 
-UNLISTED = "this swarm is public, but no bootstrap node is named that could list it: start again with --bootstrap and its address"
-
-
 def announce_publicly(membership: Membership, params: int, device: str, log: Callable[[str], None], *, created: bool) -> None:
     """Have this node announce its swarm, if it is public. ``params``: of the model; ``device``: its type; ``created``: by it."""
     manifest = membership.manifest
     if not manifest.public:
         return
     if created and not membership.network.bootstrap:
-        log(UNLISTED)
+        log("this swarm is public, but no bootstrap node is named that could list it: start again with --bootstrap and its address")
     work = work_of(manifest.outer, params=params, peers=max(manifest.start_when, 2), step_s=1.0)
     memory = memory_of(manifest.outer.method, params, overlapped=bool(work.lag))
     sizes = {"params": params, "round_bytes": work.nbytes, "memory": round(memory or 0)}
@@ -348,8 +345,10 @@ class TrainingNode:
         result.interrupted = self.shutdown.requested
         result.steps, result.restarts = trainer.opt.steps, host.restarts
         result.wait_s = self.member.exchange.waited
-        result.note_lag(**self.member.lag_report.details())
-        result.note_rates(trainer.throughput)
+        vars(result).update(self.member.lag_report.details())
+        rates = trainer.throughput.mean()
+        result.tokens, result.tokens_per_s, result.mfu = trainer.throughput.tokens, rates.tokens_per_s, rates.mfu
+        result.tokens_per_s_with_waiting = result.tokens / result.wall_s if result.wall_s else 0.0
         result.bytes_sent, result.bytes_received = host.traffic.sent, host.traffic.received
         result.refused = self.membership.refused()
         with self._activity.doing("saving", bounded=True):

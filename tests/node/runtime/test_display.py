@@ -197,8 +197,7 @@ def test_the_end_of_a_run_says_what_came_of_it_and_how_to_go_on():
     assert done == "stopped after 50 steps and 5 rounds, 16 of 20 exchanges with others: training loss 2.2500"
     assert where.endswith("the same command with --resume goes on from there")
     assert summary(made, Path(), math.nan)[0].endswith("training loss unknown")
-    made.note_lag(lag=7, lag_auto=True, late=2)
-    made.wait_s = 1.25
+    made.lag, made.lag_auto, made.late, made.wait_s = 7, True, 2, 1.25
     assert summary(made, Path(), 1.0)[1] == (
         "training went on for 7 steps (auto) during an exchange; 2 of 20 came later, and training waited 1.2 s for the network"
     )

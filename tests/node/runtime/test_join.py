@@ -11,7 +11,7 @@ from shoal.node.cli.options import overrides
 from shoal.node.config.settings import ConfigError, OwnTraining, TrainTable, load
 from shoal.node.demo.demo import settings_toml
 from shoal.node.runtime import door, training_node
-from shoal.node.runtime.door import check_size, continued, enter, own_data, swarm_settings, task_label
+from shoal.node.runtime.door import check_size, continued, enter, swarm_settings, task_label
 from shoal.node.runtime.join import choose_shard, for_new_swarm, new_manifest, with_own_lag
 from shoal.node.runtime.training_node import TrainingNode
 from shoal.node.task import Shard
@@ -118,8 +118,7 @@ def test_a_joiner_takes_the_swarms_settings_and_keeps_its_own():
     settings = swarm_settings(mine, theirs)
     assert (settings.outer.every, settings.train.steps, settings.train.seed) == (7, 100, 5)
     assert (settings.swarm.name, settings.swarm.shards, settings.task.options) == ("whales", 4, {"width": 32})
-    assert (settings.node.name, own_data(settings)) == ("me", {"data": "here"})
-    assert own_data(load(None, {})) == {}
+    assert (settings.node.name, settings.node.data) == ("me", "here")
     shorter = swarm_settings(load(None, {"train.steps": 9}), theirs)
     assert shorter.train.steps == 9
 

@@ -10,7 +10,7 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.cli.main import demo, up
 from shoal.node.config.settings import ConfigError, load
-from shoal.node.task import Shard, Task, tokens_in
+from shoal.node.task import Shard, Task
 from shoal.node.training.trainer import Trainer
 from shoal.optim import (
     METHODS,
@@ -221,11 +221,6 @@ def test_evaluation_is_with_the_slow_weights_where_the_method_says_so(name):
     assert Layers().evaluate(trainer.model) == fast
 
 
-def test_a_round_without_a_step_has_no_loss():
-    trainer = Trainer(Layers(), OuterSettings(every=EVERY), TrainSettings(seed=1))
-    assert trainer.round_loss() is None
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -255,15 +250,3 @@ def test_what_shows_only_with_the_model_is_said_in_one_sentence():
 def test_there_are_never_more_fragments_than_layers():
     assert len(made(OuterSettings(method="decoupled"))._parts) == 3
     assert len(made(OuterSettings(method="streaming", fragments=2))._parts) == 2
-
-
-def test_tokens_are_what_the_task_says_or_the_elements_of_the_first_tensor():
-    class Own:
-        def tokens(self, batch):
-            return 5
-
-    batch = {"name": "x", "more": [torch.zeros(2, 3), torch.zeros(9)]}
-    assert tokens_in(Own(), batch) == 5
-    assert tokens_in(object(), batch) == 6
-    assert tokens_in(object(), torch.zeros(4)) == 4
-    assert tokens_in(object(), ("a", 3)) == 1

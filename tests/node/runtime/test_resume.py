@@ -9,45 +9,31 @@ from shoal.node.config.settings import load
 from shoal.node.runtime.door import continued
 from shoal.node.runtime.join import for_new_swarm, new_manifest
 from shoal.node.runtime.resume import SavedRun, begin_from, check_same_outer, find, is_newer, restore
-from shoal.node.task import Shard, Task
+from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer, TrainingError
 from shoal.optim import METHODS, Alone, DiLoCo, NoLoCo
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import OuterSettings, TrainSettings, open_manifest, swarm_id
 from shoal.swarm.state.snapshot import State
 from tests.blocking import blocking
+from tests.node.training.loops import Small
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
-class Small(Task):
-    def __init__(self, width=6, decay=0.9, lr=0.05):
-        self.width, self.decay, self.lr = width, decay, lr
+class Scheduled(Small):
+    def __init__(self, width=6):
+        self.width = width
 
     def model(self):
         return torch.nn.Sequential(torch.nn.Linear(4, self.width), torch.nn.Dropout(0.5), torch.nn.Linear(self.width, 1))
 
-    def batches(self, shard):
-        generator = torch.Generator().manual_seed(shard.index + 10 * shard.of)
-        while True:
-            yield torch.randn(8, 4, generator=generator)
-
-    def loss(self, model, batch):
-        return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
-
-    def evaluate(self, model):
-        return 0.0
-
-    def inner_optimizer(self, params):
-        return torch.optim.AdamW(params, lr=self.lr)
-
     def lr_scheduler(self, optimizer, steps):
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, self.decay) if self.decay else None
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-def trainer(method="noloco", shard=(0, 2), task=None, steps=0, **outer):
-    settings = blocking(method=method, **{"every": 4, **outer})
-    made = Trainer(task or Small(), settings, TrainSettings(steps=steps, seed=1))
+def trainer(method="noloco", shard=(0, 2), task=None):
+    made = Trainer(task or Scheduled(), blocking(method=method, every=4), TrainSettings(seed=1))
     made.connect(Alone(), "run", Shard(*shard, 1))
     return made
 
@@ -123,7 +109,7 @@ def test_a_state_that_no_inner_step_can_use_is_one_sentence_with_its_file(tmp_pa
 
 
 def test_another_model_is_refused_and_nothing_is_changed():
-    new = trainer(task=Small(width=7))
+    new = trainer(task=Scheduled(width=7))
     before = [tensor.clone() for tensor in new.opt.slow]
     with pytest.raises(TrainingError, match=r"of another model \(its '0.bias' differs\)"):
         begin_from(new, trained().state())
