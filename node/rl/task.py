@@ -12,7 +12,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
@@ -259,9 +259,9 @@ class RLRound:
     own: int
     used: tuple[tuple[str, float], ...]
     """Senders and mean rewards of the foreign groups learnt from."""
-    loss: float
+    loss: float = 0.0
     """Loss of the policy."""
-    worth: float | None
+    worth: float | None = None
     """Effective sample size per completion with known log-probabilities of its writer (1: as good as own)."""
 
 
@@ -274,10 +274,9 @@ class RLTask(Task):
         self._claiming: Claiming = lambda policy, seed, index: None
         self._me = ""
         self._on_round: Callable[[RLRound], None] = lambda round: None
-        self.rounds, self.cumulative, self._worths = 0, 0.0, 0.0
-        self._measured = 0
+        self.rounds, self.cumulative, self._worths, self._measured = 0, 0.0, 0.0, 0
         self.foreign: RemoteRollouts
-        self._pending: tuple[int, float | None, int, tuple[tuple[str, float], ...]] | None = None
+        self._pending: RLRound | None = None
 
     def connect(self, sharing: RolloutPool | None, me: str, on_round: Callable[[RLRound], None] = lambda round: None) -> None:
         """Share rollouts through ``sharing``. ``me``: this node's peer id, from which its questions follow."""
@@ -318,10 +317,9 @@ class RLTask(Task):
         else:
             loss, worth = loss_of(self.policy, batch, LOSSES[self.settings.loss or self.policy.loss], self.settings.temperature)
         assert self._pending is not None
-        number, reward, own, used = self._pending
         if worth is not None:
             self._worths, self._measured = self._worths + worth, self._measured + 1
-        self._on_round(RLRound(round=number, reward=reward, own=own, used=used, worth=worth, loss=float(loss.detach())))
+        self._on_round(replace(self._pending, worth=worth, loss=float(loss.detach())))
         return loss
 
     def evaluate(self, model: torch.nn.Module) -> float:
@@ -385,13 +383,15 @@ class RLTask(Task):
             self._sharing.advance(number)
         own, reward = self._write(number)
         came = self._sharing.drain() if self._sharing is not None else []
-        others = [] if self.settings.only == "share" else self.foreign.take(came, self.settings.external, number)
-        groups = [] if self.settings.only == "share" else own + others
+        others: list[RolloutGroup] = []
+        if self.settings.only == "share":
+            own = []
+        else:
+            others = self.foreign.take(came, self.settings.external, number)
         self.rounds += 1
         self.cumulative += reward or 0.0
-        used = self.foreign.newest if others else ()
-        self._pending = (number, reward, 0 if self.settings.only == "share" else len(own), used)
-        return make_update(groups) if groups else None
+        self._pending = RLRound(round=number, reward=reward, own=len(own), used=self.foreign.newest if others else ())
+        return make_update(own + others) if own or others else None
 
     def _write(self, number: int) -> tuple[list[RolloutGroup], float | None]:
         """Write and share the own groups of a round; return them and the mean of their rewards."""

@@ -23,7 +23,7 @@ from shoal.node.rl.environment import Env
 from shoal.node.verify.audit import MOST_BYTES, VerifyError
 from shoal.swarm.errors import MessageError
 from shoal.swarm.file_lock import replace_file
-from shoal.swarm.identity import verify
+from shoal.swarm.topics.attestation import verify_record
 from shoal.swarm.topics.rollout import EnvConfig, EnvName, Finish, Finishes, Numbers, QuestionSeed, pack_tokens
 from shoal.swarm.wire.envelope import KIB, Count, Label, Message, pack, unpack
 from shoal.verification.consensus.records import LIMIT as MOST_RECORD
@@ -145,7 +145,6 @@ def _hash(what: str, data: bytes) -> bytes:
 
 CLAIM, WEIGHTS = ".claim", ".safetensors"
 KEEP = 64  # newest claims in a folder
-CONTEXT = "shoal/verification/1"  # context of the signature over a record
 
 
 class _File(Message):
@@ -170,7 +169,7 @@ class Stored:
 
     @property
     def signed(self) -> bool:
-        return verify(self.claim.peer, CONTEXT, self.claim.encoded, self.signature)
+        return verify_record(self.claim.peer, self.claim.encoded, self.signature)
 
 
 def save_claim(folder: Path, signed: Signed, material: bytes, agreed: Agreed, snapshot: bytes | None, keep: int = KEEP) -> Path:

@@ -86,14 +86,14 @@ def _reputations(host: Host, swarm: str, manifest: Manifest, members: Mapping[st
 
 def _standing(table: Table, peer: str, round_s: float, now: float) -> dict[str, Any]:
     standing, until = table.standings.get(peer, Standing()), table.banned_until(peer)
-    ends = None if until is None else (until + 1) * round_s
+    ends = 0.0 if until is None else (until + 1) * round_s
     return {
         "score": standing.score / 1000,
         "claims": standing.claims,
         "votes": standing.votes,
         "disputes": standing.appeals,
         "bans": standing.bans,
-        "banned_until": ends if ends is not None and ends > now else None,
+        "banned_until": ends if ends > now else None,
         "why": reasons(standing),
         "drawn": not table.is_absent(peer),
     }

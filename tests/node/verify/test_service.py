@@ -221,19 +221,15 @@ def test_terms_are_the_creators_settings(tmp_path):
     assert make_terms(settings_of(tmp_path, audit_rate=0.0), task) is None
 
 
-def test_a_habit_is_no_other_policy(tmp_path):
-    terms = make_terms(settings_of(tmp_path), task_of())
-    check_terms(terms, with_policy(settings_of(tmp_path), "tiny:first"), task_of())
-
-
 def test_a_task_without_completions_has_nothing_to_claim(tmp_path):
     with pytest.raises(ConfigError) as refused:
         make_terms(settings_of(tmp_path), Task())
     assert str(refused.value) == "This task writes no completions to claim: pass --task rl with it."
 
 
-def test_another_policy_is_refused_in_a_sentence(tmp_path):
+def test_another_policy_is_refused_in_a_sentence_and_a_habit_is_none(tmp_path):
     terms = make_terms(settings_of(tmp_path), task_of())
+    check_terms(terms, with_policy(settings_of(tmp_path), "tiny:first"), task_of())
     with pytest.raises(ConfigError) as refused:
         check_terms(terms, with_policy(settings_of(tmp_path), "hf:/models/small"), task_of())
     assert str(refused.value) == (

@@ -106,16 +106,10 @@ def test_other_weights_are_refused(world, sides, cheat):
         assert "does not compute these activations (" in finding.reason
 
 
-def test_int8_is_mostly_refused_where_all_compute_in_float32(world):
-    """Where a side is bfloat16 it passes: rounding is as large. So a swarm may say that only float32 is allowed.
-
-    A group of this policy is some 60 tokens, which is little to tell int8 from float32 by at 1 in 10,000.
-    """
+def test_a_swarm_may_allow_float32_alone(world):
+    """Where a side is bfloat16, int8 passes: rounding is as large."""
     int8 = world.changed(rounded(8))
-    checker = world.checker(allowed=("float32",))
-    found = [world.check(world.proven(index, int8), checker).accepted for index in range(20)]
-    assert sum(found) <= 15
-    disguised = world.check(world.proven(0, int8, dtype="bfloat16"), checker)
+    disguised = world.check(world.proven(0, int8, dtype="bfloat16"), world.checker(allowed=("float32",)))
     assert disguised.reason == "The completions are claimed to be computed in bfloat16, which the swarm does not allow."
 
 

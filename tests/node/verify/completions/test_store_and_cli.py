@@ -12,9 +12,10 @@ from shoal.node.cli.main import cli
 from shoal.node.verify.audit import VerifyError, digest
 from shoal.node.verify.checker import make_claim, prove
 from shoal.node.verify.completions import CompletionClaims, own_dtypes, read_calibration, self_calibrate
-from shoal.node.verify.material import CONTEXT, decode_material, find_claim, load_claim, save_claim, seed_of
+from shoal.node.verify.material import decode_material, find_claim, load_claim, save_claim, seed_of
 from shoal.node.verify.start import make_terms
 from shoal.swarm.identity import Identity
+from shoal.swarm.topics.attestation import sign_record
 from shoal.verification.calibration import Calibration, load_calibration, save_calibration
 from shoal.verification.consensus.participant import Slot
 from shoal.verification.consensus.records import Claim, Entry, Signed
@@ -37,7 +38,7 @@ def claimed(world, identity, index=0, **options):
         world.policy, world.env, at, world.agreed, seed, policy_name="tiny", snapshot_bytes=len(world.snapshot), **options
     )
     claim = make_claim(proven, run=RUN, round=ROUND, peer=identity.peer_id, slot=0, model=digest(world.snapshot))
-    return Signed.by(lambda data: identity.sign(CONTEXT, data), claim), proven.material
+    return Signed.by(lambda data: sign_record(identity, data), claim), proven.material
 
 
 def kept(world, identity, folder, index=0, **options):
@@ -118,7 +119,7 @@ def test_check_by_id_without_a_calibration(world, identity, tmp_path, monkeypatc
 def test_check_looks_at_the_signature_and_says_what_it_lacks(world, identity, tmp_path):
     signed, material = claimed(world, identity)
     other = Identity.ephemeral()
-    forged = Signed.by(lambda data: other.sign(CONTEXT, data), signed.record)
+    forged = Signed.by(lambda data: sign_record(other, data), signed.record)
     path = save_claim(tmp_path, forged, material, world.agreed, world.snapshot)
     done = shoal("verify", path)
     assert (done.return_value, "not signed by the peer" in done.output) == (4, True)
