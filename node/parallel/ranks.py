@@ -26,7 +26,8 @@ from shoal.node.config.device import make_current
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.parallel.launcher import Job, RankLostError, RankMissingError, rank_device
 from shoal.node.task import Shard, Task
-from shoal.node.training.trainer import Layout, Trainer, TrainingError
+from shoal.node.training.inner_step import Layout, TrainingError
+from shoal.node.training.trainer import Trainer
 from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
 from shoal.optim.inner import repeated_blocks
 from shoal.optim.ranks.group import in_thread

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from shoal.node.config.settings import OwnTraining, Precision
@@ -22,6 +22,7 @@ from shoal.optim import OuterOptimizer
 from shoal.optim.inner import LR as MUON_LR
 from shoal.optim.inner import WEIGHT_DECAY as MUON_WEIGHT_DECAY
 from shoal.optim.inner import Split, muon, split
+from shoal.optim.outer.weights import Processes
 from shoal.swarm.errors import ShoalError
 from shoal.swarm.manifest import TrainSettings
 
@@ -111,6 +112,55 @@ def _computes(dtype: torch.dtype, device: torch.device) -> bool:
     return found.dtype == dtype
 
 
+class Layout:
+    """A model in one process. Those of several ranks override all of it, and every rank calls each method at the same point."""
+
+    rank, ranks = 0, 1
+    group: Processes | None = None
+
+    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
+        """Move ``model`` to the device, and cut it in place if need be; return what the loss is computed with."""
+        return model.to(device)
+
+    def gathered_bytes(self, model: nn.Module) -> int:
+        """Return the bytes of others' parts of ``model`` that are on this rank's device at most, while it computes."""
+        return 0
+
+    def unsynchronised(self) -> AbstractContextManager[Any]:
+        """Return the context of a backward pass whose gradients need not be the same on all ranks yet."""
+        return nullcontext()
+
+    def mean(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def evaluated(self, work: Callable[[], float]) -> float:
+        """Return what ``work`` returns on rank 0, which may take long; the value of other ranks is their own affair."""
+        return work()
+
+    # A whole state is rank 0's to get and to give; it may be the tensors of the model or optimizer itself.
+
+    def whole_model(self, model: nn.Module) -> dict[str, Tensor]:
+        return model.state_dict()
+
+    def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        model.load_state_dict(state)
+
+    def whole_outer(self, opt: OuterOptimizer) -> dict[str, Any]:
+        return opt.whole_state(copy=False)
+
+    def load_outer(self, opt: OuterOptimizer, state: dict[str, Any]) -> None:
+        """Raise ValueError if ``state`` does not fit; nothing is changed then."""
+        opt.load_state_dict(state)
+
+    def agreed(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        return value
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order, on rank 0."""
+        return [value]
+
+
 UNCOMPILED = "install a C++ compiler where it asks for one, or leave --compile out"
 UNUSABLE = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)
 """Errors of torch's optimizers with a state of other names, shapes or types."""
@@ -124,9 +174,8 @@ class InnerStep:
         model: what the loss is computed with; the wrapped one, if it is wrapped (DDP, FSDP).
         parameters: those that are trained.
         clip: largest norm of all gradients together; 0: any.
-        rank, ranks: of the processes that share each batch.
+        layout: of ``model``.
         outer_in_memory: the outer optimizer is in the device's own memory, and could be in files.
-        unsynchronised: makes the context of every part's backward pass but the last, such as DDP's ``no_sync``.
 
     Raises TrainingError: the device cannot compute as ``own`` asks for.
     """
@@ -138,18 +187,15 @@ class InnerStep:
         parameters: list[torch.nn.Parameter],
         device: torch.device,
         *,
-        clip: float = 0.0,
-        own: OwnTraining | None = None,
-        rank: int = 0,
-        ranks: int = 1,
+        clip: float,
+        own: OwnTraining,
+        layout: Layout,
         outer_in_memory: bool = False,
-        unsynchronised: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.own = own or OwnTraining()
+        self.own, self.layout = own, layout
         check_precision(self.own.precision, device, parameters)
         self.task, self.parameters, self.device, self.clip = task, parameters, device, clip
         self.model = _compiled(model) if self.own.compile else model
-        self.rank, self.ranks, self.unsynchronised = rank, ranks, unsynchronised
         self.scaler: torch.amp.GradScaler | None = None
         if self.own.precision == "float16":
             self.scaler = torch.amp.GradScaler(device.type)
@@ -174,12 +220,12 @@ class InnerStep:
 
         TrainingError if the batch cannot be cut, or memory runs out.
         """
-        count = self.own.accumulate
-        parts = cut_batch(batch, self.ranks * count)[self.rank * count : (self.rank + 1) * count]
+        count, first = self.own.accumulate, self.layout.rank * self.own.accumulate
+        parts = cut_batch(batch, self.layout.ranks * count)[first : first + count]
         total: torch.Tensor | None = None
         with self._explained(batch):
             for number, part in enumerate(parts):
-                with nullcontext() if number == count - 1 else self.unsynchronised():
+                with nullcontext() if number == count - 1 else self.layout.unsynchronised():
                     loss = self._backward(part)
                 total = loss if total is None else total + loss
         assert total is not None
@@ -256,7 +302,7 @@ class InnerStep:
     def _remedy(self, batch: Any) -> str:
         """Return what would fit, of what is not in use yet. ``batch``: that of the gradients; None: they are there already."""
         found, count = [], self.own.accumulate
-        rows = (batch_rows(batch) or 0) // self.ranks
+        rows = (batch_rows(batch) or 0) // self.layout.ranks
         files = ["keep the outer optimizer in files (--offload DIR)"] if self._outer_in_memory else []
         if batch is None:  # in the optimizer: the activations are gone by then
             return ", ".join([*files, SMALLER])

@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,20 +18,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Batches, Shard, Task, iterator_of, to_device, tokens_in
-from shoal.node.training.inner_step import InnerStep, Schedule, make_inner
+from shoal.node.training.inner_step import InnerStep, Layout, Schedule, make_inner
 from shoal.node.training.inner_step import TrainingError as TrainingError
 from shoal.node.training.loader import Loader
 from shoal.node.training.resources import DevicePlan
 from shoal.node.training.throughput import FlopCount, Throughput, repeated
-from shoal.optim import Alone, Exchange, OuterOptimizer, RoundInfo
+from shoal.optim import Alone, Exchange, RoundInfo
 from shoal.optim.device import copies_beside
 from shoal.optim.inner import repeated_blocks
-from shoal.optim.outer.weights import Processes
 from shoal.swarm.manifest import OuterSettings, TrainSettings
 from shoal.swarm.training.factories import Rates, make_outer, round_length
 
@@ -95,55 +94,6 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 def _at(device: torch.device) -> tuple[torch.device, ...]:
     """Return what says which generator is meant: of Apple's devices there is one."""
     return () if device.type == "mps" else (device,)
-
-
-class Layout:
-    """A model in one process. Those of several ranks override all of it, and every rank calls each method at the same point."""
-
-    rank, ranks = 0, 1
-    group: Processes | None = None
-
-    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Move ``model`` to the device, and cut it in place if need be; return what the loss is computed with."""
-        return model.to(device)
-
-    def gathered_bytes(self, model: nn.Module) -> int:
-        """Return the bytes of others' parts of ``model`` that are on this rank's device at most, while it computes."""
-        return 0
-
-    def unsynchronised(self) -> AbstractContextManager[Any]:
-        """Return the context of a backward pass whose gradients need not be the same on all ranks yet."""
-        return nullcontext()
-
-    def mean(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def evaluated(self, work: Callable[[], float]) -> float:
-        """Return what ``work`` returns on rank 0, which may take long; the value of other ranks is their own affair."""
-        return work()
-
-    # A whole state is rank 0's to get and to give; it may be the tensors of the model or optimizer itself.
-
-    def whole_model(self, model: nn.Module) -> dict[str, Tensor]:
-        return model.state_dict()
-
-    def load_model(self, model: nn.Module, state: dict[str, Tensor]) -> None:
-        model.load_state_dict(state)
-
-    def whole_outer(self, opt: OuterOptimizer) -> dict[str, Any]:
-        return opt.whole_state(copy=False)
-
-    def load_outer(self, opt: OuterOptimizer, state: dict[str, Any]) -> None:
-        """Raise ValueError if ``state`` does not fit; nothing is changed then."""
-        opt.load_state_dict(state)
-
-    def agreed(self, value: Any) -> Any:
-        """Return rank 0's value."""
-        return value
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in order, on rank 0."""
-        return [value]
 
 
 log = logging.getLogger(__name__)
@@ -238,8 +188,7 @@ class Trainer:
                 ranks=self.layout.ranks, gathered=self.layout.gathered_bytes(self.model),
             )  # fmt: skip
         self.inner_step = InnerStep(
-            task, wrapped, self.params, self.device, clip=train.clip, own=own,
-            rank=self.layout.rank, ranks=self.layout.ranks, unsynchronised=self.layout.unsynchronised,
+            task, wrapped, self.params, self.device, clip=train.clip, own=own or OwnTraining(), layout=self.layout,
             outer_in_memory=self.device.type == "cpu" and offload is None and self.layout.ranks == 1,
         )  # fmt: skip
         self.opt = make_outer(

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from shoal.node.config.settings import OwnTraining
 from shoal.node.parallel.ranks import LAYOUTS
-from shoal.node.training.inner_step import InnerStep
-from shoal.node.training.trainer import Layout
+from shoal.node.training.inner_step import InnerStep, Layout
 
 
 class Net(torch.nn.Module):
@@ -39,10 +38,8 @@ def steps(layout, accumulate):
     model, device = Net(), torch.device("cpu")
     wrapped = layout.wrap(model, device)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    step = InnerStep(
-        Squares(), wrapped, parameters, device, clip=0.05, own=OwnTraining(accumulate=accumulate),
-        rank=layout.rank, ranks=layout.ranks, unsynchronised=layout.unsynchronised,
-    )  # fmt: skip
+    own = OwnTraining(accumulate=accumulate)
+    step = InnerStep(Squares(), wrapped, parameters, device, clip=0.05, own=own, layout=layout)
     optimizer = torch.optim.AdamW(parameters, lr=0.05)
     generator = torch.Generator().manual_seed(5)
     losses = []
