@@ -166,7 +166,7 @@ def export_numbered(tensors: Sequence[Tensor], about: Mapping[str, Any], out: Pa
 
 def _save(path: Path, state: Mapping[str, Tensor]) -> None:
     with path.open("wb") as file:
-        write_tensors(file, {name: kind(tensor) for name, tensor in state.items()}, state.__getitem__)
+        write_tensors(file.write, {name: kind(tensor) for name, tensor in state.items()}, state.__getitem__)
 
 
 def _loading(model: nn.Module, about: Mapping[str, Any], whole: bool) -> list[str]:
@@ -352,7 +352,7 @@ def _write(out: Path, kinds: dict[str, Kind], mean: Callable[[str], Tensor]) -> 
     try:
         try:
             with temporary.open("wb") as file:
-                size = write_tensors(file, kinds, mean)
+                size = write_tensors(file.write, kinds, mean)
             sync(temporary)
             os.replace(temporary, out)
         except BaseException:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,14 +49,14 @@ def kind(tensor: Tensor) -> Kind:
     return _NAMES[tensor.dtype], tuple(tensor.shape)
 
 
-def write_tensors(sink: IO[bytes] | _Hashed, kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]) -> int:
-    """Write a whole safetensors file in blocks of 4 MiB; return its bytes.
+def write_tensors(write: Callable[[Any], object], kinds: Mapping[str, Kind], tensor_of: Callable[[str], Tensor]) -> int:
+    """Write a whole safetensors file by ``write``, in blocks of 4 MiB; return its bytes.
 
     ``tensor_of`` is called for each name once, just before its tensor is written (any device, any strides).
 
     Raises:
         SafetensorError: it returned a tensor of another size than ``kinds`` declares.
-        OSError: of the sink.
+        OSError: of ``write``.
     """
     sizes: dict[str, int] = {}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -68,13 +68,13 @@ def write_tensors(sink: IO[bytes] | _Hashed, kinds: Mapping[str, Kind], tensor_o
         offset += sizes[name]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    sink.write(len(text).to_bytes(8, "little") + text)
+    write(len(text).to_bytes(8, "little") + text)
     for name, size in sizes.items():
         content = tensor_of(name).detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
         if content.nbytes != size:
             raise SafetensorError(f"{name!r} has {content.nbytes} bytes where {size} were announced")
         for begin in range(0, size, BLOCK):
-            sink.write(content[begin : begin + BLOCK].data)
+            write(content[begin : begin + BLOCK].data)
     return 8 + len(text) + offset
 
 
@@ -233,19 +233,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class _Hashed:
-    """File that hashes what is written, unless it is ``plain``, so that it need not be read again."""
-
-    def __init__(self, file: BinaryIO, wrote: Callable[[], None], plain: bool = False) -> None:
-        self._file, self._wrote, self._plain, self.digest = file, wrote, plain, hashlib.sha256()
-
-    def write(self, data: Any) -> None:
-        self._file.write(data)
-        if not self._plain:
-            self.digest.update(data)
-        self._wrote()
-
-
 def save(
     folder: Path,
     step: int,
@@ -275,11 +262,18 @@ def save(
         with tempfile.TemporaryDirectory(prefix=SAVING, dir=folder, ignore_cleanup_errors=True) as name:
             temporary = Path(name)
             at("begun")
+            written = hashlib.sha256()
             with (temporary / TENSORS).open("wb") as file:
-                hashed = _Hashed(file, lambda: at("block"), hash_later)
-                write_tensors(hashed, kinds, packed.tensors.__getitem__)
+
+                def write(data: Any) -> None:
+                    file.write(data)
+                    if not hash_later:
+                        written.update(data)
+                    at("block")
+
+                write_tensors(write, kinds, packed.tensors.__getitem__)
             at("tensors")
-            tensors = _sha256(temporary / TENSORS) if hash_later else hashed.digest.hexdigest()
+            tensors = _sha256(temporary / TENSORS) if hash_later else written.hexdigest()
             body = {"format": FORMAT, "step": step, "tensors_sha256": tensors, "state": packed.tree}
             text = json.dumps(body)
             if len(text) > MAX_STATE_BYTES - 100:
