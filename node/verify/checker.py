@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import re
 import time
@@ -94,11 +95,10 @@ def _plain(policy: Policy) -> contextlib.AbstractContextManager[object]:
 
 
 def _chooser(seed: int, temperature: float, first: int) -> Choose:
-    step = -1
+    steps = itertools.count()
 
     def choose(logits: Tensor) -> Tensor:
-        nonlocal step
-        step += 1
+        step = next(steps)
         positions = range(first * STRIDE + step, (first + len(logits)) * STRIDE + step, STRIDE)
         return draw_each(logits, seed.to_bytes(8, "big"), positions, temperature)
 

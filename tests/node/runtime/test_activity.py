@@ -21,7 +21,7 @@ from shoal.node.runtime.display import BEAT_S, Activity, make_display, processor
 from shoal.node.runtime.door import make_task
 from shoal.node.runtime.join import await_others, new_manifest
 from shoal.node.runtime.run_options import ShutdownSignals, network
-from shoal.node.runtime.training_node import train_alone
+from shoal.node.runtime.training_node import LAST, compute_last, train_alone
 from shoal.node.task import Shard
 from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
@@ -313,53 +313,45 @@ def child(*arguments, hang_up=signal.SIG_DFL, **how):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_the_second_ends_at_once(number):
-    process = child("orderly")
-    process.send_signal(number)
-    assert process.stdout.readline() == "asked\n"
-    assert process.poll() is None
-    process.send_signal(number)
-    assert process.wait(60) == 130  # by the signal: the child's own end is 0
-    process.stdout.close()
+    with child("orderly") as process:
+        process.send_signal(number)
+        assert process.stdout.readline() == "asked\n"
+        assert process.poll() is None
+        process.send_signal(number)
+        assert process.wait(60) == 130  # by the signal: the child's own end is 0
 
 
 def test_a_hang_up_asks_once_however_often_it_comes_and_spares_who_ignores_it():
-    process = child("orderly")
-    process.send_signal(signal.SIGHUP)
-    assert process.stdout.readline() == "asked\n"
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 130  # by the second signal that is none of the terminal's: -1 if one of those had ended it
-    assert process.stdout.read() == ""
-    process.stdout.close()
-
-    spared = child("orderly", hang_up=signal.SIG_IGN)
-    spared.send_signal(signal.SIGHUP)
-    spared.send_signal(signal.SIGTERM)
-    assert spared.stdout.readline() == "asked\n"
-    spared.send_signal(signal.SIGTERM)
-    assert spared.wait(60) == 130
-    spared.stdout.close()
+    with child("orderly") as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "asked\n"
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+            process.send_signal(number)
+        assert process.wait(60) == 130  # by the second signal that is none of the terminal's: -1 if one of those had ended it
+        assert process.stdout.read() == ""
+    with child("orderly", hang_up=signal.SIG_IGN) as spared:
+        spared.send_signal(signal.SIGHUP)
+        spared.send_signal(signal.SIGTERM)
+        assert spared.stdout.readline() == "asked\n"
+        spared.send_signal(signal.SIGTERM)
+        assert spared.wait(60) == 130
 
 
 def test_after_a_hang_up_nothing_is_written_to_the_terminal():
     master, slave = os.openpty()
-    process = child("terminal", stderr=slave)
-    os.close(slave)
-    os.close(master)
-    process.send_signal(signal.SIGHUP)
-    assert process.stdout.readline() == "asked\n"
-    assert process.stdout.readline() == "written\n"  # to a terminal that is gone: OSError
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with child("terminal", stderr=slave) as process:
+        os.close(slave)
+        os.close(master)
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "asked\n"
+        assert process.stdout.readline() == "written\n"  # to a terminal that is gone: OSError
+        process.kill()
 
 
 def test_before_there_is_anything_to_drain_the_first_signal_interrupts():
-    process = child("early")
-    process.send_signal(signal.SIGTERM)
-    assert (process.wait(60), process.stdout.read()) == (7, "interrupted\n")
-    process.stdout.close()
+    with child("early") as process:
+        process.send_signal(signal.SIGTERM)
+        assert (process.wait(60), process.stdout.read()) == (7, "interrupted\n")
 
 
 def test_a_node_ends_with_the_process_that_started_it():
@@ -369,10 +361,52 @@ def test_a_node_ends_with_the_process_that_started_it():
         "print(child.pid, flush=True)\n"
         "child.wait()\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    lines = {parent.stdout.readline(), parent.stdout.readline()}
-    assert "ready\n" in lines
-    parent.kill()
-    parent.wait(60)
-    assert parent.stdout.read() == ""  # ends when nobody holds the pipe any more: the child is gone
-    parent.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        lines = {parent.stdout.readline(), parent.stdout.readline()}
+        assert "ready\n" in lines
+        parent.kill()
+        parent.wait(60)
+        assert parent.stdout.read() == ""  # ends when nobody holds the pipe any more: the child is gone
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the niceness of a single thread is Linux's")
+
+
+def niceness(*calls):
+    """Return the niceness of a thread, before and after it made ``calls``."""
+    found = []
+
+    def run():
+        thread = threading.get_native_id()
+        for call in (lambda: None, *calls):
+            call()
+            found.append(os.getpriority(os.PRIO_PROCESS, thread))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found
+
+
+@linux
+def test_only_the_thread_that_asks_comes_last():
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert niceness(compute_last) == [mine, max(mine, LAST)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
+
+
+@linux
+def test_a_lower_priority_is_kept():
+    def lower():
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LAST + 5)
+
+    assert niceness(lower, compute_last)[1:] == [LAST + 5, LAST + 5]
+
+
+@linux
+def test_where_it_is_forbidden_training_goes_on(monkeypatch):
+    def forbidden(*_):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    assert len(set(niceness(compute_last))) == 1

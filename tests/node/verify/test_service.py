@@ -9,11 +9,12 @@ from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.task import Task
 from shoal.node.verify import completions
 from shoal.node.verify.audit import VerifyError
+from shoal.node.verify.history import explain
 from shoal.node.verify.material import load_claim, newest_claims
 from shoal.node.verify.service import Verification
 from shoal.node.verify.start import check_terms, make_terms
 from shoal.swarm.errors import MessageError
-from shoal.verification.calibration import load_calibration, save_calibration
+from shoal.verification.calibration import Calibration, Judgement, load_calibration, save_calibration
 from shoal.verification.consensus.records import Entry
 from shoal.verification.fingerprints.fingerprint import Evidence
 from tests.e2e.cheat import quantised
@@ -253,3 +254,31 @@ def test_other_untrained_weights_are_refused_in_a_sentence(tmp_path):
 
 def with_policy(settings: Settings, policy: str) -> Settings:
     return settings.model_copy(update={"rl": settings.rl.model_copy(update={"policy": policy})})
+
+
+@pytest.mark.slow(reason="trains and checks for some twenty rounds of five nodes")
+def test_who_cheats_less_than_one_claim_shows_is_banned_by_all_its_claims(tmp_path, monkeypatch):
+    calibration = calibrate(tmp_path / "tiny.calibration", 150)
+    monkeypatch.setattr(Calibration, "judge", lambda *a: Judgement(True, 0.0, 1.0, "as honest ones"))
+    board, prove, names = Board(), completions.prove, (*HONEST, "dan", "quantised")
+    nodes = [Node(board, name, tmp_path, calibration, seed=seed, claims=2) for seed, name in enumerate(names)]
+    cheat = nodes[-1].task.policy
+    monkeypatch.setattr(completions, "prove", lambda own, *a, **k: prove(quantised(own) if own is cheat else own, *a, **k))
+    for _ in range(40):
+        run(board, nodes, 1)
+        if all(node.banned for node in nodes):
+            break
+    assert {node.me: node.banned for node in nodes} == {name: {"quantised"} for name in names}
+    standings = nodes[0].verification.report()["standings"]
+    # Honest verifiers agree with each other, but for those whose own odds are not there yet: two claims are refused in all.
+    assert all(standings[name]["seats"]["against"] <= 2 for name in names[:4])
+    assert all(standings[name]["score"] > -5 for name in names[:4])
+    assert all(standings[name]["claims"]["invalid"] == 0 for name in names[:4])
+    said = "\n".join(line for node in nodes[:4] for line in node.said)
+    assert "the claims of quantised's node, taken together, are not honest ones: `shoal verify explain quantised` says why" in said
+    assert "is invalid: Taken together, this peer's claims are not those of an honest one: " in said
+    assert sum("taken together, are not honest" in line for line in nodes[0].said) <= 1
+    report = explain("quantised", [tmp_path / name for name in names[:4]])
+    assert sum(one["alarm"] for one in report["nodes"]) >= 3
+    for name in names[:4]:
+        assert not any(one["alarm"] for one in explain(f"{name}", [tmp_path / other for other in names])["nodes"])
