@@ -42,7 +42,7 @@ def test_nothing_asks_the_kernel_to_end_a_process_with_its_parent(never, monkeyp
     daemon_guard._die_with_parent()
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("signal.set_wakeup_fd", lambda *_: -1)
-    _begin_worker(os.getpid(), True)(0)
+    _begin_worker(os.getpid(), True, 0)
 
 
 def test_niceness_of_the_process_stays(never):

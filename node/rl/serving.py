@@ -23,7 +23,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import torch
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import BaseModel, FiniteFloat, StringConstraints, ValidationError
 
 from shoal.node.console import require
 from shoal.node.rl.environment import Choose, Completion, PolicyError
@@ -121,20 +121,16 @@ class Served(HF):
         return made.digest()
 
 
-class _Shape(BaseModel):
-    model_config = ConfigDict(allow_inf_nan=False)
-
-
-class _Token(_Shape):
+class _Token(BaseModel):
     id: int
-    logprob: float
+    logprob: FiniteFloat
 
 
-class _Logs(_Shape):
+class _Logs(BaseModel):
     """Tokens of a completion as vLLM names them; ``content`` is llama.cpp's."""
 
     tokens: tuple[Annotated[str, StringConstraints(pattern="^token_id:[0-9]{1,9}$")], ...] = ()
-    token_logprobs: tuple[float, ...] = ()
+    token_logprobs: tuple[FiniteFloat, ...] = ()
     content: tuple[_Token, ...] = ()
 
     def row(self) -> _Row:
@@ -142,12 +138,12 @@ class _Logs(_Shape):
         return ids, [*self.token_logprobs, *(one.logprob for one in self.content)]
 
 
-class _Choice(_Shape):
+class _Choice(BaseModel):
     index: int
     logprobs: _Logs
 
 
-class _Answer(_Shape):
+class _Answer(BaseModel):
     choices: list[_Choice]
 
 

@@ -195,7 +195,12 @@ class InnerStep:
         self.own, self.layout = own, layout
         check_precision(self.own.precision, device, parameters)
         self.task, self.parameters, self.device, self.clip = task, parameters, device, clip
-        self.model = _compiled(model) if self.own.compile else model
+        self.model = model
+        if self.own.compile:  # as a module around it: the model itself keeps its names, and evaluates as it is
+            try:
+                self.model = cast(nn.Module, torch.compile(model))
+            except RuntimeError as error:  # torch says so of versions of Python, and systems, that it cannot compile on
+                raise TrainingError(f"Cannot compile the model ({summary(error)}): {UNCOMPILED}.") from error
         self.scaler: torch.amp.GradScaler | None = None
         if self.own.precision == "float16":
             self.scaler = torch.amp.GradScaler(device.type)
@@ -322,14 +327,6 @@ class InnerStep:
         """Continue with the scale of ``state``, if both runs have one."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
-
-
-def _compiled(model: torch.nn.Module) -> torch.nn.Module:
-    """Return ``model`` compiled, as a module around it: the model itself keeps its names, and evaluates as it is."""
-    try:
-        return cast(torch.nn.Module, torch.compile(model))
-    except RuntimeError as error:  # torch says so of versions of Python, and systems, that it cannot compile on
-        raise TrainingError(f"Cannot compile the model ({summary(error)}): {UNCOMPILED}.") from error
 
 
 class _Watched:

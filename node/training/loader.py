@@ -88,7 +88,7 @@ class Loader(Iterator[Any]):
                 collate_fn=_in_pieces if pin else lambda batch: batch,
                 pin_memory=pin,
                 multiprocessing_context=_telling(multiprocessing.get_context("fork")) if ahead else None,
-                worker_init_fn=_begin_worker(os.getpid(), threading.current_thread() is threading.main_thread()) if ahead else None,
+                worker_init_fn=partial(_begin_worker, os.getpid(), threading.current_thread() is threading.main_thread()),
                 # By default it takes a number of the global generator, and those are the model's.
                 generator=torch.Generator().manual_seed(seed),
             )
@@ -254,21 +254,17 @@ def _find(state: Any) -> Any:
     return None
 
 
-def _begin_worker(parent: int, lasting: bool) -> Callable[[int], None]:
-    """Return what a worker of process ``parent`` does first; ``lasting``: the thread that makes it lives as long as the process.
+def _begin_worker(parent: int, lasting: bool, worker: int) -> None:
+    """Begin as a worker of process ``parent``; ``lasting``: the thread that made it lives as long as the process.
 
     Signals from the terminal are the node's to handle, which ends its workers, and a worker ends when the node is gone, however it
     ended: else it would keep the lock of the node's folder. Elsewhere than on Linux torch looks after that every five seconds.
     """
-
-    def begin(worker: int) -> None:
-        signal.set_wakeup_fd(-1)  # of the node's event loop
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if sys.platform == "linux" and lasting:  # the kernel takes the end of the thread for that of the parent
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(0)
-
-    return begin
+    signal.set_wakeup_fd(-1)  # of the node's event loop
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux" and lasting:  # the kernel takes the end of the thread for that of the parent
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(0)

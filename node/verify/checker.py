@@ -300,7 +300,11 @@ class Checker:
         prompt = self._prompt(claim, material)
         rows = self._rows(claim, material)
         width = int(getattr(output_head(self.policy.module), "weight").shape[1])  # noqa: B009 (mypy: any module)
-        _check_proof(material, claim.tokens, width)
+        expected = ACTIVATIONS.proof_bytes(claim.tokens, width)
+        if len(material.proof) != expected:
+            raise _Wrong(f"The proof has {len(material.proof)} bytes, but one of {claim.tokens} tokens has {expected}.")
+        if not any(material.proof):
+            raise _Wrong("The proof is empty: all of its bytes are zero.")
         policy = self.policy_for(material.dtype)
         self._load(policy, claim.model, material.snapshot, snapshot)
         try:
@@ -405,11 +409,3 @@ class Checker:
         if wrong:
             raise _Wrong(wrong)
         return "The claimed policy wrote these completions: activations and drawing are as honest ones are."
-
-
-def _check_proof(material: Material, tokens: int, width: int) -> None:
-    expected = ACTIVATIONS.proof_bytes(tokens, width)
-    if len(material.proof) != expected:
-        raise _Wrong(f"The proof has {len(material.proof)} bytes, but one of {tokens} tokens has {expected}.")
-    if not any(material.proof):
-        raise _Wrong("The proof is empty: all of its bytes are zero.")

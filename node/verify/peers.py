@@ -51,8 +51,7 @@ def read_peers(link: Link) -> dict[str, Any]:
     with visited(link) as (host, manifest, members, _):
         tables = _reputations(host, link.swarm, manifest, members) if manifest.terms is not None else {}
     now, round_s = time.time(), manifest.verify.round_s
-    digests = Counter(table.digest for table in tables.values())
-    common = digests.most_common(1)[0][0] if digests else None
+    ((common, agree),) = Counter(table.digest for table in tables.values()).most_common(1) or [(b"", 0)]
     table = next((table for table in tables.values() if table.digest == common), Table(-1, {}, {}))
     peers = {**{peer: member.name for peer, member in members.items()}, **{p: "" for p in table.standings if p not in members}}
     return {
@@ -61,7 +60,7 @@ def read_peers(link: Link) -> dict[str, Any]:
         "verify": manifest.verify.audit_rate,
         "round": table.round,
         "asked": len(tables),
-        "agree": digests[common] if common is not None else 0,
+        "agree": agree,
         "peers": [
             {"name": name, "peer": peer, "here": peer in members, **_standing(table, peer, round_s, now)}
             for peer, name in sorted(peers.items(), key=lambda item: (item[1], item[0]))
