@@ -31,34 +31,30 @@ class NodeRun(RunOptions):
     def run(self) -> Result:
         """Join the swarm, train and leave. ShoalError for what the user can mend; nothing is left running."""
         with checkpoints.lock(self.folder):
-            return self._run()
+            node, link, saved = self.settings.node, self.link, None
+            if node.resume or node.resume_from is not None or checkpoints.steps(self.folder):
+                from shoal.node.runtime import resume
 
-    def _run(self) -> Result:
-        node, link, saved = self.settings.node, self.link, None
-        if node.resume or node.resume_from is not None or checkpoints.steps(self.folder):
-            from shoal.node.runtime import resume
+                saved = resume.find(node)
+            identity = Identity.load_or_create(node.identity_path)
+            with identity.lock():  # the host holds it from its start on; this is to learn of another node before the model is made
+                pass
+            log, path = self.display.message, self.folder / METRICS
+            with (
+                closing(open_sinks(node, log)) as sinks,
+                closing(Metrics(path, log, sinks)) as metrics,
+                Activity(metrics, self.display) as activity,
+            ):
+                membership = None
+                if link is None:
+                    self._prepare()
+                else:
+                    sealed = saved.sealed if saved is not None and saved.swarm == link.swarm else None
+                    with activity.doing("joining the swarm", bounded=True):
+                        membership = join(identity, link, network(self.settings), sealed, self._prepare)
+                from shoal.node.runtime.training_node import TrainingNode
 
-            saved = resume.find(node)
-        identity = Identity.load_or_create(node.identity_path)
-        with identity.lock():  # the host holds it from its start on; this is to learn of another node before the model is made
-            pass
-        log, path = self.display.message, self.folder / METRICS
-        with (
-            closing(open_sinks(node, log)) as sinks,
-            closing(Metrics(path, log, sinks)) as metrics,
-            Activity(metrics, self.display) as activity,
-        ):
-            membership = None
-            if link is None:
-                self._prepare()
-            else:
-                own = saved if saved is not None and saved.swarm == link.swarm else None
-                with activity.doing("joining the swarm", bounded=True):
-                    sealed = None if own is None else own.sealed
-                    membership = join(identity, link, network(self.settings), sealed, self._prepare)
-            from shoal.node.runtime.training_node import TrainingNode
-
-            return TrainingNode(self, identity, saved, sinks, metrics, activity).run(membership)
+                return TrainingNode(self, identity, saved, sinks, metrics, activity).run(membership)
 
     def _prepare(self) -> None:
         """Import what trains, and set torch's threads. Raises ConfigError if there is no such device."""

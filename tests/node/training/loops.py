@@ -46,11 +46,11 @@ class Overflows(Small):
             yield batch | {"scale": torch.tensor(math.inf if step in self.bad else 2.0)}
 
 
-def trainer(task=None, train=None, *, method="none", exchange=None, device=CPU, offload=None, **own):
+def trainer(task=None, train=None, *, method="none", device=CPU, slow_on_device=False, offload=None, **own):
+    where = {"device": device, "slow_on_device": slow_on_device, "offload": offload}
     settings = train or TrainSettings(steps=STEPS, seed=1)
-    outer = blocking(method=method, every=3)
-    made = Trainer(task or Small(), outer, settings, own=OwnTraining(**own), device=device, offload=offload)
-    made.connect(exchange or Alone(), "run", Shard(0, 2, 1))
+    made = Trainer(task or Small(), blocking(method=method, every=3), settings, own=OwnTraining(**own), **where)
+    made.connect(Alone(), "run", Shard(0, 2, 1))
     return made
 
 

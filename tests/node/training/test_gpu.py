@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.config.settings import OwnTraining
-from shoal.node.task import Shard
 from shoal.node.tasks.text import GPT
-from shoal.node.training.trainer import Trainer
-from shoal.optim import Alone
 from shoal.swarm.manifest import TrainSettings
-from tests.blocking import blocking
 from tests.gpu import assert_same
 from tests.node.training.loops import Overflows, Small, trainer
 
@@ -53,13 +48,8 @@ class Text(Small):
         return torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def made(task, device, *, method="noloco", slow_on_device=False, offload=None, **own):
-    found = Trainer(
-        task(), blocking(method=method, every=3), SETTINGS, own=OwnTraining(**own), device=device,
-        slow_on_device=slow_on_device and device.type == "cuda", offload=offload,
-    )  # fmt: skip
-    found.connect(Alone(), "run", Shard(0, 2, 1))
-    return found
+def made(task, device, *, method="noloco", **how):
+    return trainer(task(), SETTINGS, method=method, device=device, **how)
 
 
 def weights(trainer):

@@ -15,16 +15,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.config.settings import OwnTraining
 from shoal.node.task import Batches, Shard, Task, iterator_of
 from shoal.node.tasks.loader import Guarded
 from shoal.node.tasks.text import TextTask
 from shoal.node.training.loader import Loader, LoadingError, _in_pieces
-from shoal.node.training.trainer import Trainer
 from shoal.node.user_code import UserCodeError
-from shoal.optim import Alone
 from shoal.swarm.manifest import TrainSettings
-from tests.blocking import blocking
+from tests.node.training.loops import trainer
 
 SHARD = Shard(0, 1, 0)
 TOO_MANY = 12  # batches, more than are drawn ahead
@@ -268,9 +265,7 @@ class Learnt(Task):
 
 
 def learning(kind, workers, state=None):
-    own = OwnTraining(workers=workers)
-    made = Trainer(Learnt(kind), blocking(method="noloco", every=3), TrainSettings(steps=14, seed=1), own=own)
-    made.connect(Alone(), "run", SHARD)
+    made = trainer(Learnt(kind), TrainSettings(steps=14, seed=1), method="noloco", workers=workers)
     if state is not None:
         made.resume(state)
     return made

@@ -5,11 +5,8 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 
 from shoal.node.checkpoint import store as checkpoint
-from shoal.node.task import Shard
-from shoal.node.training.trainer import Trainer
-from shoal.optim import Alone
 from shoal.swarm.manifest import TrainSettings
-from tests.blocking import blocking
+from tests.node.training import loops
 from tests.node.training.loops import Small
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -83,10 +80,8 @@ class Scheduled(Small):
         return self.make(optimizer, steps)
 
 
-def trainer(make, steps, **options):
-    made = Trainer(Scheduled(make), blocking(method="none", every=3), TrainSettings(steps=steps, seed=1), **options)
-    made.connect(Alone(), "run", Shard(0, 2, 1))
-    return made
+def trainer(make, steps):
+    return loops.trainer(Scheduled(make), TrainSettings(steps=steps, seed=1))
 
 
 def settings(made):
