@@ -49,7 +49,8 @@ def watch(
       shoal watch --replay swarm.jsonl --speed 10
     """
     from shoal.node.config.links import read_link
-    from shoal.node.watch.source import Recorder, WatchError
+    from shoal.node.watch.source import Recorder, Timeline, event_sink, live, print_lines, replayed
+    from shoal.node.watch.swarm_view import WatchError
 
     if (link is None) == (replay is None):
         raise WatchError("Pass either the LINK of a swarm or --replay FILE.")
@@ -59,8 +60,6 @@ def watch(
     parsed = read_link(link) if link is not None else None
     form = "web" if place is not None else form or ("tui" if sys.stdout.isatty() else "json")
     require(WatchError, f"shoal watch --{form}", *SHOWN[form], extra="watch", otherwise="use --json, which needs none")
-    from shoal.node.watch.source import event_sink, live, print_lines, replayed
-
     inbox: queue.Queue = queue.Queue(MAX_WAITING)  # type: ignore[type-arg]
     recorder = None if record is None else Recorder(record)
     is_live = parsed is not None
@@ -69,15 +68,14 @@ def watch(
     source.start()
     try:
         if form == "tui":
-            from shoal.node.watch.tui import show
+            from shoal.node.watch.tui import WatchApp
 
-            show(inbox, source, live=is_live, seconds=seconds)
+            WatchApp(inbox, source, live=is_live, seconds=seconds).run()
         elif place is not None:
-            from shoal.node.watch.source import Timeline
-            from shoal.node.watch.web import serve
+            from shoal.node.watch.web import Page, serve
 
             shown, whole = None if no_link or share else parsed, None if replay is None else Timeline(replay)
-            serve(inbox, source, place, live=is_live, seconds=seconds, say=click.echo, link=shown, timeline=whole, shared=share)
+            serve(Page(inbox, source, live=is_live, link=shown, timeline=whole, shared=share), place, seconds, click.echo)
         else:
             print_lines(inbox, source, seconds)
     finally:
@@ -89,7 +87,7 @@ def watch(
 
 def _place(web: str | None, share: bool) -> Address | None:
     """Return where to serve the page, or None if no page is wanted. Raises WatchError."""
-    from shoal.node.watch.source import WatchError
+    from shoal.node.watch.swarm_view import WatchError
 
     if web is None:
         if share:

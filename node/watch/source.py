@@ -18,12 +18,12 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from io import FileIO
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from shoal.node.console import is_lost
 from shoal.node.watch.swarm_view import (
@@ -34,16 +34,16 @@ from shoal.node.watch.swarm_view import (
     Event,
     Heard,
     MessageRefused,
-    ReplayError,
     Signed,
     SwarmView,
     Unreachable,
+    WatchError,
     Watching,
     event_of,
     line_of,
 )
 from shoal.swarm.access import Link, address_problem
-from shoal.swarm.errors import MessageError, NetworkError, ShoalError
+from shoal.swarm.errors import MessageError, NetworkError
 from shoal.swarm.gossip import envelope
 from shoal.swarm.gossip.envelope import topic_of
 from shoal.swarm.identity import Identity
@@ -52,7 +52,7 @@ from shoal.swarm.p2p import connections, reachability
 from shoal.swarm.p2p.addresses import DialBackoff
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, PutOffError
 from shoal.swarm.p2p.host import Subscription
-from shoal.swarm.p2p.limits import Counters, Newest, RateLimit, TokenBuckets
+from shoal.swarm.p2p.limits import Newest, RateLimit, TokenBuckets
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
 from shoal.swarm.topics.status import Status
@@ -94,8 +94,6 @@ class PeerAddresses:
 
 
 # Filter of a watcher: statuses (and receipts) of its swarm, signed by their authors, newer than the last, and not too many.
-#
-# Other messages are counted under the reason of their refusal.
 
 QUOTA = RateLimit(messages=300, nbytes=4 << 20, senders=4096)  # a minute for each publisher; nodes send 120 at most
 MAX_PEERS = 4096  # peers whose last status is known
@@ -114,20 +112,9 @@ class RecordFilter(Generic[R]):
         self._quotas = TokenBuckets(QUOTA, clock)
         self._issued = Newest[str, float](MAX_PEERS)
         self._room = envelope.room_for(kind)
-        self.counters = Counters()
 
     def open(self, publisher: str, data: bytes) -> R:
-        """Return the record in ``data``. Raises MessageError, whose reason is counted."""
-        self.counters.add("received")
-        try:
-            record = self._open(publisher, data)
-        except MessageError as error:
-            self.counters.reject(error.reason)
-            raise
-        self.counters.add("accepted")
-        return record
-
-    def _open(self, publisher: str, data: bytes) -> R:
+        """Return the record in ``data``. Raises MessageError, with the reason in one word."""
         if not self._quotas.take(publisher, 1, len(data)):
             raise MessageError("A message was refused: its publisher sent too many, or too large ones.", "quota")
         sent = envelope.open_envelope(data, self._swarm, self._room)
@@ -167,7 +154,6 @@ class LightClient:
         self._traffic = TrafficMeter()
         self._connected: set[str] = set()
         self._dialling: set[str] = set()
-        self._tasks: set[asyncio.Future[None]] = set()
         self._described = False
 
     async def run(self) -> None:
@@ -177,29 +163,16 @@ class LightClient:
             daemon = await Daemon.launch(Identity.ephemeral(), listen=LISTEN, light=True, idle="")  # no connection to it stays open
             daemon.backoff = DialBackoff(self._link.bootstrap)
             try:
-                await self._watch(daemon)
-            except (TimeoutError, *DAEMON_GONE, NetworkError) as error:
-                log.warning("the network daemon stopped (%r); restarting it", error)
+                async with asyncio.TaskGroup() as self._tasks:  # the first that fails ends all
+                    for kind, take in ((Status, self._take), (Receipts, self._confirm)):
+                        self._tasks.create_task(self._listen(daemon, kind, take))
+                    self._tasks.create_task(self._keep_connected(daemon))
+            except* (TimeoutError, *DAEMON_GONE, NetworkError) as errors:
+                log.warning("the network daemon stopped (%r); restarting it", errors.exceptions[0])
             finally:
                 await daemon.shutdown()
             self._note_connections(daemon, set())
             await asyncio.sleep(RESTART_S)
-
-    async def _watch(self, daemon: Daemon) -> None:
-        try:
-            listening = [self._listen(daemon, kind, take) for kind, take in ((Status, self._take), (Receipts, self._confirm))]
-            await asyncio.gather(*map(self._start, listening), self._start(self._keep_connected(daemon)))
-        finally:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _listen(self, daemon: Daemon, kind: type[Message], take: Callable[[str, bytes], None]) -> None:
         subscription = await asyncio.wait_for(Subscription.to(daemon, topic_of(self._link.swarm, kind)), ASK_S)
@@ -229,7 +202,7 @@ class LightClient:
             busy = here | self._dialling
             for peer in self._book.due(now(), busy)[: max(WANTED - len(busy), 0)]:
                 self._dialling.add(peer)
-                self._start(self._dial(daemon, peer))
+                self._tasks.create_task(self._dial(daemon, peer))
             await asyncio.sleep(LOOK_S)
 
     def _note_connections(self, daemon: Daemon, here: set[str]) -> None:
@@ -237,7 +210,7 @@ class LightClient:
             self._send(Disconnected(time=time.time(), peer=peer))
         for peer in here - self._connected:
             self._send(Connected(time=time.time(), peer=peer))
-            self._start(self._get_to_know(daemon, peer))
+            self._tasks.create_task(self._get_to_know(daemon, peer))
         self._connected = here
 
     async def _dial(self, daemon: Daemon, peer: str) -> None:
@@ -296,19 +269,15 @@ class LightClient:
 PAUSE_MAX = 10.0  # longest pause of a replay, in seconds
 
 
-class RecordError(ShoalError):
-    """Failure to write a recording."""
-
-
 class Recorder:
-    """Writer of events to a new file; each line has left the process when `take` returns. Raises RecordError."""
+    """Writer of events to a new file; each line has left the process when `take` returns. Raises WatchError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
             self._file: FileIO = path.open("xb", buffering=0)
         except FileExistsError:
-            raise RecordError(f"{str(path)!r} exists already: name a new file, or move it away.") from None
+            raise WatchError(f"{str(path)!r} exists already: name a new file, or move it away.") from None
         except OSError as error:
             raise self._error(error) from None
 
@@ -323,12 +292,12 @@ class Recorder:
     def close(self) -> None:
         self._file.close()
 
-    def _error(self, error: OSError) -> RecordError:
-        return RecordError(f"Cannot record to {str(self._path)!r} ({error.strerror}): free some space or name another file.")
+    def _error(self, error: OSError) -> WatchError:
+        return WatchError(f"Cannot record to {str(self._path)!r} ({error.strerror}): free some space or name another file.")
 
 
 def recorded(path: Path) -> Iterator[Event]:
-    """Yield the events in a recording, in order, without a last line that was cut short (by a kill). Raises ReplayError."""
+    """Yield the events in a recording, in order, without a last line that was cut short (by a kill). Raises WatchError."""
     try:
         with path.open("r", encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 2), ""), 1):
@@ -336,13 +305,13 @@ def recorded(path: Path) -> Iterator[Event]:
                     return
                 yield event_of(line.rstrip("\n"), f"line {number} of {str(path)!r}")
     except OSError as error:
-        raise ReplayError(f"Cannot replay {str(path)!r} ({error.strerror}): give a file that --record wrote.") from None
+        raise WatchError(f"Cannot replay {str(path)!r} ({error.strerror}): give a file that --record wrote.") from None
 
 
 def replay(path: Path, send: Callable[[Event], None], wait: Callable[[float], bool], speed: float = 1.0) -> None:
     """Send the events of a recording with their pauses, ``speed`` times as fast (0: without pauses).
 
-    ``wait(seconds)`` returns True if the replay is to end. Raises ReplayError.
+    ``wait(seconds)`` returns True if the replay is to end. Raises WatchError.
     """
     before: float | None = None
     for event in recorded(path):
@@ -360,7 +329,7 @@ KEPT_EACH = 5_000  # events after which a copy of the view is kept, so that goin
 
 
 class Timeline:
-    """The events in ``path``, read now. Not for several threads at once. Raises ReplayError."""
+    """The events in ``path``, read now. Not for several threads at once. Raises WatchError."""
 
     def __init__(self, path: Path) -> None:
         self._events = list(islice(recorded(path), MAX_EVENTS))
@@ -390,10 +359,6 @@ class Timeline:
 END_S = 2.0  # seconds
 
 Send = Callable[[Event], None]
-
-
-class WatchError(ShoalError):
-    """Failure to watch a swarm."""
 
 
 class EventSource:

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -30,15 +30,14 @@ from shoal.swarm.wire.envelope import PeerId, Reason, SwarmId
 MAX_LINE = 64 * 1024  # characters
 
 
-class ReplayError(ShoalError):
-    """Failure to read a recording."""
+class WatchError(ShoalError):
+    """Failure to watch a swarm, or to read or write a recording of one."""
 
 
 class _Event(BaseModel):
     """Base of events. ``time``: of reception, Unix seconds."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-    LIMIT: ClassVar[int] = MAX_LINE
     time: Annotated[float, Field(ge=0)]
 
 
@@ -113,15 +112,15 @@ def line_of(event: Event) -> str:
 
 
 def event_of(line: str, where: str = "the recording") -> Event:
-    """Decode the event in ``line``. Raises ReplayError if it is none; ``where`` names the place for the sentence."""
+    """Decode the event in ``line``. Raises WatchError if it is none; ``where`` names the place for the sentence."""
     if len(line) > MAX_LINE:
-        raise ReplayError(f"Cannot replay: {where} is longer than {MAX_LINE} characters: give a file that --record wrote.")
+        raise WatchError(f"Cannot replay: {where} is longer than {MAX_LINE} characters: give a file that --record wrote.")
     try:
         return _any.validate_json(line)
     except ValidationError as error:
         what = error.errors(include_url=False, include_context=False, include_input=False)[0]["msg"]
         said = ascii(what)[1:-1][:120]
-        raise ReplayError(f"Cannot replay: {where} is no event ({said}): give a file that --record wrote.") from None
+        raise WatchError(f"Cannot replay: {where} is no event ({said}): give a file that --record wrote.") from None
 
 
 FAULTS = {
@@ -135,11 +134,8 @@ FAULTS = {
 def fault_sentence(name: str, kind: str, count: int) -> str:
     """Return a sentence about the peer ``name``; ``count``: of all such faults of its run."""
     what = FAULTS[kind][0] if kind in FAULTS else f"reports a fault of the kind {kind}"
-    return f"{name} {what}, {times(count)} so far"
-
-
-def times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
+    times = {1: "once", 2: "twice"}.get(count, f"{count:,} times")
+    return f"{name} {what}, {times} so far"
 
 
 def fault_label(kind: str, count: int) -> str:
@@ -148,7 +144,6 @@ def fault_label(kind: str, count: int) -> str:
 
 MAX_POINTS = 512  # of each curve; a curve that is full keeps every other point
 SMOOTHED = 1 / 32  # part of a curve over which it is smoothed
-BINS = 64  # points of the curve of the mean
 GAP = 6  # times the usual step of a curve, or of the chart: a longer one is a gap
 DIGITS = 5  # significant ones in a chart
 
@@ -189,16 +184,6 @@ class Curve:
         return self._smooth
 
 
-def mean_curve(curves: Iterable[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """Return the mean of all ``curves`` in `BINS` equal parts of x; parts without a point are left out."""
-    points = [point for curve in curves for point in curve]
-    low, high = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=0.0)
-    bins: dict[int, list[tuple[float, float]]] = {}
-    for x, y in points:
-        bins.setdefault(int((x - low) * (BINS - 1) / ((high - low) or 1.0)), []).append((x, y))
-    return [(statistics.fmean(x for x, _ in part), statistics.fmean(y for _, y in part)) for _, part in sorted(bins.items())]
-
-
 def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
@@ -235,7 +220,7 @@ def laid(points: Points, xs: Sequence[float]) -> list[float | None]:
     return found
 
 
-def chart(curves: Sequence[Points], size: int, most: int) -> dict[str, object]:
+def chart(curves: Sequence[Points], size: int, most: int) -> dict[str, list[Any]]:
     """Return what a chart of many peers shows: ``x``, ``mean``, ``low`` and ``high`` of all, and ``each`` of the first ``most``.
 
     All have one y for each x, or None where there is none. The peers' curves are laid on the same x, so a late one does not bend
@@ -380,6 +365,7 @@ MISSED = 4  # missed statuses, in a large one
 GONE = ("leaving", "done")
 SAMPLE_S = 1.0  # seconds between two points of the swarm's curves
 COMPARED = 4  # newest exchanges of which the peers' weights are compared
+COUNTS = ("rollouts_own", "rollouts_foreign", "claims", "checked", "invalid")  # in statuses of nodes that have such a number
 RATES = ("steps_per_s", "tokens_per_s", "sent_per_s", "received_per_s")  # of the totals, drawn over time
 
 
@@ -389,7 +375,6 @@ class Peer:
 
     status: Status
     heard: float
-    since: float
     silent: bool = False
     sent_rate: float = 0.0
     received_rate: float = 0.0
@@ -518,7 +503,7 @@ class SwarmView:
         status = status.model_copy(update={"round": status.round // fragments})  # each fragment's exchange has a number there
         peer = self.peers.get(status.peer)
         if peer is None:
-            peer = self.peers[status.peer] = Peer(status, now, now)
+            peer = self.peers[status.peer] = Peer(status, now)
             self._note("peer", f"{status.name} is {status.state} in round {status.round}")
             self._make_room()
             peer.faults = dict(status.faults)  # earlier faults are not reported
@@ -636,14 +621,14 @@ class SwarmView:
         Of a swarm of buckets not everybody is heard of at once: then it is ``sampled``, ``size`` is the estimated number of its
         peers, and what is said a second is that of the ``peers`` heard of, times the share that they are.
         """
-        here, size = self.here(), self.size()
+        here, known, size = self.here(), self.peers.values(), self.size()
         scale = size / max(len(here), 1)
         rounds = [peer.status.round for peer in here]
         return {
             "peers": len(here),
             "size": size,
             "sampled": size > len(here),
-            "known": len(self.peers),
+            "known": len(known),
             "connected": len(self.connected),
             "round_min": min(rounds, default=None),
             "round_max": max(rounds, default=None),
@@ -653,13 +638,9 @@ class SwarmView:
             "tokens_per_s": sum(peer.status.tokens_per_s for peer in here) * scale,
             "sent_per_s": sum(peer.sent_rate for peer in here) * scale,
             "received_per_s": sum(peer.received_rate for peer in here) * scale,
-            "sent": sum(peer.status.sent for peer in self.peers.values()),
-            "received": sum(peer.status.received for peer in self.peers.values()),
-            "rollouts_own": _sum(peer.status.rollouts_own for peer in self.peers.values()),
-            "rollouts_foreign": _sum(peer.status.rollouts_foreign for peer in self.peers.values()),
-            "claims": _sum(peer.status.claims for peer in self.peers.values()),
-            "checked": _sum(peer.status.checked for peer in self.peers.values()),
-            "invalid": _sum(peer.status.invalid for peer in self.peers.values()),
+            "sent": sum(peer.status.sent for peer in known),
+            "received": sum(peer.status.received for peer in known),
+            **{name: _sum(getattr(peer.status, name) for peer in known) for name in COUNTS},
             "confirmed": self._confirmed(),
             "heard": self.heard,
             "refused": sum(self.refused.values()),

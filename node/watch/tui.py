@@ -18,7 +18,7 @@ from textual.widgets import DataTable, Footer, RichLog, Static
 
 from shoal.node.console import figure, plural
 from shoal.node.watch.source import EventSource
-from shoal.node.watch.swarm_view import Event, SwarmView, fault_label, mean_curve
+from shoal.node.watch.swarm_view import Event, Points, SwarmView, chart, fault_label
 from shoal.swarm.topics.status import TAIL, lag_label, reach_label, tokens_label
 
 # A swarm's view as text: headline, table, curves and exchanges. Names come from strangers, so no markup is parsed.
@@ -27,8 +27,7 @@ COLOURS = ("cyan", "magenta", "yellow", "green", "red", "blue", "bright_yellow",
 MEAN = "bold bright_white"
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then row from the top
 LABEL = 8  # columns of the scale on the left
-
-Points = Sequence[tuple[float, float]]
+BINS = 64  # points of the curve of the mean
 
 
 def colour(number: int) -> str:
@@ -164,7 +163,9 @@ def peer_rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
 
 def losses(view: SwarmView, width: int, height: int) -> Text:
     curves = [peer.loss.smooth() for _, peer in view.rows()]
-    return plot(curves, width, height, mean_curve(curves) if len(curves) > 1 else (), axis="round")
+    shown = chart(curves, BINS, 0)
+    mean = [(x, y) for x, y in zip(shown["x"], shown["mean"], strict=True) if y is not None]
+    return plot(curves, width, height, mean if len(curves) > 1 else (), axis="round")
 
 
 def exchanges(view: SwarmView, width: int, height: int) -> Text:
@@ -209,7 +210,10 @@ class Picture(Static):  # type: ignore[misc]
 
 
 class WatchApp(App[None]):  # type: ignore[misc]
-    """Screen of the events in ``inbox``. If not ``live``, as in a replay, the events give the time."""
+    """Screen of the events in ``inbox``, until the user ends it, a live source ends, or ``seconds`` are over.
+
+    If not ``live``, as in a replay, the events give the time.
+    """
 
     TITLE = "shoal watch"
     ENABLE_COMMAND_PALETTE = False
@@ -316,8 +320,3 @@ class WatchApp(App[None]):  # type: ignore[misc]
         for row, (_, cells) in enumerate(rows):
             for column, cell in enumerate(cells):
                 table.update_cell_at(Coordinate(row, column), cell)
-
-
-def show(inbox: queue.Queue[Event], source: EventSource, *, live: bool, seconds: float | None) -> None:
-    """Run the screen until the user ends it, the source fails, or time is up."""
-    WatchApp(inbox, source, live=live, seconds=seconds).run()

@@ -25,8 +25,8 @@ from aiohttp.log import server_logger
 
 from shoal.node.console import HERE, Address, dumps
 from shoal.node.watch import swarm_view
-from shoal.node.watch.source import EventSource, Timeline, WatchError
-from shoal.node.watch.swarm_view import Event, SwarmView, chart
+from shoal.node.watch.source import EventSource, Timeline
+from shoal.node.watch.swarm_view import Event, SwarmView, WatchError, chart
 from shoal.swarm.access import Link
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.p2p.addresses import host_asked, range_of
@@ -92,8 +92,8 @@ STRANGER_S = 10.0  # seconds after which a connected peer that says nothing is t
 
 def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) -> dict[str, Any]:
     """Return the data of the page, without addresses, for strangers may see it; ``ended``: no more events come."""
-    rows = view.rows()[:ROWS]
-    peers = [peer for _, peer in view.rows()]
+    rows = view.rows()
+    peers = [peer for _, peer in rows]
     edges = sorted(view.meetings.edges().items(), key=lambda item: -item[1].time)[:EDGES]
     numbers = {key: index for index, key in enumerate(view.peers)}
     fragments = 1 if view.title is None else view.title.fragments
@@ -133,7 +133,7 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
                     mode="json", exclude={"doing", "swarm", "peer", "rounds", "addresses", "projection", "banned", "faults"}
                 ),
             }
-            for key, peer in rows
+            for key, peer in rows[:ROWS]
         ],
         "bootstrap": sorted(
             peer[-TAIL:] for peer, since in view.met.items() if peer not in view.peers and view.now - since > STRANGER_S
@@ -256,7 +256,11 @@ class _Gate(asyncio.Protocol):
 
 
 class Page:
-    """Server of the picture, kept up to date on the loop, for all open pages."""
+    """Server of the picture, kept up to date on the loop, for all open pages.
+
+    ``link``: to the swarm that is watched, if the page is to show a link. ``timeline``: the recording that ``source`` replays.
+    ``shared``: to everybody, under any name (of a reverse proxy, for instance).
+    """
 
     def __init__(
         self,
@@ -391,26 +395,10 @@ class Page:
         return next(task for task, other in self._pages.items() if other == host)
 
 
-def serve(
-    inbox: queue.Queue[Event],
-    source: EventSource,
-    place: Address,
-    *,
-    live: bool,
-    seconds: float | None,
-    say: Callable[[str], None],
-    link: Link | None = None,
-    timeline: Timeline | None = None,
-    shared: bool = False,
-) -> None:
-    """Serve the page until a live source ends or time is up; pass its address to ``say``. WatchError if the port is taken.
-
-    ``link``: to the swarm that is watched, if the page is to show a link. ``timeline``: the recording that ``source`` replays.
-    ``shared``: to everybody, under any name (of a reverse proxy, for instance).
-    """
+def serve(page: Page, place: Address, seconds: float | None, say: Callable[[str], None]) -> None:
+    """Serve the page until a live source ends or time is up; pass its address to ``say``. WatchError if the port is taken."""
 
     async def main() -> None:
-        page = Page(inbox, source, live=live, link=link, timeline=timeline, shared=shared)
         # What is no request is no fault of this program, and so no line of its log.
         server_logger.addFilter(lambda record: not isinstance((record.exc_info or (None, None))[1], HttpProcessingError))
         runner = web.AppRunner(page.app(), access_log=None, shutdown_timeout=0.5)

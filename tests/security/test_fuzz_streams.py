@@ -278,10 +278,8 @@ def test_the_page_of_watch_answers_whatever_is_asked(caplog, monkeypatch):
     source = SimpleNamespace(ended=threading.Event())
     said = queue.Queue()
     timeline = SimpleNamespace(span=(0.0, 2.0), view_at=lambda time_s: (web.SwarmView(), False))
-    thread = threading.Thread(
-        target=web.serve, args=(queue.Queue(), source, web.Address(web.HERE, 0)), daemon=True,
-        kwargs={"live": True, "seconds": 120, "say": said.put, "timeline": timeline},
-    )  # fmt: skip
+    page = web.Page(queue.Queue(), source, live=True, timeline=timeline)
+    thread = threading.Thread(target=web.serve, args=(page, web.Address(web.HERE, 0), 120, said.put), daemon=True)
     thread.start()
     judge(int(said.get(timeout=60).rstrip("/").rpartition(":")[2]), caplog)
     source.ended.set()

@@ -28,7 +28,7 @@ web.ipaddress = types.SimpleNamespace(ip_address=lambda host: types.SimpleNamesp
 class Source:
     ended = threading.Event()
 said = lambda text: print(text.rstrip("/").rpartition(":")[2], flush=True)
-web.serve(queue.Queue(), Source(), web.Address(web.HERE, 0), live=True, seconds=300, say=said, shared=True)
+web.serve(web.Page(queue.Queue(), Source(), live=True, shared=True), web.Address(web.HERE, 0), 300, said)
 """
 
 

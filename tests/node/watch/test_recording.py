@@ -8,15 +8,15 @@ import pytest
 from rich.text import Text
 
 from shoal.node.watch import tui as pictures
-from shoal.node.watch.source import PAUSE_MAX, Recorder, RecordError, event_sink, print_lines, recorded, replay, replayed
+from shoal.node.watch.source import PAUSE_MAX, Recorder, event_sink, print_lines, recorded, replay, replayed
 from shoal.node.watch.swarm_view import (
     Connected,
     Described,
     Disconnected,
     MessageRefused,
-    ReplayError,
     SwarmView,
     Unreachable,
+    WatchError,
     Watching,
     event_of,
     line_of,
@@ -79,20 +79,20 @@ def test_a_replay_ends_when_it_is_told_to(events, file):
 )
 def test_a_line_that_is_no_event_is_one_sentence(file, line):
     file.write_text(file.read_text() + line + "\n")
-    with pytest.raises(ReplayError, match=r"line 8 of .* is no event .*give a file that --record wrote") as caught:
+    with pytest.raises(WatchError, match=r"line 8 of .* is no event .*give a file that --record wrote") as caught:
         list(recorded(file))
     assert "\n" not in str(caught.value)
 
 
 def test_other_files_are_one_sentence(tmp_path, file):
-    with pytest.raises(ReplayError, match="No such file"):
+    with pytest.raises(WatchError, match="No such file"):
         list(recorded(tmp_path / "none"))
-    with pytest.raises(RecordError, match="exists already"):
+    with pytest.raises(WatchError, match="exists already"):
         Recorder(file)
-    with pytest.raises(RecordError, match="Cannot record"):
+    with pytest.raises(WatchError, match="Cannot record"):
         Recorder(tmp_path / "none" / "x")
     file.write_text("x" * 100_000)
-    with pytest.raises(ReplayError, match="longer than"):
+    with pytest.raises(WatchError, match="longer than"):
         list(recorded(file))
 
 
@@ -159,10 +159,11 @@ def test_a_rising_line_is_drawn_from_corner_to_corner():
     assert lines[-1].split() == ["0", "9"]
 
 
-def test_the_mean_is_drawn_on_top_in_a_style_of_its_own():
+def test_the_mean_is_drawn_on_top_in_a_style_of_its_own(view):
     drawn = plot([[(0, 0), (9, 9)], [(0, 9), (9, 0)]], LABEL + 1 + 10, 6, [(0, 4), (9, 4)], axis="round")
     assert drawn.plain.split("\n")[-1].split() == ["round", "0", "9"]
     assert {span.style for span in drawn.spans} >= {MEAN, "cyan", "magenta"}
+    assert MEAN in {span.style for span in pictures.losses(view, 40, 8).spans}
 
 
 @pytest.mark.parametrize("curves", [[], [[]], [[(1, 1)]], [[(1, 1), (2, 1)]], [[(5, 1), (5, 2)]]])

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from shoal.node.watch import source, swarm_view
 from shoal.node.watch.source import AGAIN_MAX_S, AGAIN_S, OLD_S, QUOTA, PeerAddresses, RecordFilter
 from shoal.node.watch.swarm_view import (
-    BINS,
     MAX_POINTS,
     SILENT_S,
     Connected,
@@ -23,7 +22,6 @@ from shoal.node.watch.swarm_view import (
     Unreachable,
     Watching,
     chart,
-    mean_curve,
 )
 from shoal.node.watch.tui import COLUMNS, headline, peer_rows
 from shoal.node.watch.web import page_data
@@ -236,13 +234,6 @@ def test_a_smoothed_curve_is_the_exponential_mean_over_a_32nd_of_it():
     assert short.smooth() == short.points  # nothing to smooth over
 
 
-def test_the_mean_of_curves_is_over_all_points_of_a_part():
-    assert mean_curve([]) == []
-    assert mean_curve([[(0, 1.0), (10, 2.0)], [(0, 3.0)], []]) == [(0, 2.0), (10, 2.0)]
-    long = [(x, 1.0) for x in range(1000)]
-    assert len(mean_curve([long])) == BINS
-
-
 def test_a_long_curve_keeps_its_beginning_and_comes_up_to_the_end():
     curve = Curve()
     for x in range(10 * MAX_POINTS):
@@ -395,7 +386,6 @@ def gate():
 def refused(gate, data, publisher="somebody"):
     with pytest.raises(MessageError) as caught:
         gate.open(publisher, data)
-    assert gate.counters.rejected()[caught.value.reason] >= 1
     return caught.value.reason
 
 
@@ -403,10 +393,9 @@ def test_a_status_is_opened(gate, authors):
     anna, bert, _ = authors
     status = anna.status(anna.round(3, [bert]), reward=0.25, banned=(bert.peer,), faults=(("no-partner", 2),))
     assert gate.open("anybody", make_envelope(SWARM, make_body(status, anna.identity))) == status
-    assert gate.counters.events() == {"received": 1, "accepted": 1}
 
 
-def test_malformed_messages_cost_a_count_each(gate, authors):
+def test_malformed_messages_are_refused_each_for_its_reason(gate, authors):
     anna, bert, _ = authors
     good = anna.bytes()
     assert refused(gate, b"") == "truncated"
@@ -423,7 +412,6 @@ def test_malformed_messages_cost_a_count_each(gate, authors):
     foreign = anna.status(swarm=swarm_id(b"other"))
     assert refused(gate, make_envelope(SWARM, make_body(foreign, anna.identity))) == "foreign-swarm"
     assert gate.open("somebody", good) == anna.status()
-    assert gate.counters.events()["received"] == sum(gate.counters.rejected().values()) + 1
 
 
 def test_a_bomb_is_not_expanded(gate, authors):

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.node.watch.source import Recorder, WatchError
-from shoal.node.watch.swarm_view import Described, MessageRefused, SwarmView, Unreachable
+from shoal.node.watch.source import Recorder
+from shoal.node.watch.swarm_view import Described, MessageRefused, SwarmView, Unreachable, WatchError
 from shoal.swarm.access import Link
 from tests.node.watch.conftest import NOW, SWARM
 
@@ -235,11 +235,9 @@ def test_a_taken_port_is_one_sentence():
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
 
-        def serve():
-            web.serve(queue.Queue(), Source(), web.Address(web.HERE, port), live=True, seconds=1, say=print)
-
+        page = web.Page(queue.Queue(), Source(), live=True)
         with pytest.raises(WatchError, match=f"Cannot serve the page on port {port} .*choose another"):
-            await asyncio.to_thread(serve)
+            await asyncio.to_thread(web.serve, page, web.Address(web.HERE, port), 1, print)
         server.close()
 
     asyncio.run(taken())
@@ -248,7 +246,7 @@ def test_a_taken_port_is_one_sentence():
 def test_its_address_is_told():
     said, source = [], Source()
     source.ended.set()
-    web.serve(queue.Queue(), source, web.Address(web.HERE, 0), live=True, seconds=None, say=said.append)
+    web.serve(web.Page(queue.Queue(), source, live=True), web.Address(web.HERE, 0), None, said.append)
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", said[0])
 
 
