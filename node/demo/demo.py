@@ -7,9 +7,8 @@ import os
 import shutil
 import stat
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,9 @@ from shoal.node.runtime.door import task_label
 from shoal.node.runtime.resume import RESULT, ROUNDS
 from shoal.node.tasks.loader import load_task
 from shoal.swarm.file_lock import FileLock, InUseError
+
+Given = Mapping[str, Any]
+Events = Sequence[Sequence[Mapping[str, Any]]]
 
 # The temporary folder of a demo. One that was killed leaves its folder to the next demo, which removes what is provably dead.
 
@@ -58,16 +60,7 @@ def _sweep(base: Path) -> None:
 
 
 def run_demo(
-    *,
-    peers: int = 4,
-    rounds: int = 40,
-    every: int = 25,
-    seed: int = 0,
-    device: str = "auto",
-    keep: Path | None = None,
-    verbose: bool = False,
-    compare: bool = True,
-    more: Mapping[str, Any] | None = None,
+    *, peers: int, rounds: int, every: int, seed: int, device: str, keep: Path | None, verbose: bool, compare: bool, more: Given
 ) -> dict[str, Any]:
     """Train with ``peers`` nodes for ``rounds`` rounds of ``every`` inner steps; return the `report`.
 
@@ -77,35 +70,87 @@ def run_demo(
         ConfigError: a setting cannot be used.
         DemoError: a node failed or made no progress.
     """
-    settings = load(
-        None,
-        {
-            "swarm.name": "demo",
-            "swarm.start_when": peers,
-            "swarm.shards": peers,
-            "outer.wait_s": 60.0,  # the nodes share one machine's processors: a late partner is slow, not gone
-            "train.steps": rounds * every,
-            "train.seed": seed,
-            "outer.every": every,
-            **(more or {}),
-        },
-    )
+    # The nodes share one machine's processors: a late partner is slow, not gone.
+    given = {"outer.wait_s": 60.0, "train.steps": rounds * every, "outer.every": every}
+    settings = demo_settings(peers, seed, {**given, **more})
+    hooks, options, length = settings.task.hooks, settings.task.options, settings.outer.every or every
     # Errors of the task and device are raised here at once, and not by every node.
-    load_task(settings.task.hooks, settings.task.options)
+    load_task(hooks, options)
     resolve_device(device)
     began, began_at = time.monotonic(), time.time()
+
+    common = [*reader.flags(hooks, options), "--keep-rounds", "--device", device]
+    common += [*(["--baseline"] if compare else []), *(["--verbose"] if verbose else [])]
+    flags = [["--shard", f"{index}/{peers}", *common, *(["--task", hooks] if index else [])] for index in range(peers)]
+
+    def done(events: Events) -> int:
+        return min((_done(node, length) for node in events), default=0)
+
+    def said(events: Events, shown: int, now: int) -> Iterator[str]:
+        ended = [_ended(node, now * length, length) for node in events]
+        losses = "  ".join("-" if loss is None else f"{loss:.3f}" for loss in map(_loss, ended))
+        moved = sum(event["bytes_sent"] for node in ended for event in node) / 1e6
+        single = sum(event["partner"] is None for node in ended for event in node)
+        yield f"round {now} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {single} without a partner"
+        if now == rounds and compare:
+            yield "now the same again without any exchange, to compare"
+
+    with run_nodes(settings, keep, f"of {task_label(hooks)!r}", flags, done, said, rounds) as (folders, results, events):
+        distances = consensus_distances([folder / ROUNDS for folder in folders])
+        return report(results, distances, _all_began(events) - began_at, time.monotonic() - began)
+
+
+def demo_settings(peers: int, seed: int, given: Given) -> Settings:
+    own = {"swarm.name": "demo", "swarm.start_when": peers, "swarm.shards": peers, "train.seed": seed}
+    return load(None, {**own, **given})
+
+
+@contextmanager
+def run_nodes(
+    settings: Settings,
+    keep: Path | None,
+    what: str,
+    flags: Sequence[Sequence[str]],
+    done: Callable[[Events], int],
+    said: Callable[[Events, int, int], Iterable[str]],
+    rounds: int,
+    cheat: int = 0,
+) -> Iterator[tuple[list[Path], list[dict[str, Any]], Events]]:
+    """Run the nodes of a demo to their end; yield their folders, which may be removed then, their results and their events.
+
+    Args:
+        what: the nodes in words. flags: of each node, besides those that all demos have.
+        done: the rounds that all have done, by their events. said: what to say when they are so many more, before and now.
+        cheat: how many nodes, the last ones, cheat.
+
+    Raises DemoError, MetricsError or CheckpointError.
+    """
+    peers = len(flags)
     with stage(keep) as (folder, display):
         check_demo(settings.node, peers, display.message)
+        file = folder / "swarm.toml"
+        file.write_text(settings_toml(settings), encoding="utf-8")
+        usual = ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *settings.train.flags()]
+        own = [[*usual, *given, *flags_of_demo(settings.node, index)] for index, given in enumerate(flags)]
+        folders = [folder / f"peer-{index}" for index in range(peers)]
         with Nodes(folder) as nodes:
-            liveness = Liveness([folder / f"peer-{index}" for index in range(peers)])
-            flags = ["--device", device, *(["--verbose"] if verbose else []), *(["--baseline"] if compare else [])]
-            _start(nodes, settings, flags, display, liveness)
-            _watch(nodes, rounds, settings.outer.every or every, display, liveness, compare)
-            start_s = _all_began(liveness.look(peers)) - began_at
+            liveness, shown = Liveness(folders), 0
+            display.message(f"starting {peers} nodes {what} on this machine")
+            link = start_first(nodes, ["up", str(file), *own[0]], display, liveness)
+            for index in range(1, peers):
+                program = "shoal.node.demo.cheating" if index >= peers - cheat else "shoal"
+                nodes.start(["join", link, *own[index]], folders[index].name, program=(program,))
+            while not nodes.check():
+                time.sleep(LOOK_S)
+                events = liveness.look(sum(process.poll() == 0 for process in nodes.processes))
+                now = done(events)
+                if now > shown and (now == rounds or now - shown >= max(rounds // 10, 1)):
+                    for line in said(events, shown, now):
+                        display.message(line)
+                    shown = now
+            events = liveness.look(peers)
         display.close()
-        results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
-        distances = consensus_distances([folder / f"peer-{index}" / ROUNDS for index in range(peers)])
-        return report(results, distances, start_s, time.monotonic() - began)
+        yield folders, [json.loads((each / RESULT).read_text()) for each in folders], events
 
 
 @contextmanager
@@ -127,46 +172,11 @@ def settings_toml(settings: Settings) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display, liveness: Liveness) -> None:
-    peers, hooks = settings.swarm.start_when, settings.task.hooks
-    file = nodes.folder / "swarm.toml"
-    file.write_text(settings_toml(settings), encoding="utf-8")
-
-    def own(index: int) -> list[str]:
-        place = ["--listen", "/ip4/127.0.0.1/tcp/0", "--shard", f"{index}/{peers}", "--threads", "1"]
-        own_data = reader.flags(hooks, settings.task.options)
-        chosen = [*flags, *settings.train.flags(), *flags_of_demo(settings.node, index)]
-        return [*place, *own_data, "--keep-rounds", *chosen]
-
-    display.message(f"starting {peers} nodes of {task_label(hooks)!r} on this machine")
-    link = start_first(nodes, ["up", str(file), *own(0)], display, liveness)
-    for index in range(1, peers):
-        nodes.start(["join", link, "--task", hooks, *own(index)], f"peer-{index}")
-
-
-def _watch(nodes: Nodes, rounds: int, every: int, display: Display, liveness: Liveness, compare: bool) -> None:
-    """Show the rounds until all nodes have ended."""
-    shown, tick = 0, threading.Event()
-    while not nodes.check():
-        tick.wait(LOOK_S)
-        events = liveness.look(sum(process.poll() == 0 for process in nodes.processes))
-        done = min((_done(node, every) for node in events), default=0)
-        if done > shown and (done == rounds or done - shown >= max(rounds // 10, 1)):
-            shown = done
-            ended = [_ended(node, done * every, every) for node in events]
-            losses = "  ".join("-" if loss is None else f"{loss:.3f}" for loss in (_loss(node) for node in ended))
-            moved = sum(event["bytes_sent"] for node in ended for event in node) / 1e6
-            single = sum(event["partner"] is None for node in ended for event in node)
-            display.message(f"round {done} of {rounds}: training loss {losses}, {moved:.2f} MB sent, {single} without a partner")
-            if done == rounds and compare:
-                display.message("now the same again without any exchange, to compare")
-
-
-def _exchanges(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _exchanges(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [event for event in events if event["event"] == "round"]
 
 
-def _all_began(nodes: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+def _all_began(nodes: Events) -> float:
     """Return the Unix time at which the last of the nodes had done its first inner step."""
     return max(float(event["time"]) for events in nodes for event in events if event["event"] == "begun")
 
@@ -175,7 +185,7 @@ def _sent(exchange: Mapping[str, Any]) -> int:
     return int(exchange["step"] - exchange["lag"])
 
 
-def _done(events: Sequence[dict[str, Any]], every: int) -> int:
+def _done(events: Sequence[Mapping[str, Any]], every: int) -> int:
     """Return the rounds in which all was exchanged, by steps: a method may exchange several times in a round."""
     sent = [(exchange["fragment"], exchange["fragments"], _sent(exchange)) for exchange in _exchanges(events)]
     latest = {fragment: max(step for other, _, step in sent if other == fragment) for fragment, _, _ in sent}
@@ -185,7 +195,7 @@ def _done(events: Sequence[dict[str, Any]], every: int) -> int:
     return max(latest.values(), default=0) // every
 
 
-def _ended(events: Sequence[dict[str, Any]], step: int, every: int) -> list[dict[str, Any]]:
+def _ended(events: Sequence[Mapping[str, Any]], step: int, every: int) -> list[Mapping[str, Any]]:
     """Return the exchanges begun in the ``every`` steps up to ``step``, or the last before: rounds need not be steps."""
     before = [event for event in _exchanges(events) if _sent(event) <= step]
     last = max(map(_sent, before), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -319,13 +320,7 @@ class Nodes:
 
 def start_first(nodes: Nodes, arguments: list[str], display: Display, liveness: Liveness) -> str:
     """Start the node that creates the swarm; return the link. Raises DemoError if it ends or moves no more before it prints it."""
-    lines: list[str] = []
-    reader = threading.Thread(target=_read_line, args=(nodes.start(arguments, "peer-0"), lines), daemon=True)
-    reader.start()
-    while reader.is_alive():  # a large model takes minutes to load
-        reader.join(LOOK_S)
-        liveness.look()
-    link = lines[0].strip()
+    link = read_line(nodes.start(arguments, "peer-0"), math.inf, liveness.look)  # a large model takes minutes to load
     if not link:
         with suppress(subprocess.TimeoutExpired):  # it closes its output a moment before it has ended
             nodes.processes[0].wait(1.0)
@@ -335,18 +330,16 @@ def start_first(nodes: Nodes, arguments: list[str], display: Display, liveness: 
     return link
 
 
-def read_line(process: Process, seconds: float) -> str:
-    """Return the first line of a node's stdout, or "" when it ended or the time is up."""
-    lines: list[str] = []
-    reader = threading.Thread(target=_read_line, args=(process, lines), daemon=True)
+def read_line(process: Process, seconds: float, look: Callable[[], object] = lambda: None) -> str:
+    """Return the first line of a node's stdout, or "" when it ended or the time is up; ``look`` is called every `LOOK_S`."""
+    stdout, lines, until = process.stdout, list[str](), time.monotonic() + seconds
+    assert stdout is not None
+    reader = threading.Thread(target=lambda: lines.append(stdout.readline()), daemon=True)
     reader.start()
-    reader.join(seconds)
+    while reader.is_alive() and (left := until - time.monotonic()) > 0:
+        reader.join(min(left, LOOK_S))
+        look()
     return lines[0].strip() if lines else ""
-
-
-def _read_line(process: Process, lines: list[str]) -> None:
-    assert process.stdout is not None
-    lines.append(process.stdout.readline())
 
 
 def _run(command: Sequence[str], log: IO[str], env: Mapping[str, str] | None) -> subprocess.Popen[str]:

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import json
 import statistics
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.node.config.device import resolve_device
-from shoal.node.config.settings import ConfigError, Settings, load
-from shoal.node.demo.demo import settings_toml, stage
-from shoal.node.demo.nodes import LOOK_S, Liveness, Nodes, start_first
-from shoal.node.metrics.sinks import check_demo, flags_of_demo
+from shoal.node.config.settings import ConfigError, Settings
+from shoal.node.demo.demo import Events, Given, demo_settings, run_nodes
 from shoal.node.rl.rollout_sharing import make_task
 from shoal.node.rl.tiny import HABITS
-from shoal.node.runtime.display import Display
-from shoal.node.runtime.resume import RESULT
 
 VERIFIED = {"verify.round_s": 15.0}
 """Settings of verification in a demo, which ends before the usual ones say anything."""
 
 
 def run_demo(
-    *,
-    peers: int = 4,
-    rounds: int = 40,
-    seed: int = 0,
-    device: str = "auto",
-    keep: Path | None = None,
-    verbose: bool = False,
-    cheat: int = 0,
-    more: Mapping[str, Any] | None = None,
+    *, peers: int, rounds: int, seed: int, device: str, keep: Path | None, verbose: bool, cheat: int, more: Given
 ) -> dict[str, Any]:
     """Learn with ``peers`` nodes for ``rounds`` rounds; return the `report`.
 
@@ -46,34 +33,31 @@ def run_demo(
         ConfigError, and others: a setting, the task or the device cannot be used.
         DemoError: a node failed or made no progress.
     """
-    verified = bool((more or {}).get("verify.audit_rate"))
+    verified = bool(more.get("verify.audit_rate"))
     if (cheat and not verified) or cheat >= peers:
         raise ConfigError("--cheat needs fewer cheats than peers, and --verify 1, which finds them: change either.")
-    settings = load(
-        None,
-        {
-            **(VERIFIED if verified else {}),
-            "swarm.name": "demo",
-            "swarm.start_when": peers,
-            "swarm.shards": peers,
-            "task.hooks": "rl",
-            "train.steps": rounds,
-            "train.seed": seed,
-            **(more or {}),
-        },
-    )
+    given = {**(VERIFIED if verified else {}), "task.hooks": "rl", "train.steps": rounds}
+    settings = demo_settings(peers, seed, {**given, **more})
     make_task(settings)  # errors are raised here at once, and not by every node
     resolve_device(device)
     began = time.monotonic()
-    with stage(keep) as (folder, display):
-        check_demo(settings.node, peers, display.message)
-        with Nodes(folder) as nodes:
-            liveness = Liveness([folder / f"peer-{index}" for index in range(peers)])
-            _start(nodes, settings, ["--device", device, *(["--verbose"] if verbose else [])], display, liveness, cheat)
-            _watch(nodes, rounds, display, liveness)
-            events = liveness.look(peers)
-        display.close()
-        results = [json.loads((folder / f"peer-{index}" / RESULT).read_text()) for index in range(peers)]
+    # The settings of [rl] are each node's own, so joining nodes do not get them from the swarm.
+    chosen = settings.rl.model_dump(exclude={"policy"}, exclude_defaults=True)
+    common = [*(f"--set=rl.{key}={json.dumps(value)}" for key, value in chosen.items()), "--device", device]
+    common += ["--verbose"] if verbose else []
+
+    def done(events: Events) -> int:
+        return min((len(_rounds(node)) for node in events), default=0)
+
+    def said(events: Events, shown: int, now: int) -> Iterator[str]:
+        fresh = [_rounds(node)[shown:now] for node in events]
+        rewards = "  ".join(map(_mean_reward, fresh))
+        foreign = sum(event["foreign"] for node in fresh for event in node)
+        yield f"round {now} of {rounds}: reward {rewards}, {foreign} groups of others learnt from"
+
+    what = f"that learn {settings.rl.env!r}"
+    flags = [["--policy", policy, *common] for policy in policies(settings)]
+    with run_nodes(settings, keep, what, flags, done, said, rounds, cheat) as (_, results, events):
         found = report(results, time.monotonic() - began)
         return {**found, "verify": bans(found["nodes"], events, cheat, settings.verify.round_s)} if verified else found
 
@@ -87,37 +71,8 @@ def policies(settings: Settings) -> list[str]:
     return [f"tiny:{list(HABITS)[index % len(HABITS)]}{steps and f':{steps}'}" for index in range(peers)]
 
 
-def _start(nodes: Nodes, settings: Settings, flags: Sequence[str], display: Display, liveness: Liveness, cheat: int) -> None:
-    file = nodes.folder / "swarm.toml"
-    file.write_text(settings_toml(settings), encoding="utf-8")
-    rl = settings.rl
-    # The settings of [rl] are each node's own, so joining nodes do not get them from the swarm.
-    given = rl.model_dump(exclude={"policy"}, exclude_defaults=True)
-    chosen = [f"--set=rl.{key}={json.dumps(value)}" for key, value in given.items()]
-    node = settings.node
-    chosen += ["--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *flags, *settings.train.flags()]
-    own = [["--policy", policy, *chosen, *flags_of_demo(node, index)] for index, policy in enumerate(policies(settings))]
-    display.message(f"starting {len(own)} nodes that learn {rl.env!r} on this machine")
-    link = start_first(nodes, ["up", str(file), *own[0]], display, liveness)
-    for index in range(1, len(own)):
-        program = "shoal.node.demo.cheating" if index >= len(own) - cheat else "shoal"
-        nodes.start(["join", link, *own[index]], f"peer-{index}", program=(program,))
-
-
-def _watch(nodes: Nodes, rounds: int, display: Display, liveness: Liveness) -> None:
-    """Show the rounds until all nodes have ended."""
-    shown, step = 0, max(rounds // 10, 1)
-    tick = threading.Event()
-    while not nodes.check():
-        tick.wait(LOOK_S)
-        found = liveness.look(sum(process.poll() == 0 for process in nodes.processes))
-        events = [[event for event in node if event["event"] == "rl"] for node in found]
-        done = min(map(len, events), default=0)
-        if done > shown and (done == rounds or done - shown >= step):
-            rewards = "  ".join(_mean_reward(node[shown:done]) for node in events)
-            foreign = sum(event["foreign"] for node in events for event in node[shown:done])
-            display.message(f"round {done} of {rounds}: reward {rewards}, {foreign} groups of others learnt from")
-            shown = done
+def _rounds(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [event for event in events if event["event"] == "rl"]
 
 
 def _mean_reward(events: Sequence[Mapping[str, Any]]) -> str:
@@ -125,24 +80,21 @@ def _mean_reward(events: Sequence[Mapping[str, Any]]) -> str:
     return f"{statistics.fmean(known):.3f}" if known else "-"
 
 
-def bans(
-    nodes: Sequence[Mapping[str, Any]], events: Sequence[Sequence[Mapping[str, Any]]], cheat: int, round_s: float
-) -> dict[str, Any]:
+def bans(nodes: Sequence[Mapping[str, Any]], events: Events, cheat: int, round_s: float) -> dict[str, Any]:
     """Return which ``nodes`` were banned, from their ``events``; the last ``cheat`` cheat.
 
     Until the first node ended, for one that is gone cannot hand out its evidence. "banned_after": for each that cheats, the rounds
     of verification, of ``round_s`` seconds, from its first completions until all honest ones had banned it; None: they did not.
     """
     peers = [next(event["peer"] for event in node if event["event"] == "start") for node in events]
-    end = min(max(event["time"] for event in node if event["event"] == "rl") for node in events)
+    end = min(max(event["time"] for event in _rounds(node)) for node in events)
     seen = [[event for event in node if event["event"] == "verify" and event["time"] <= end] for node in events]
     honest = len(nodes) - cheat
 
     def after(index: int) -> float | None:
         firsts = [next((one["time"] for one in mine if peers[index] in one["banned"]), None) for mine in seen[:honest]]
         known = [first for first in firsts if first is not None]
-        began = next(event["time"] for event in events[index] if event["event"] == "rl")
-        return (max(known) - began) / round_s if len(known) == honest else None
+        return (max(known) - _rounds(events[index])[0]["time"]) / round_s if len(known) == honest else None
 
     found = {peer for mine in seen[:honest] for one in mine for peer in one["banned"]}
     rewards = {key: statistics.fmean(node[key] for node in nodes[:honest]) for key in ("final_reward", "cumulative_reward")}

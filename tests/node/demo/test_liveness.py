@@ -239,7 +239,7 @@ def test_nodes_that_are_verified_have_one_policy():
 @pytest.mark.parametrize(("cheat", "rate"), [(1, 0.0), (2, 1.0)])
 def test_cheats_that_nobody_would_find_are_refused(cheat, rate):
     with pytest.raises(ConfigError, match="--cheat needs"):
-        run_demo(peers=2, cheat=cheat, more={"verify.audit_rate": rate})
+        run_demo(peers=2, rounds=1, seed=0, device="cpu", keep=None, verbose=False, cheat=cheat, more={"verify.audit_rate": rate})
 
 
 def history(peer, begins, *bans, ends=100.0):
