@@ -82,7 +82,7 @@ PACKAGES = {
 }  # fmt: skip
 FREE = {
     "swarm": {"errors", "file_lock", "identity"},
-    "node": {"console", "help", "task", "user_code"},
+    "node": {"console", "task", "user_code"},
     "optim": {"device"},
     "verification": set(),
 }

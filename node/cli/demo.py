@@ -12,6 +12,7 @@ from shoal.node.cli.options import (
     COMPUTING_FLAGS,
     METRICS_FLAGS,
     RL_FLAGS,
+    SET_FLAG,
     TASK_FLAGS,
     SettingsCommand,
     json_option,
@@ -19,12 +20,11 @@ from shoal.node.cli.options import (
     set_option,
 )
 from shoal.node.console import dumps, log_to_stderr
-from shoal.node.help import AVERAGING, titled
 
 
 @click.command(
     cls=SettingsCommand,
-    settings=[TASK_FLAGS, AVERAGING_FLAGS, COMPUTING_FLAGS, RL_FLAGS, METRICS_FLAGS],
+    settings=[TASK_FLAGS, AVERAGING_FLAGS, COMPUTING_FLAGS, RL_FLAGS, METRICS_FLAGS, SET_FLAG],
     short_help="Train with several real nodes on this machine.",
 )
 @click.option("--peers", type=click.IntRange(1, 64), default=4, show_default=True, help="Nodes to start.")
@@ -35,7 +35,7 @@ from shoal.node.help import AVERAGING, titled
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the nodes' folders here.  [default: a temporary one]")
 @click.option("--no-compare", is_flag=True, help="Leave out training alone, which takes as long again.")
 @click.option("--cheat", type=click.IntRange(0, 63), default=0, help="rl, --verify: so many nodes cheat, and are found.")
-@titled(AVERAGING, set_option)
+@set_option
 @json_option
 @click.option("--verbose", is_flag=True, help="Show what the nodes log.")
 def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) -> None:
@@ -65,9 +65,9 @@ def demo(as_json: bool, no_compare: bool, every: int, cheat: int, **flags: Any) 
         report = rl.run_demo(cheat=cheat, more=given, **own)
         click.echo(dumps(report) if as_json else rl.summary(report))
         return
-    from shoal.node.demo.demo import run_demo, summary
-
     if cheat:
         raise ConfigError("--cheat is for --task rl with --verify 1: leave it out, or give these too.")
+    from shoal.node.demo.demo import run_demo, summary
+
     report = run_demo(every=every, compare=not no_compare, more=given, **own)
     click.echo(dumps(report) if as_json else summary(report))

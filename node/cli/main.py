@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -18,9 +20,31 @@ from shoal.node.cli.up import join, up
 from shoal.node.cli.verify import verify
 from shoal.node.cli.watch import watch
 from shoal.node.console import ExitCode, drop_lost_output, epilogue
-from shoal.node.help import Chapters
 from shoal.node.user_code import explained
 from shoal.swarm.errors import ShoalError
+
+
+class Chapters(click.Group):
+    """Group that lists its commands in chapters, in the order in which they were added."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.chapters: dict[str, Sequence[click.Command]] = {}
+
+    def add_chapter(self, title: str, *commands: click.Command) -> None:
+        self.chapters[title] = commands
+        for command in commands:
+            self.add_command(command)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the chapters, each command with its whole first sentence."""
+        widest = max(map(len, self.commands))
+        for title, commands in self.chapters.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{command.name:{widest}}", command.short_help or "") for command in commands])
 
 
 @click.group(

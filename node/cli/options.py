@@ -10,7 +10,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import click
 
 from shoal.node.console import log_to_stderr
-from shoal.node.help import AVERAGING, COMPUTING, NETWORK, NODE, OUTPUT, RL, TASK, HelpfulCommand, entitle, one_of
+
+TITLES = (
+    "Options", "The run", "Task and data", "This node", "Averaging, alike on all nodes", "Computing, each node its own way",
+    "Network and limits",
+    "Reinforcement learning, with --task rl", "Output",
+)  # fmt: skip
+"""Groups of options, in the order in which `--help` shows them."""
+OPTIONS, RUN, TASK, NODE, AVERAGING, COMPUTING, NETWORK, RL, OUTPUT = TITLES
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 verbose_option = click.option("--verbose", is_flag=True, help="Log what the network does on stderr.")
@@ -38,6 +45,7 @@ NODE_FLAGS = {
 COMPUTING_FLAGS = {COMPUTING: NODE_FLAGS[COMPUTING][:2]}
 AVERAGING_FLAGS = {AVERAGING: ("outer.method", "outer.round", "outer.codec", "outer.robust", "verify.audit_rate")}
 RL_FLAGS = {RL: ("rl.env", "rl.policy")}
+SET_FLAG = {AVERAGING: ("assigned",)}
 METRICS_FLAGS = {OUTPUT: ("node.metrics", "node.tensorboard", "node.wandb")}
 NAMES = {"task.hooks": "task", "task.options": "option", "verify.audit_rate": "verify"}
 """Flags that are not called as their settings are."""
@@ -57,21 +65,36 @@ def waiting(what: str) -> None:
         click.echo(f"{what} ...", err=True)
 
 
-class SettingsCommand(HelpfulCommand):
+class SettingsCommand(click.Command):
     """Command with flags of ``settings`` (title -> dotted keys), each of which is in the parameters by its dotted key.
 
-    They are made when they are first looked at: pydantic takes longer to import than all that `shoal --help` needs.
+    They are made when they are first looked at: pydantic takes longer to import than all that `shoal --help` needs. A key without
+    a dot is an option of the command's own, which is shown under that title.
     """
 
     def __init__(self, *args: Any, settings: Sequence[Mapping[str, Sequence[str]]], **named: Any) -> None:
-        self._settings = [(title, key) for group in settings for title, keys in group.items() for key in keys]
+        self._titles = {key: title for group in settings for title, keys in group.items() for key in keys}
+        self._unmade = [key for key in self._titles if "." in key]
         super().__init__(*args, **named)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups in the order of `TITLES`."""
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in TITLES}
+        titles = {**self._titles, "as_json": OUTPUT, "verbose": OUTPUT}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                last = parameter is self.get_help_option(ctx)
+                groups[OUTPUT if last else titles.get(str(parameter.name), OPTIONS)].append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
     @property
     def params(self) -> list[click.Parameter]:
-        while self._settings:
-            title, key = self._settings.pop(0)
-            self._params.append(entitle(title, _option(key)))
+        while self._unmade:
+            self._params.append(_option(self._unmade.pop(0)))
         return self._params
 
     @params.setter
@@ -93,7 +116,8 @@ def _option(key: str) -> click.Option:
         shown = f"  [default: {field.default}]" if isinstance(field.default, (str, int, float)) and field.default else ""
         given["help"] = f"{field.description}{shown}"
         if choices and len(kinds) == 1:
-            given["shell_complete"] = one_of(*choices)
+            # It completes the value in a shell; the settings check it, against what there is.
+            given["shell_complete"] = lambda ctx, parameter, begun: [choice for choice in choices if choice.startswith(begun)]
             given["metavar"] = "|".join(choices) if len(choices) <= MOST_CHOICES else name.upper()
         elif kinds & {list, dict}:
             given["multiple"] = True

@@ -15,6 +15,8 @@ from shoal.node.cli.options import (
     METRICS_FLAGS,
     NODE_FLAGS,
     RL_FLAGS,
+    RUN,
+    SET_FLAG,
     SettingsCommand,
     json_option,
     overrides,
@@ -23,7 +25,6 @@ from shoal.node.cli.options import (
 )
 from shoal.node.cli.swarm import link_for
 from shoal.node.console import ExitCode, dumps, log_to_stderr
-from shoal.node.help import AVERAGING, RUN, titled
 
 if TYPE_CHECKING:
     from shoal.node.config.settings import Settings
@@ -46,11 +47,11 @@ def plain_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(
     cls=SettingsCommand,
-    settings=[RUN_FLAGS, NODE_FLAGS, AVERAGING_FLAGS, RL_FLAGS, METRICS_FLAGS],
+    settings=[RUN_FLAGS, NODE_FLAGS, AVERAGING_FLAGS, RL_FLAGS, METRICS_FLAGS, SET_FLAG],
     short_help="Create a swarm and start a node in it.",
 )
 @click.argument("file", required=False, type=click.Path(path_type=Path), metavar="[SWARM.TOML]")
-@titled(AVERAGING, set_option)
+@set_option
 @plain_options
 def up(file: Path | None, **flags: Any) -> int:
     """Create a swarm, start a node in it, and print the link by which others join.
@@ -68,15 +69,14 @@ def up(file: Path | None, **flags: Any) -> int:
 
 
 @click.command(
-    cls=SettingsCommand, settings=[NODE_FLAGS, RL_FLAGS, METRICS_FLAGS], short_help="Join a swarm by its link and train with it."
+    cls=SettingsCommand,
+    settings=[{RUN: ("yes", "steps", "assigned")}, NODE_FLAGS, RL_FLAGS, METRICS_FLAGS],
+    short_help="Join a swarm by its link and train with it.",
 )
 @click.argument("link", metavar="LINK|NAME")
-@titled(
-    RUN,
-    click.option("--yes", is_flag=True, help="With NAME: join the public swarm of that name without asking."),
-    click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]"),
-    click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of this node's own tables."),
-)
+@click.option("--yes", is_flag=True, help="With NAME: join the public swarm of that name without asking.")
+@click.option("--steps", type=int, help="Inner steps of this node.  [default: the swarm's]")
+@click.option("--set", "assigned", multiple=True, metavar="KEY=VALUE", help="Override a setting of this node's own tables.")
 @plain_options
 def join(link: str, yes: bool, steps: int | None, **flags: Any) -> int:
     """Join the swarm of LINK and train with it. Prints a link that others can join by, with more members than LINK has.

@@ -11,9 +11,8 @@ from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
 from shoal.node.cli.main import cli
-from shoal.node.cli.options import overrides
+from shoal.node.cli.options import TITLES, overrides
 from shoal.node.config.settings import Settings, known_keys, load
-from shoal.node.help import TITLES
 from shoal.optim import METHODS
 
 
