@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shoal.node.console import amount
 from shoal.optim.methods import METHODS
 from shoal.swarm.exchange.cost import GOOD, Forecast, Line, Work, forecast, least_every
 from shoal.swarm.manifest import OuterSettings
@@ -188,11 +189,3 @@ def _instead(chosen: Row, found: Sequence[Row]) -> str:
         if same and row.blocks and row.forecast.utilisation < GOOD:
             return f" (with lag 0, which waits for each exchange, it would compute {100 * row.forecast.utilisation:.0f} %)"
     return ""
-
-
-def amount(nbytes: float) -> str:
-    """Format a number of bytes: ``1.2 GB``."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes / 1e3:.3g} kB"

@@ -10,7 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shoal.node.plan import MEMORY_SOURCE, advise, amount, rows
+from shoal.node.console import amount
+from shoal.node.plan import MEMORY_SOURCE, advise, rows
 from shoal.swarm.access import Link
 from shoal.swarm.errors import MessageError, NetworkError, ShoalError
 from shoal.swarm.exchange.cost import BUSY, GOOD, Line

@@ -250,7 +250,7 @@ def pull(
     if not all_finite(tensors):
         clear_download(out / ASIDE)
         raise PullError("The weights of this swarm hold NaN or infinity: its training has failed.")
-    about = {**_about(link, manifest, header, built, why), **_trained_by(manifest, header, members)}
+    about = _about(link, manifest, header, members, built, why)
     about |= {"values": FLOAT32.nbytes(header.shapes) // 4, "held_out_loss": None, "held_out_on": None}
     aside = out / ASIDE / "new"
     if built is not None:
@@ -369,13 +369,19 @@ def _fetch(host: Host, query: StateQuery, sources: Sequence[Peer], folder: Path)
         return header, FLOAT32.decode(kept.payload()[: FLOAT32.nbytes(header.shapes)], header.shapes)
 
 
-def _about(link: Link, manifest: Manifest, header: StateHeader, built: BuiltModel | None, why: str) -> dict[str, Any]:
+def _about(
+    link: Link, manifest: Manifest, header: StateHeader, members: Mapping[str, Member], built: BuiltModel | None, why: str
+) -> dict[str, Any]:
+    """Return what the weights are and how they came to be, by the swarm's settings and what its members report."""
+    outer, train = manifest.outer.resolved(), manifest.train
+    losses = [member.loss for member in members.values() if member.loss is not None]
+    steps = [member.step for member in members.values()] or [0]
     notes = []
     if built is None:
         notes.append(f"{why} Without it the parameters are numbered, in the order in which the swarm's task has them.")
     elif float_buffers(built.model):
         notes.append("Buffers that are not parameters (running statistics) are those of a fresh model: peers do not hand them out.")
-    about: dict[str, Any] = {
+    return {
         "swarm": link.swarm,
         "name": manifest.name,
         "round": header.round,
@@ -385,22 +391,10 @@ def _about(link: Link, manifest: Manifest, header: StateHeader, built: BuiltMode
         "method": manifest.outer.method,
         "named": built is not None,
         "notes": notes,
-    }
-    if built is not None and type(built.model) is GPT:
-        about["model"] = _size(built.model)
-    return about
-
-
-def _trained_by(manifest: Manifest, header: StateHeader, members: Mapping[str, Member]) -> dict[str, Any]:
-    """Return how the weights came to be, for the model card: the swarm's settings, and what its members report."""
-    outer, train = manifest.outer.resolved(), manifest.train
-    losses = [member.loss for member in members.values() if member.loss is not None]
-    steps = [member.step for member in members.values()] or [0]
-    knobs = {name: value for name in ("optimizer", *INNER) if (value := getattr(train, name)) is not None}
-    return {
+        **({"model": _size(built.model)} if built is not None and type(built.model) is GPT else {}),
         "created": manifest.created,
         "outer": {**outer.knobs(), "codec": outer.codec, "round": outer.round, "robust": outer.robust, "finish": outer.finish},
-        "train": knobs,
+        "train": {name: value for name in ("optimizer", *INNER) if (value := getattr(train, name)) is not None},
         "rounds": header.round // int(manifest.outer.overlap().get("fragments", 1)),
         "peers": len(members),
         "steps": [min(steps), max(steps)],

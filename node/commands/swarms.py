@@ -12,9 +12,8 @@ from typing import Any
 import click
 
 from shoal.node.config.settings import ConfigError, default_identity_path
-from shoal.node.console import dumps, plural
+from shoal.node.console import amount, dumps, plural
 from shoal.node.console import table as grid
-from shoal.node.plan import amount
 from shoal.node.tasks.text_size import listed_parameters
 from shoal.swarm.access import Link, address_problem
 from shoal.swarm.errors import LinkError, NetworkError
@@ -172,14 +171,15 @@ def described(one: dict[str, Any]) -> str:
     device = "a processor, without a GPU" if one["device"] == "cpu" else f"a GPU ({one['device']})"
     return (
         f"{one['name']} ({one['swarm'][:SHOWN_ID]}): {one['task']} by {one['method']}, {_peers(one['peers'])} as a bootstrap node "
-        f"says. As a member says, its model has {_count(one['params'])} parameters, a node sends {amount(one['round_bytes'])} in a "
-        f"round, and that member computes on {device}." + (f" It needs {' and '.join(needs)}." if needs else "")
+        f"says. As a member says, its model has {amount(one['params'], '')} parameters, a node sends "
+        f"{amount(one['round_bytes'])} in a round, and that member computes on {device}."
+        + (f" It needs {' and '.join(needs)}." if needs else "")
     )
 
 
 def _cells(one: dict[str, Any]) -> list[str]:
     return [
-        one["name"], one["task"], one["method"], _peers(one["peers"]).partition(" peer")[0], _count(one["params"]),
+        one["name"], one["task"], one["method"], _peers(one["peers"]).partition(" peer")[0], amount(one["params"], ""),
         amount(one["round_bytes"]), "-" if one["memory"] is None else amount(one["memory"]), one["device"],
         one["swarm"][:SHOWN_ID],
     ]  # fmt: skip
@@ -187,10 +187,3 @@ def _cells(one: dict[str, Any]) -> list[str]:
 
 def _peers(count: int) -> str:
     return f"{count} or more peers" if count >= MAX_MEMBERS else plural(count, "peer")
-
-
-def _count(number: int) -> str:
-    for unit, size in ((" G", 1e9), (" M", 1e6), (" k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)

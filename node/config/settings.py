@@ -180,20 +180,6 @@ def _count(value: str) -> str:
 Count = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(_count)]
 
 
-class RankSettings(BaseModel):
-    """Settings of the ranks of this node."""
-
-    gpus: Count | None = Field(
-        default=None,
-        description="GPUs to train on, a process for each: all, or a number; with the device cpu that many processes. "
-        "By default one process.",
-    )
-    parallel: Literal["ddp", "fsdp"] | None = Field(
-        default=None,
-        description="How several GPUs share a model: ddp (each holds all of it; the default) or fsdp (each holds a part).",
-    )
-
-
 MAX_LIST_BYTES = 1 << 22
 
 
@@ -333,7 +319,7 @@ def host_name() -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().split(".")[0]).strip("-")[:64] or "node"
 
 
-class NodeSettings(_Table, RankSettings):
+class NodeSettings(_Table):
     """Settings of this machine. The swarm is informed of the name and the addresses only."""
 
     name: Name = Field(default_factory=host_name, description="Name that other peers see; by default the machine's.")
@@ -408,6 +394,15 @@ class NodeSettings(_Table, RankSettings):
     )
     identity: PathSetting | None = Field(
         default=None, description="The key file; by default ~/.config/shoal/identity.key ($XDG_CONFIG_HOME is respected)."
+    )
+    gpus: Count | None = Field(
+        default=None,
+        description="GPUs to train on, a process for each: all, or a number; with the device cpu that many processes. "
+        "By default one process.",
+    )
+    parallel: Literal["ddp", "fsdp"] | None = Field(
+        default=None,
+        description="How several GPUs share a model: ddp (each holds all of it; the default) or fsdp (each holds a part).",
     )
 
     _runs: Path = PrivateAttr(default_factory=lambda: _absolute(Path("runs")))

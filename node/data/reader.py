@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -185,10 +184,6 @@ def _read(file: Path, name: str, tokenizers: Any) -> Any:
     if file.stat().st_size > MAX_FILE:
         raise DataError(f"The tokenizer {name!r} is larger than {MAX_FILE // 2**20} MiB: name another.")
     return tokenizers.Tokenizer.from_file(str(file))
-
-
-def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    return nats_per_token / math.log(2) / bytes_per_token
 
 
 EMPTY_EPOCHS = 64

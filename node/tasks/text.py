@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.node.data.reader import BYTES, DIGEST, Reader, Tokenizer, bits_per_byte, load_tokenizer
+from shoal.node.data.reader import BYTES, DIGEST, Reader, Tokenizer, load_tokenizer
 from shoal.node.data.source import (
     HELD_OUT_ONE_IN,
     PREFIX,
@@ -242,15 +242,8 @@ class TextTask(Task):
         order: str = "",
         shuffle: int = 2**18,
     ) -> None:
-        for name, value in [
-            ("layers", layers),
-            ("width", width),
-            ("heads", heads),
-            ("context", context),
-            ("batch", batch),
-            ("max_bytes", max_bytes),
-            ("shuffle", shuffle),
-        ]:
+        sizes = {"layers": layers, "width": width, "heads": heads, "context": context, "batch": batch}
+        for name, value in {**sizes, "max_bytes": max_bytes, "shuffle": shuffle}.items():
             if not text_size.is_within(name, value):
                 raise DataError(f"The text option {name}={value!r} must be a whole number from 1 to {text_size.BOUNDS[name]}.")
         if width % heads:
@@ -396,7 +389,7 @@ class TextTask(Task):
 
     def extra_results(self, loss: float) -> dict[str, int | float]:
         """Return ``loss`` as bits per byte of the held-out documents, whatever the tokenizer, and how many records were skipped."""
-        found: dict[str, int | float] = {"bits_per_byte": bits_per_byte(loss, self._bytes_per_token)}
+        found: dict[str, int | float] = {"bits_per_byte": loss / math.log(2) / self._bytes_per_token}
         return found if self.stream is None else {**found, "skipped": self.skipped.count}
 
     @cached_property

@@ -16,7 +16,7 @@ from textual.containers import Container
 from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, RichLog, Static
 
-from shoal.node.console import figure, plural
+from shoal.node.console import amount, figure, plural
 from shoal.node.watch.source import EventSource
 from shoal.node.watch.swarm_view import Event, Points, SwarmView, chart, fault_label
 from shoal.swarm.topics.status import TAIL, lag_label, reach_label, tokens_label
@@ -91,14 +91,6 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def nbytes(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def headline(view: SwarmView) -> str:
     totals = view.totals()
     title = view.title
@@ -118,7 +110,7 @@ def headline(view: SwarmView) -> str:
         if totals["tokens_per_s"]:
             parts.append(f"{totals['tokens_per_s']:,.0f} tokens/s")
         by = " by those" if totals["sampled"] else ""
-        parts.append(f"{nbytes(totals['sent_per_s'])}/s sent, {nbytes(totals['sent'])} in all{by}")
+        parts.append(f"{amount(totals['sent_per_s'])}/s sent, {amount(totals['sent'])} in all{by}")
         if totals["rollouts_own"] is not None:
             parts.append(f"groups learnt: {totals['rollouts_own']} own, {totals['rollouts_foreign']} of others")
         if totals["claims"] is not None:
@@ -149,8 +141,8 @@ def peer_rows(view: SwarmView) -> list[tuple[str, list[Text]]]:
                     tokens_label(status.tokens_per_s, status.mfu),
                     lag_label(status.lag, status.lag_auto, status.late),
                     reach_label(status.reach, status.throughput),
-                    nbytes(peer.sent_rate) + "/s",
-                    nbytes(peer.received_rate) + "/s",
+                    amount(peer.sent_rate) + "/s",
+                    amount(peer.received_rate) + "/s",
                     figure(status.reward),
                     faults or "-",
                     f"{max(view.now - peer.heard, 0):.0f} s ago",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.node.data import reader
-from shoal.node.data.reader import Bytes, bits_per_byte, label, load_tokenizer
+from shoal.node.data.reader import Bytes, label, load_tokenizer
 from shoal.node.data.source import DataError
 from tests.node.data.tokenizers_made_here import TEXT, train
 
@@ -141,8 +141,3 @@ def test_labels_have_no_folder():
     assert [label(name) for name in ("bytes", "owner/name", "./a/tok/", "~/tok.json", "/x/y")] == [
         "bytes", "owner/name", "tok", "tok.json", "y",
     ]  # fmt: skip
-
-
-def test_bits_per_byte():
-    assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8.0)
-    assert bits_per_byte(math.log(256), 4.0) == pytest.approx(2.0)

@@ -83,7 +83,7 @@ def test_of_a_swarm_of_buckets_size_and_speed_are_estimated_by_those_heard_of(au
     assert totals["steps_per_s"] == pytest.approx(15.0 * 400)
     assert totals["loss"] == 1.0
     assert "   about 1,200 peers (estimated from 3)   round 3   " in headline(view)
-    assert "3.0 kB in all by those" in headline(view)
+    assert "3 kB in all by those" in headline(view)
     # In so large a swarm each says something every two minutes.
     view.tick(NOW + 2 * SILENT_S)
     assert view.totals()["peers"] == 3
