@@ -1,15 +1,7 @@
-"""Optional packages: one sentence for all that is missing; and imports without garbage collection.
-
-The exit codes of ``shoal``, for scripts.
-
-JSON as Shoal writes it: NaN and the infinities, which JSON does not have, are null.
-
-The set-up of what a process writes for people: logging, and streams of which the reader may go.
+"""What all commands share: exit codes, JSON, tables and numbers for people, logging, free memory, optional packages, addresses.
 
 What reads a node's output is not the node's: ``| head`` ends, ``| tee`` dies, an ssh session is gone. From then on every write
 fails, and training goes on without.
-
-The main memory that a process here may still have: the machine's, or its container's where that is less.
 """
 
 from __future__ import annotations
@@ -61,7 +53,7 @@ def epilogue() -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return ``value``, of mappings, sequences and plain values, with None for each float that is not finite."""
+    """Return ``value``, of mappings, sequences and plain values, with None for each float that is not finite: JSON has none."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -162,7 +154,7 @@ def log_to_stderr(verbose: bool) -> None:
 
 
 def free_memory(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> tuple[float, float]:
-    """Return the bytes of main memory available now, and in all."""
+    """Return the bytes of main memory available now, and in all: the machine's, or its container's where that is less."""
     try:
         values = _numbers(proc / "meminfo", 1024)
         free, total = values["MemAvailable:"], values["MemTotal:"]

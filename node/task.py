@@ -1,11 +1,8 @@
-"""The interface of a user's own task: a class with these methods (``examples/custom_model.py``).
+"""The interface of a user's own task, a class with these methods (``examples/custom_model.py``), and its batches.
 
-A class that has the methods need not derive from ``Task``; deriving brings the defaults of the optional ones.
-
-The batch of a task, whatever holds its tensors.
-
-Containers are mappings (transformers' BatchEncoding), sequences, named tuples, dataclasses, and, by their attributes,
-other objects that have a ``to``. All else is a leaf.
+A class that has the methods need not derive from ``Task``; deriving brings the defaults of the optional ones. Containers in a batch
+are mappings (transformers' BatchEncoding), sequences, named tuples, dataclasses, and, by their attributes, other objects that have
+a ``to``. All else is a leaf.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class ResumableDownload:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             os.ftruncate(self._file, self._size)
-            self._have = {chunk for chunk in range(chunks_in(wanted)) if self._right(chunk, header, digests)}
+            self.have = {chunk for chunk in range(chunks_in(wanted)) if self._right(chunk, header, digests)}
         except BaseException:
             os.close(self._file)
             raise
@@ -140,15 +140,11 @@ class ResumableDownload:
         data = os.pread(self._file, chunk_size(header.nbytes, chunk), chunk * CHUNK)
         return blake3(data).digest() == digests[chunk * DIGEST : (chunk + 1) * DIGEST]
 
-    @property
-    def have(self) -> set[int]:
-        return self._have
-
     def write(self, chunk: int, data: memoryview) -> None:
         written = 0
         while written < len(data):
             written += os.pwrite(self._file, data[written:], chunk * CHUNK + written)
-        self._have.add(chunk)
+        self.have.add(chunk)
 
     def payload(self) -> Tensor:
         """Return the file's bytes (uint8), mapped rather than read. Changes stay in memory."""

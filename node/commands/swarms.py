@@ -26,9 +26,7 @@ from shoal.swarm.seed import Seed
 LISTEN = ("/ip4/0.0.0.0/tcp/4001",)
 
 
-def run_seed(
-    identity: Path | None, *, listen: Sequence[str] = (), announce: Sequence[str] = (), relay: bool = False, as_json: bool = False
-) -> None:
+def run_seed(identity: Path | None, *, listen: Sequence[str], announce: Sequence[str], relay: bool, as_json: bool) -> None:
     """Print the addresses, one a line, and serve until SIGINT or SIGTERM. Raises StartupError, IdentityError or InUseError."""
     key = Identity.load_or_create(identity or default_identity_path().with_name("seed.key"))
     printed: set[tuple[str, ...]] = set()

@@ -6,12 +6,8 @@ and read; the next block begins with the tokens that were left over. So the plac
 document, tokens into it) and how many of its windows were read, whatever the size of the data or of a block: a resumed reader
 gathers the same block again.
 
-Tokenizers: bytes, or a tokenizer of Hugging Face by name (needs the package ``tokenizers``).
-
-All peers of a swarm must cut text alike, or tokens differ in meaning. So a tokenizer has a digest, which the manifest holds; a
-swarm gives a name on the hub, never a path on another machine.
-
-Options of a task in a swarm's manifest, and those that stay local to each node.
+All peers of a swarm must cut text alike, or tokens differ in meaning. So a tokenizer (bytes, or one of Hugging Face by name, by the
+package ``tokenizers``) has a digest, which the manifest holds; a swarm gives a name on the hub, never a path on another machine.
 """
 
 from __future__ import annotations

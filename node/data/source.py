@@ -1,14 +1,11 @@
-"""Protocol of sources of documents, and sources in memory.
-
-Assignment of documents to shards in each epoch, by pure functions, so that nobody has to coordinate it.
+"""Sources of documents, and which documents are a shard's in each epoch: by pure functions, so that nobody has to coordinate it.
 
 Where all documents are known beforehand they are shuffled for each (seed, epoch) and assigned in turn, so that the sizes of shards
 differ by one document at most. The length of a stream is not known, so there a hash of (seed, epoch, document) gives the shard.
 Either way the shards of an epoch have each document once, and the next epoch assigns them anew.
 
-Datasets of Hugging Face by name, as a stream: ``hf:NAME[/CONFIG][:SPLIT]``. Needs the package ``datasets``.
-
-Rows are fetched as they are read; only that package's cache is stored.
+Of datasets of Hugging Face (``hf:NAME[/CONFIG][:SPLIT]``, by the package ``datasets``) rows are fetched as they are read; only that
+package's cache is stored.
 """
 
 from __future__ import annotations
@@ -30,8 +27,6 @@ from typing import IO, Any, Protocol
 from shoal.node.console import require
 from shoal.node.task import Shard
 from shoal.swarm.errors import ShoalError
-
-# Errors of data.
 
 
 class DataError(ShoalError):

@@ -189,13 +189,11 @@ class ForkServer:
             if not (said := answers.recv(ANSWER)):
                 raise OSError("it said nothing")
             return ForkedProcess(int(said), answers, os.fdopen(out, encoding="utf-8"))
-        except OSError as error:
+        except BaseException as error:
             answers.close()
             os.close(out)
-            raise DemoError(f"The node {name} could not be started ({error}): {self._last_line(log)}") from error
-        except BaseException:
-            answers.close()
-            os.close(out)
+            if isinstance(error, OSError):
+                raise DemoError(f"The node {name} could not be started ({error}): {self._last_line(log)}") from error
             raise
         finally:
             theirs.close()

@@ -225,15 +225,6 @@ class _Server(ThreadingHTTPServer):
         """Ignore the error: a caller that hangs up is no fault of this node."""
 
 
-def bind(address: Address, handler: type[MetricsHandler] = _Handler) -> _Server:
-    """Return a server that holds the port. MetricsError: it is taken, or this machine has no such address."""
-    try:
-        family, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return _Server(family, place, handler)
-    except (OSError, UnicodeError) as error:
-        raise MetricsError(f"Cannot serve metrics on {address}: {_problem(error)}.") from error
-
-
 def _problem(error: OSError | UnicodeError) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EADDRINUSE:
@@ -246,13 +237,18 @@ def _problem(error: OSError | UnicodeError) -> str:
 
 
 class Endpoint:
-    """Sink that serves the newest values. MetricsError: the port is not available."""
+    """Sink that serves the newest values. MetricsError: the port is taken, or this machine has no such address."""
 
     name = "Prometheus"
 
     def __init__(self, address: Address) -> None:
         self._board = Board()
-        self._server = bind(address, type("Handler", (_Handler,), {"registry": self._board.registry}))
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, *_, place = found[0]
+            self._server = _Server(family, place, _Handler.factory(self._board.registry))
+        except (OSError, UnicodeError) as error:
+            raise MetricsError(f"Cannot serve metrics on {address}: {_problem(error)}.") from error
         self.address = Address(address.host, self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="metrics", daemon=True)
         self._thread.start()

@@ -278,13 +278,13 @@ def _import_module(name: str, spec_text: str, what: str) -> ModuleType:
         raise HookError(f"{said}: mend it.", user_trace(error)) from error
 
 
-def find_class(spec_text: str, what: str = "task", known: str = ", ".join((*BUILT_IN, "rl"))) -> type[Any]:
+def find_class(spec_text: str, what: str = "task") -> type[Any]:
     """Return the class that ``module:Class`` or ``path/file.py:Class`` names; messages call it a ``what``. Raises HookError."""
     where, colon, name = spec_text.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise HookError(
             f"The {what} {spec_text!r} is not of the form module:Class or path/file.py:Class "
-            f"and is none of the built-in ones ({known}): write it in one of these ways."
+            f"and is none of the built-in ones ({', '.join((*BUILT_IN, 'rl'))}): write it in one of these ways."
         )
     if where.endswith(".py") or "/" in where or "\\" in where:
         module = _import_file(Path(os.path.expanduser(where)), spec_text, what)

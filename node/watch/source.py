@@ -1,10 +1,9 @@
 """Sources of events: the swarm itself, or a recording. Each runs in a thread of its own until it is stopped.
 
-Light client of a swarm, on libp2p's daemon: it subscribes to the topics of statuses and receipts, and publishes nothing.
-
-Like a bootstrap node it needs neither torch nor hivemind's Python, only the daemon in hivemind's wheel. It dials the link's
-addresses first, asks a bootstrap node among them for members, and keeps connections to a few nodes, whose addresses it learns
-from their statuses; so it continues when the first peers are gone.
+The light client of a swarm, on libp2p's daemon, subscribes to the topics of statuses and receipts, and publishes nothing. Like a
+bootstrap node it needs neither torch nor hivemind's Python, only the daemon in hivemind's wheel. It dials the link's addresses
+first, asks a bootstrap node among them for members, and keeps connections to a few nodes, whose addresses it learns from their
+statuses; so it continues when the first peers are gone.
 """
 
 from __future__ import annotations
@@ -361,31 +360,28 @@ END_S = 2.0  # seconds
 Send = Callable[[Event], None]
 
 
-class EventSource:
+class EventSource(threading.Thread):
     """Source of events: a thread that does ``work``, which returns soon after its argument is set."""
 
     def __init__(self, work: Callable[[threading.Event], None]) -> None:
+        super().__init__(name="watch", daemon=True)
         self.ended = threading.Event()
         """Set when there will be no more."""
         self._work, self._stopped = work, threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         """End, and wait `END_S` at most for the network daemon, which ends with this process in any case."""
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(END_S)
+        if self.is_alive():
+            self.join(END_S)
 
     def check(self) -> None:
         """Raise the error with which it ended, if it ended with one."""
         if self._error is not None:
             raise self._error
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             self._work(self._stopped)
         except BaseException as error:

@@ -1,8 +1,7 @@
 """Model of a swarm from the statuses of its nodes: fed with events, read by the views.
 
-It never waits, reads no clock and trusts no input: every collection is bounded, and a peer is known by its key alone.
-
-Events of a watched swarm, as types and as the JSON lines that ``--json`` prints and ``--record`` keeps.
+It never waits, reads no clock and trusts no input: every collection is bounded, and a peer is known by its key alone. Events are
+types, and the JSON lines that ``--json`` prints and ``--record`` keeps.
 """
 
 from __future__ import annotations
