@@ -8,13 +8,12 @@ import copy
 import pytest
 import torch
 
-import shoal
-from tests.node.integrations.test_lightning import HERE, flat
-from tests.swarm.training.test_session import together
+from tests.node.integrations import two_peers
+from tests.node.integrations.two_peers import EVERY, STEPS, flat
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-EVERY, STEPS, PARTS = 3, 9, 2
+PARTS = 2
 
 
 def net():
@@ -58,18 +57,11 @@ def accelerator():
 def pair(with_accelerator, steps=STEPS, kept=None, **outer):
     """Two peers of a swarm, one of which ``with_accelerator(model, session)`` trains. Their results, and the first one's model."""
     models = [net(), net()]
-    first = shoal.create(state=models[0], every=EVERY, wait_s=60.0, start_when=2, network=HERE, codec="float32", **outer)
-    link = first.link
 
-    def anna():
-        with first as session:
-            return with_accelerator(models[0], session)
+    def train(name, *peer):
+        return with_accelerator(*peer) if name == "a" else by_hand(*peer, steps, kept)
 
-    def bert():
-        with shoal.join(link, state=models[1], network=HERE) as session:
-            return by_hand(models[1], session, steps, kept)
-
-    return [*together(anna, bert), models[0]]
+    return [*two_peers.pair(train, models, **outer), models[0]]
 
 
 def train(accelerator, model, opt, start, steps):

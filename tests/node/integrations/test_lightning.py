@@ -1,7 +1,5 @@
 """Lightning's trainer in a swarm: the callback takes the outer step after each of the trainer's own."""
 
-import warnings
-
 import pytest
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -9,14 +7,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import shoal
 from shoal.optim import Alone, NoLoCo
 from shoal.swarm.errors import ShoalError
-from tests.swarm.training.test_session import together
+from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat, pair
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 
 from shoal.node.integrations.lightning import SwarmCallback  # noqa: E402
 
-HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
-EVERY, STEPS = 3, 9
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Regression(lightning.LightningModule):
@@ -47,10 +44,6 @@ class Scored(Regression):
         self.log("score", float(next(self.scores, 0)))
 
 
-def flat(tensors):
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
 def trainer(folder, callback, *more, **options):
     return lightning.Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
@@ -61,25 +54,6 @@ def trainer(folder, callback, *more, **options):
 def loader(name):
     batches = torch.randn(STEPS, 5, 4, generator=torch.Generator().manual_seed(ord(name)))
     return StatefulDataLoader(list(batches), batch_size=None)  # which Lightning puts in its place again
-
-
-def pair(train, modules, **outer):
-    """Two peers of a swarm; ``train(name, module, session)`` trains one. Their results."""
-    settings = {"every": EVERY, "lag": 2, "wait_s": 60.0, "start_when": 2, "network": HERE, "codec": "float32"} | outer
-    first = shoal.create(state=modules[0], **settings)
-    link = first.link
-
-    def anna():
-        with first as s:
-            return train("a", modules[0], s)
-
-    def bert():
-        with shoal.join(link, state=modules[1], network=HERE) as s:
-            return train("b", modules[1], s)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return together(anna, bert)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +108,7 @@ def test_a_resumed_fit_goes_on_bit_by_bit(tmp_path, lag):
 @pytest.mark.parametrize("evaluate", ["fast", "slow"])
 def test_the_weights_to_evaluate_are_chosen(tmp_path, evaluate):
     module = Scored()
-    with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
         module.callback = callback = SwarmCallback(s, evaluate=evaluate)
         fitted = trainer(tmp_path, callback, max_steps=5, val_check_interval=4, limit_val_batches=1, enable_checkpointing=False)
         fitted.fit(module, loader("a"), loader("a"))
@@ -148,14 +121,10 @@ def test_the_weights_to_evaluate_are_chosen(tmp_path, evaluate):
 
 def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
     module = Regression()
-    with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with shoal.create(state=module, every=EVERY, lag=0, network=HERE, wait_s=0.5) as s:
         callback = SwarmCallback(s)
-        trainer = lightning.Trainer(
-            max_epochs=1, callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, accumulate_grad_batches=2,
-        )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
+        fitted = trainer(tmp_path, callback, max_epochs=1, enable_checkpointing=False, accumulate_grad_batches=2)
+        fitted.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
         loss = s.status()["members"][0]["loss"]
     assert (callback.opt.steps, callback.opt.round, callback.opt.tokens) == (STEPS, STEPS // EVERY, BATCHES.numel())
     assert loss is not None
@@ -172,14 +141,10 @@ def test_a_fit_is_a_loop_with_the_outer_optimizer(tmp_path):
 
 def test_a_fit_overlaps_and_leaves_nothing_in_flight(tmp_path):
     module, met = Regression(), []
-    with shoal.create(state=module, every=EVERY, network=HERE, wait_s=0.5) as s, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with shoal.create(state=module, every=EVERY, network=HERE, wait_s=0.5) as s:
         callback = SwarmCallback(s, on_round=met.append)
-        trainer = lightning.Trainer(
-            max_steps=STEPS, callbacks=[callback], accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
+        fitted = trainer(tmp_path, callback, max_steps=STEPS, enable_checkpointing=False)
+        fitted.fit(module, torch.utils.data.DataLoader(list(BATCHES), batch_size=None))
         assert callback.opt.lag_auto
         assert len(met) == callback.opt.round == STEPS // EVERY * callback.opt.fragments
 

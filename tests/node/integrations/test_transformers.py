@@ -13,12 +13,12 @@ import shoal
 from shoal.node.checkpoint.store import save
 from shoal.optim import NoLoCo, Simulation
 from shoal.swarm.errors import ShoalError
+from tests.node.integrations import two_peers
+from tests.node.integrations.two_peers import EVERY, HERE, STEPS, flat
 from tests.swarm.training.test_session import together
 
 pytestmark = [pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed") for name in ("transformers", "peft")]
 pytestmark.append(pytest.mark.usefixtures("accelerate_of_each_thread"))
-HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
-EVERY, STEPS = 3, 9
 
 
 def tiny(seed, lora=True):
@@ -127,23 +127,10 @@ def test_the_outer_step_comes_after_the_trainers_own(tmp_path):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
-def flat(tensors):
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
-
-
-def pair(folder, train, **outer):
-    """Two peers of a swarm; ``train(name, model, session)`` trains one; the results, and the models."""
+def pair(train, **outer):
+    """The results of two peers that train models which begin equal, and the models."""
     models = [tiny(0, lora=False), tiny(0, lora=False)]
-    settings = {"every": EVERY, "lag": 2, "wait_s": 60.0, "start_when": 2, "network": HERE, "codec": "float32"} | outer
-    first = shoal.create(state=models[0], **settings)
-    link = first.link
-
-    def peer(name, model, begin):
-        with begin() as session:
-            return train(name, model, session)
-
-    joining = lambda: peer("b", models[1], lambda: shoal.join(link, state=models[1], network=HERE))  # noqa: E731
-    return together(lambda: peer("a", models[0], lambda: first), joining), models
+    return two_peers.pair(train, models, **outer), models
 
 
 def saved_weights(folder, model):
@@ -181,7 +168,7 @@ def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept
         assert made.state.best_model_checkpoint.endswith(f"checkpoint-{EVERY}")
         return flat(callback.opt.slow)
 
-    slow, models = pair(tmp_path, train, finish="average")
+    slow, models = pair(train, finish="average")
     for name, model in zip("ab", models, strict=True):
         best = saved_weights(tmp_path / name / f"checkpoint-{EVERY}", model)
         assert (flat(model.parameters()) - best).abs().max() == 0
@@ -192,7 +179,7 @@ def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept
         trainer(model, rows("ab".index(name)), tmp_path / "plain" / name, more={"max_steps": last}, callbacks=[callback]).train()
         return flat(callback.opt.slow)
 
-    plain, _ = pair(tmp_path, undisturbed, finish="average")
+    plain, _ = pair(undisturbed, finish="average")
     assert torch.equal(slow[0], slow[1])
     assert torch.equal(slow[0], plain[0])
 
@@ -208,11 +195,9 @@ def test_a_resumed_trainer_goes_on_bit_by_bit(tmp_path, lag):
         )
         return flat([*callback.opt.slow, *callback.opt.rule_state["momentum"]]), callback.opt.round
 
-    straight, models = pair(tmp_path, lambda *peer: train(SAVING, None, *peer), lag=lag)
+    straight, models = pair(lambda *peer: train(SAVING, None, *peer), lag=lag)
     expected = [flat(model.parameters()) for model in models]
-    resumed, models = pair(
-        tmp_path, lambda name, *peer: train({}, str(tmp_path / name / f"checkpoint-{2 * EVERY}"), name, *peer), lag=lag
-    )
+    resumed, models = pair(lambda name, *peer: train({}, str(tmp_path / name / f"checkpoint-{2 * EVERY}"), name, *peer), lag=lag)
     for (found, round), (wanted, rounds), model, weights in zip(resumed, straight, models, expected, strict=True):
         assert round == rounds
         assert torch.equal(found, wanted)

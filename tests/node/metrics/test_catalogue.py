@@ -304,8 +304,3 @@ def test_addresses(text, address):
 def test_what_is_no_address(text):
     with pytest.raises(ValueError, match="it should be a port or HOST:PORT"):
         parse_address(text)
-
-
-def test_further_ports():
-    assert parse_address("9464").next(3) == Address("127.0.0.1", 9467)
-    assert parse_address("0").next(3).port == 0

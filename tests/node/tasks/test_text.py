@@ -1,7 +1,5 @@
 """The built-in text task: what is assigned to whom, what is refused, and that the model learns."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -177,11 +175,13 @@ def test_unreadable_file_is_one_sentence(tmp_path, monkeypatch):
         read_documents(str(tmp_path), 2**20)
 
 
-@pytest.mark.parametrize("options", [{"layers": 0}, {"width": 30}, {"lr": 0.0}, {"batch": "8"}, {"warmup": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": 0}, {"width": 30}, {"lr": 0.0}, {"batch": "8"}, {"warmup": -1}, {"order": "sorted"}, {"field": ""},
+        {"tokenizer": 3}, {"shuffle": 0},
+    ],
+)  # fmt: skip
 def test_bad_options_are_named(options):
     with pytest.raises(DataError, match=next(iter(options))):
         TextTask(**options)
-
-
-def test_shard_is_a_value():
-    assert dataclasses.asdict(Shard(1, 4, 9)) == {"index": 1, "of": 4, "seed": 9}

@@ -1,5 +1,7 @@
 """Statuses of peers that exist here alone, and the bytes in which they would arrive."""
 
+import threading
+
 import pytest
 
 from shoal.node.watch.swarm_view import Heard
@@ -11,6 +13,13 @@ from tests import clocks
 
 SWARM = swarm_id(b"")
 NOW = 1_800_000_000.0
+
+
+class Source:
+    """A source of no events."""
+
+    def __init__(self):
+        self.ended = threading.Event()
 
 
 class Author:

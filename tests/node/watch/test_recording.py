@@ -2,7 +2,6 @@
 
 import asyncio
 import queue
-import threading
 
 import pytest
 from rich.text import Text
@@ -22,7 +21,7 @@ from shoal.node.watch.swarm_view import (
     line_of,
 )
 from shoal.node.watch.tui import LABEL, MEAN, plot
-from tests.node.watch.conftest import NOW, SWARM
+from tests.node.watch.conftest import NOW, SWARM, Source
 
 
 @pytest.fixture
@@ -116,16 +115,7 @@ def test_lines_are_printed_and_recorded(events, file, tmp_path, capsys):
     print_lines(inbox, source, None)
     source.check()
     assert capsys.readouterr().out == file.read_text() == (tmp_path / "again.jsonl").read_text()
-    print_lines(inbox, Endless(), 0.01)  # ends when time is up
-
-
-class Endless:
-    ended = threading.Event()
-
-
-class Source:
-    def __init__(self):
-        self.ended = threading.Event()
+    print_lines(inbox, Source(), 0.01)  # ends when time is up
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import asyncio
 import json
 import queue
 import re
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from shoal.node.watch.source import Recorder
 from shoal.node.watch.swarm_view import Described, MessageRefused, SwarmView, Unreachable, WatchError
 from shoal.swarm.access import Link
-from tests.node.watch.conftest import NOW, SWARM
+from tests.node.watch.conftest import NOW, SWARM, Source
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
@@ -24,11 +23,6 @@ from shoal.node.watch import web
 from shoal.node.watch.web import LINES, POINTS, ROWS, page_data
 
 PAGES = []  # the one that `gated` serves
-
-
-class Source:
-    def __init__(self):
-        self.ended = threading.Event()
 
 
 def with_page(work, events=(), live=False, link=None, **options):

@@ -1,0 +1,29 @@
+"""Two peers of one swarm, in threads of this process."""
+
+import torch
+
+import shoal
+from tests.swarm.training.test_session import together
+
+HERE = shoal.NetworkOptions(listen=("/ip4/127.0.0.1/tcp/0",), relay="off")
+EVERY, STEPS = 3, 9
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def pair(train, models, **outer):
+    """``train(name, model, session)`` trains one, "a" or "b"; their results."""
+    settings = {"every": EVERY, "lag": 2, "wait_s": 60.0, "start_when": 2, "network": HERE, "codec": "float32"} | outer
+    first = shoal.create(state=models[0], **settings)
+    link = first.link
+
+    def peer(name, model, begin):
+        with begin() as session:
+            return train(name, model, session)
+
+    return together(
+        lambda: peer("a", models[0], lambda: first),
+        lambda: peer("b", models[1], lambda: shoal.join(link, state=models[1], network=HERE)),
+    )
