@@ -172,10 +172,7 @@ class ForkServer:
                 env=env,
                 start_new_session=True,
             )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def start(self, command: Sequence[str], log: IO[str], name: str) -> ForkedProcess:
         """Run ``python -m COMMAND`` in a fork called ``name``, with its stderr into ``log``. DemoError if it does not start."""

@@ -335,11 +335,8 @@ class Timeline:
         self._times = list(accumulate((event.time for event in self._events), max))
         self._kept: dict[int, SwarmView] = {0: SwarmView()}
         self._at, self._view = 0, SwarmView()
-
-    @property
-    def span(self) -> tuple[float, float]:
+        self.span = (self._times[0], self._times[-1]) if self._times else (0.0, 0.0)
         """Unix times of the first and the last event; two zeros if there is none."""
-        return (self._times[0], self._times[-1]) if self._times else (0.0, 0.0)
 
     def view_at(self, time: float) -> tuple[SwarmView, bool]:
         """Return the view of all events up to ``time``, valid until the next call, and whether these are all."""

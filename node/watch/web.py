@@ -127,7 +127,7 @@ def page_data(view: SwarmView, *, ended: bool, link: ShownLink | None = None) ->
                 "sent_per_s": peer.sent_rate,
                 "received_per_s": peer.received_rate,
                 "confirmed": confirmed[key],
-                "partners": [view.name(tail) for tail in peer.partners],
+                "partners": names(peer.partners),
                 "faults_text": ", ".join(swarm_view.fault_label(kind, count) for kind, count in peer.status.faults),
                 **peer.status.model_dump(
                     mode="json", exclude={"doing", "swarm", "peer", "rounds", "addresses", "projection", "banned", "faults"}
