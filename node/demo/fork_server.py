@@ -21,7 +21,6 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
@@ -125,7 +124,7 @@ def _name(name: str) -> None:
         file.write(f"shoal {name}".encode()[:15])
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Serve; in a fork, be its node from start to end."""
     requests = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDONLY)
@@ -137,4 +136,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

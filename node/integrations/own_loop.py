@@ -152,9 +152,7 @@ class Run:
             ) from error
         self._sinks = open_sinks(self._node, log.warning)
         self._saver = CheckpointWriter(self.folder, keep=keep, state=self._state, notify=log.warning)
-        self._session: Session | None = None
-        self._opt: OuterOptimizer | None = None
-        self._metrics: Metrics | None = None
+        self._recording: tuple[Session, OuterOptimizer, Metrics] | None = None
         self._base, self._shown = 0, -math.inf
         self._losses: list[float] = []  # since the last round
 
@@ -185,12 +183,13 @@ class Run:
             RunError: the run was recorded before. MetricsError: metrics cannot be written where they were asked for.
             CheckpointError: the last checkpoint was not saved; the model and the metrics are complete all the same.
         """
-        if self._session is not None:
+        if self._recording is not None:
             raise RunError("A run is recorded once: make another Run for the next session.")
-        self._session, self._opt, self._base = session, opt, self.step - opt.steps
+        self._base = self.step - opt.steps
         self._sinks.begin(about(self._node.name, session.membership, opt.parameters[0].device))
-        with closing(self._sinks), closing(Metrics(self.folder / FILE, log.warning, self._sinks)) as self._metrics:
-            self._metrics.write("start", peer=session.membership.identity.peer_id, name=self._node.name, steps=self.step)
+        with closing(self._sinks), closing(Metrics(self.folder / FILE, log.warning, self._sinks)) as metrics:
+            self._recording = session, opt, metrics
+            metrics.write("start", peer=session.membership.identity.peer_id, name=self._node.name, steps=self.step)
             session.on_report = self._after_round
             failure: str | None = None
             try:
@@ -200,7 +199,7 @@ class Run:
             finally:
                 session.on_report = None
                 traffic = session.membership.host.traffic
-                self._metrics.write("end", steps=self.step, bytes_sent=traffic.sent, bytes_received=traffic.received)
+                metrics.write("end", steps=self.step, bytes_sent=traffic.sent, bytes_received=traffic.received)
         if failure is not None:
             raise CheckpointError(failure)
 
@@ -225,9 +224,9 @@ class Run:
         self._begun()[2].write("evaluation", step=self.step, loss=loss)
 
     def _begun(self) -> tuple[Session, OuterOptimizer, Metrics]:
-        if self._session is None or self._opt is None or self._metrics is None:
+        if self._recording is None:
             raise RunError("Nothing is recorded yet: put the loop into `with run.recording(session, opt):`.")
-        return self._session, self._opt, self._metrics
+        return self._recording
 
     def _after_round(self, info: RoundInfo, report: RoundReport) -> None:
         session, opt, metrics = self._begun()

@@ -15,7 +15,7 @@ from shoal.node.demo.nodes import DemoError, Nodes, read_line
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nodes are forked on Linux only")
 
 WAIT_S = 60.0
-SERVER = "from shoal.node.demo import fork_server as f; f.import_all = lambda: __import__('numpy.random'); f.main([])"
+SERVER = "from shoal.node.demo import fork_server as f; f.import_all = lambda: __import__('numpy.random'); f.main()"
 ABOUT = """
 import gc, json, os, signal, stat, sys, threading
 numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE)

@@ -123,7 +123,7 @@ def test_a_last_checkpoint_that_fails_is_an_error_after_all_else_is_done(tmp_pat
     with pytest.raises(CheckpointError, match=r"run\.extra keeps a object"):
         train(run, model, inner, 4, lambda run: run.extra.update(late=object()))
     assert events(tmp_path, "end")[0]["steps"] == 4
-    assert run._opt.round == 1  # it was finished
+    assert run._begun()[1].round == 1  # it was finished
 
 
 def test_who_joins_takes_over_what_a_run_restored_after_its_session_began(tmp_path):
