@@ -1,12 +1,46 @@
 """The benchmarks are no installed package: their tests take them from the repository, however pytest was called."""
 
+import os
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "SHOAL_BENCH_TEST"
+sys.path.insert(0, str(ROOT))
+
+
+def marked():
+    """Every process that inherited the environment of a program of this test."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == str(os.getpid()):
+                yield process
+
+
+@pytest.fixture
+def program():
+    """Runs a benchmark by its path; how it ended, with ``code``. Nothing of it is left in the end.
+
+    ``nodes``: it starts nodes, which are to be of this checkout.
+    """
+
+    def program(script, *options, timeout=280, code=0, nodes=False, **env):
+        env |= {MARK: str(os.getpid()), **({"PYTHONPATH": str(ROOT)} if nodes else {})}
+        done = subprocess.run(
+            [sys.executable, ROOT / "bench" / script, *map(str, options)], capture_output=True, text=True, timeout=timeout,
+            cwd=ROOT, env={**os.environ, **env},
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        return done
+
+    yield program
+    assert psutil.wait_procs(list(marked()), timeout=5)[1] == []
 
 
 @pytest.fixture

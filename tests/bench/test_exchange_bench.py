@@ -1,41 +1,13 @@
 """The benchmark of the exchange runs, says what it promises, and leaves nothing behind; its timings are not judged here."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import psutil
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "exchange.py"
-MARK = "SHOAL_BENCH_TEST"
-
-
-def descendants(mark: str) -> list[psutil.Process]:
-    """Every process that inherited the environment of the one with ``mark``."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def bench(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *options], capture_output=True, text=True, timeout=120,
-        env={**os.environ, MARK: str(os.getpid())},
-    )  # fmt: skip
 
 
 @pytest.mark.slow(reason="20 s: a process for each end of each measurement")
-def test_json_has_a_row_per_size_and_nothing_is_left_behind() -> None:
-    done = bench("--mb", "1", "--against", "tcp", "--repeats", "1", "--json")
-    assert done.returncode == 0, done.stderr
+def test_json_has_a_row_per_size_and_nothing_is_left_behind(program):
+    done = program("exchange.py", "--mb", "1", "--against", "tcp", "--repeats", "1", "--json", timeout=120)
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     assert result["repeats"] == 1
@@ -50,4 +22,3 @@ def test_json_has_a_row_per_size_and_nothing_is_left_behind() -> None:
     assert row["ratio_hivemind"] is None
     assert row["peak_rss_mb"] >= row["before_rss_mb"] > 0
     assert "TCP" in done.stderr  # the table is for people, so it does not mix with the JSON
-    assert psutil.wait_procs(descendants(str(os.getpid())), timeout=5)[1] == []

@@ -6,9 +6,7 @@ import math
 import os
 import socket
 import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -129,7 +127,6 @@ def test_namespaces_carry_and_leave_nothing():
     assert not any(name in left for name in names)
 
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "latency.py"
 # NoLoCo's figures 5A and 5B in numbers, by an earlier simulation that shares no code with this one.
 FIGURE_5A = {  # peers -> all-reduce over pair, for each of SPREADS
     4: (2.0, 2.10, 2.22, 2.33, 2.42, 2.43),
@@ -189,10 +186,8 @@ def test_a_barrier_of_two_is_the_pair():
     assert [cell.value for cell in barrier_ratios(2, 2, seeded(), rounds=20)] == pytest.approx([1.0] * len(STEPS))
 
 
-def test_one_line_of_json(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--peers", "4,10", "--samples", "2", "--runs", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_one_line_of_json(program):
+    done = program("latency.py", "--peers", "4,10", "--samples", "2", "--runs", "2", "--json", timeout=120)
     result = json.loads(done.stdout)
     assert [row["peers"] for row in result["tree"]] == [4, 10]
     assert [cell["cv"] for cell in result["tree"][0]["cells"]] == list(SPREADS)

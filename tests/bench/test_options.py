@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -56,28 +53,18 @@ def test_a_wrong_option_is_named(bench, options, refused, monkeypatch):
     assert options.split()[0] in said or bench in (eclipse, light)
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 @pytest.mark.slow(reason="starts of real nodes, one after another")
-def test_one_join_of_a_tiny_model() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "join.py"), "--layers", "1", "--width", "32", "--joins", "1", "--json"],
-        capture_output=True, text=True, timeout=400, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    report = json.loads(done.stdout)
+def test_one_join_of_a_tiny_model(program):
+    report = json.loads(
+        program("join.py", "--layers", "1", "--width", "32", "--joins", "1", "--json", timeout=400, nodes=True).stdout
+    )
     assert 0 < report["weights_s"] <= report["round_s"] <= report["contribution_s"]
     assert (report["joins"], len(report["all"])) == (1, 1)
 
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "checkpoint.py"
-
-
-def test_json_rows(tmp_path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--sizes", "tiny", "--saves", "1", "--steps", "2", "--folder", str(tmp_path), "--json"],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+def test_json_rows(tmp_path, program):
+    options = ("--sizes", "tiny", "--saves", "1", "--steps", "2", "--folder", tmp_path, "--json")
+    done = program("checkpoint.py", *options, timeout=120)
     (row,) = json.loads(done.stdout)["rows"]
     assert row["size"] == "tiny"
     assert row["checkpoint_mb"] > row["copy_mb"] > 0
@@ -137,14 +124,8 @@ def test_the_difference_is_taken_seed_by_seed():
     assert "| 4 of 8 | each round | 1.5250 | +2.00 ± 1.00 % |" in markdown(rows)
 
 
-VOTES_SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "votes.py"
-
-
-def test_json_rows_votes() -> None:
-    done = subprocess.run(
-        [sys.executable, str(VOTES_SCRIPT), "--claims", "20000", "--json"], capture_output=True, text=True, timeout=120, check=True
-    )
-    rows = json.loads(done.stdout)["vote"]
+def test_json_rows_votes(program):
+    rows = json.loads(program("votes.py", "--claims", "20000", "--json", timeout=120).stdout)["vote"]
     assert {(row["n"], row["collude"]) for row in rows} == {(n, f / 10) for n in (3, 5, 7) for f in range(5)}
     assert all(abs(row["errors"]) < 4 for row in rows)
 

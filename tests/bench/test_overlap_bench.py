@@ -2,20 +2,13 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import psutil
 import pytest
 
 from bench._overlap_report import predicted, tables, work
 from bench.overlap import Plan, flat, missing, row
 from shoal.swarm.exchange.cost import Line, forecast
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "overlap.py"
-MARK = "SHOAL_OVERLAP_TEST"
 SMALL = ["--delay", "1", "--mbit", "1000", "--layers", "1", "--fragments", "1", "--every", "4", "--lag", "2", "--step", "5",
          "--rounds", "2"]  # fmt: skip
 PLAN = Plan(nodes=2, mbit=100, layers=10, every=100, step_s=0.1, rounds=3, warm=2, fragments=4, lag=None)
@@ -29,28 +22,9 @@ class FakeLink:
         return self.port
 
 
-def bench(*options):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *options],
-        capture_output=True, text=True, timeout=240, env={**os.environ, MARK: str(os.getpid())},
-    )  # fmt: skip
-
-
-def descendants():
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == str(os.getpid()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 @pytest.mark.slow(reason="real processes over shaped links")
-def test_pairs_and_groups_over_relays_and_who_cannot_use_them():
-    done = bench("--link", "relay", "--methods", "noloco,noloco-blocking,streaming,ddp", *SMALL, "--json")
-    assert done.returncode == 0, done.stderr
+def test_pairs_and_groups_over_relays_and_who_cannot_use_them(program):
+    done = program("overlap.py", "--link", "relay", "--methods", "noloco,noloco-blocking,streaming,ddp", *SMALL, "--json")
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     assert result["plan"]["model_bytes"] == 4_000_000
@@ -66,7 +40,6 @@ def test_pairs_and_groups_over_relays_and_who_cannot_use_them():
         assert found["utilisation"] == pytest.approx(8 * 0.005 / found["wall_s"], rel=0.3)  # wall_s is rounded
     assert 8 <= rows["noloco-blocking"]["sent_mb"] < 10  # two whole models and what is around them
     assert "utilisation" in done.stderr
-    assert psutil.wait_procs(descendants(), timeout=5)[1] == []
 
 
 def test_rows_are_means_over_the_nodes():

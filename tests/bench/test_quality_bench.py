@@ -20,17 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS, CONTEXT = 135_808, 64
 
 
-def bench(*options):
-    command = [sys.executable, str(ROOT / "bench" / "quality.py"), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
 @pytest.mark.slow(reason="trains methods from start to end")
-def test_rows_bytes_and_resuming(tmp_path):
+def test_rows_bytes_and_resuming(tmp_path, program):
     file = tmp_path / "found" / "runs.jsonl"
     command = ["--peers", 2, "--every", 5, "--steps", 10, "--batch", 4, "--seeds", 1, "--lr", 0.01, "--json", "--resume", file]
-    done = bench(*command, "--methods", "ddp,diloco,noloco,streaming,sparseloco,noloco-overlap-muon")
-    assert done.returncode == 0, done.stderr
+    command += ["--methods", "ddp,diloco,noloco,streaming,sparseloco,noloco-overlap-muon"]
+    done = program("quality.py", *command, OMP_NUM_THREADS="1")
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     assert result["complete"]
@@ -52,7 +47,7 @@ def test_rows_bytes_and_resuming(tmp_path):
     before = file.read_bytes()
     assert before.count(b"\n") == 6
     file.write_bytes(before[:-20])  # as if stopped while writing the last line
-    again = bench(*command, "--methods", "ddp,diloco,noloco,streaming,sparseloco,noloco-overlap-muon")
+    again = program("quality.py", *command, OMP_NUM_THREADS="1")
     assert json.loads(again.stdout)["rows"] == result["rows"]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["method"] for line in lines] == [json.loads(line)["method"] for line in before.splitlines()]
@@ -77,7 +72,7 @@ def test_muon_has_the_matrices_of_the_blocks():
     assert (muon["lr"], adamw["lr"], adamw["betas"], muon["weight_decay"]) == (0.02, pytest.approx(0.006), (0.9, 0.95), 0)
 
 
-def test_report_is_written_between_its_marks(tmp_path, called):
+def test_report_is_written_between_its_marks(tmp_path, called, program):
     file, page = tmp_path / "runs.jsonl", tmp_path / "page.md"
     run = {"codec": "float32", "peers": 4, "every": 50, "steps": 500, "batch": 32, "outer": {"lr": 0.7}, "bytes_per_token": 21.22}
     rates = [("ddp", 0.01, 0, 2.0), ("diloco", 0.01, 0, 2.3), ("diloco", 0.02, 0, 2.2), ("diloco", 0.02, 1, 2.4)]
@@ -87,8 +82,7 @@ def test_report_is_written_between_its_marks(tmp_path, called):
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page.write_text(f"above\n{quality.BEGIN}\nold\n{quality.END}\nbelow\n")
-    done = bench("--report", file, "--into", page)
-    assert done.returncode == 0, done.stderr
+    program("quality.py", "--report", file, "--into", page)
     text = page.read_text()
     assert text.startswith(f"above\n{quality.BEGIN}\n")
     assert text.endswith(f"{quality.END}\nbelow\n")

@@ -1,11 +1,7 @@
 """The benchmark with a real model, here with tiny ones: its report, its runs, and that a second call goes on where it was."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +11,6 @@ from bench import _real_task as tasks
 from bench import real
 from bench._real_figure import draw
 from shoal.node.task import Shard
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -48,18 +42,11 @@ def fresh(tmp_path):
     return fresh
 
 
-def run(*options, check=True, timeout=1200):
-    command = [sys.executable, str(ROOT / "bench" / "real.py"), *map(str, options), "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=check, env=environment)
-
-
 @pytest.mark.slow(reason="two real nodes together, and both alone")
-def test_a_report_with_every_figure_that_a_second_call_repeats(tiny, tmp_path):
-    options = ["--model", tiny, "--nodes", 2, "--steps", 4, "--every", 2, "--folder", tmp_path / "kept"]
+def test_a_report_with_every_figure_that_a_second_call_repeats(tiny, tmp_path, program):
+    options = ["--model", tiny, "--nodes", 2, "--steps", 4, "--every", 2, "--folder", tmp_path / "kept", "--json"]
     options += ["--outer=--set=outer.lag=0", "--outer=--set=outer.codec=float32"]  # each waits for its partner, however busy
-    done = run(*options)
-    report = json.loads(done.stdout)
+    report = json.loads(program("real.py", *options, timeout=1200, nodes=True).stdout)
     assert (report["nodes"], report["steps"], report["exchanges"], report["pairs_none"]) == (2, 4, 4, 0)
     assert report["bytes_sent"] > 2 * 2 * report["params"] * 4
     assert report["peak_mb"] > 100
@@ -67,11 +54,8 @@ def test_a_report_with_every_figure_that_a_second_call_repeats(tiny, tmp_path):
     assert report["loss_last"] < report["loss_first"]
     assert report["loss_alone"] == pytest.approx(sum(report["alone"]) / 2)
     (tmp_path / "kept" / "alone-0" / "result.json").unlink()  # not read again
-    again = run(*options)
-    assert json.loads(again.stdout) == report
-    other = run(*options, "--steps", 5, check=False)
-    assert other.returncode == 1
-    assert "other settings" in other.stderr
+    assert json.loads(program("real.py", *options, timeout=1200, nodes=True).stdout) == report
+    assert "other settings" in program("real.py", *options, "--steps", 5, code=1, nodes=True).stderr
 
 
 class FakeProcess:

@@ -1,28 +1,16 @@
 """The benchmark of rollout sharing runs, says what it promises, and gives the same numbers each time."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench import sapo
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = ["8/0", "6/2", "4/4", "2/6", "poison", "trusting"]
 
 
-def bench(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.sapo", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
-
-
-def test_json_has_every_row_and_the_same_numbers_each_time(called: Callable[..., Any]) -> None:
-    done = bench("--nodes", "3", "--seeds", "2", "--rounds", "10", "--json")
-    assert done.returncode == 0, done.stderr
+def test_json_has_every_row_and_the_same_numbers_each_time(called, program):
+    done = program("sapo.py", "--nodes", "3", "--seeds", "2", "--rounds", "10", "--json")
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     assert (result["policy"], result["nodes"], result["seeds"], result["rounds"]) == ("linear", 3, 2, 10)
@@ -40,7 +28,7 @@ def test_json_has_every_row_and_the_same_numbers_each_time(called: Callable[...,
     assert called(sapo.main, "--nodes", "3", "--seeds", "2", "--rounds", "10", "--json").stdout == done.stdout
 
 
-def test_sharing_pays_and_a_lie_is_not_believed(called: Callable[..., Any]) -> None:
+def test_sharing_pays_and_a_lie_is_not_believed(called):
     done = called(sapo.main, "--seeds", "1", "--rounds", "60", "--json")
     found = {name: row["cumulative"] for name, row in json.loads(done.stdout)["rows"].items()}
     assert found["4/4"] > 1.3 * found["8/0"]
@@ -48,9 +36,8 @@ def test_sharing_pays_and_a_lie_is_not_believed(called: Callable[..., Any]) -> N
 
 
 @pytest.mark.slow(reason="trains a transformer on both sides")
-def test_the_small_transformer_is_measured_too() -> None:
-    done = bench("--policy", "tiny", "--nodes", "2", "--seeds", "1", "--rounds", "3", "--json")
-    assert done.returncode == 0, done.stderr
+def test_the_small_transformer_is_measured_too(program):
+    done = program("sapo.py", "--policy", "tiny", "--nodes", "2", "--seeds", "1", "--rounds", "3", "--json")
     result = json.loads(done.stdout)
     assert (result["policy"], result["loss"]) == ("tiny", "positive")
     assert list(result["rows"]) == ROWS
@@ -59,9 +46,7 @@ def test_the_small_transformer_is_measured_too() -> None:
         assert 0 <= row["final"] < 0.5
 
 
-def test_a_language_model_is_measured_row_by_row_and_its_runs_are_kept(
-    called: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_language_model_is_measured_row_by_row_and_its_runs_are_kept(called, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr("bench._language.ASKED", (20, 5))
     monkeypatch.setattr("bench._language.QUESTIONS", 100)

@@ -5,15 +5,12 @@ import math
 import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from bench import spot
 from bench._table import text
 
-BENCH = Path(__file__).parents[2] / "bench" / "uplink.py"
 METHODS = {
     "streaming": ["--method", "streaming", "--rounds", "8"],
     "noloco": ["--method", "noloco", "--rounds", "6"],
@@ -37,17 +34,13 @@ def unable():
 @pytest.mark.slow(reason="real nodes that exchange for minutes over a slow link")
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("method", METHODS)
-def test_nodes_behind_slow_uplinks_meet_in_nearly_each_round(method):
+def test_nodes_behind_slow_uplinks_meet_in_nearly_each_round(method, program):
     if reason := unable():
         pytest.skip(reason)
-    command = [sys.executable, str(BENCH), "--mbit", "1", "--mb", "1", "--busy", "0.8", *METHODS[method]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1400, check=True)
+    done = program("uplink.py", "--mbit", "1", "--mb", "1", "--busy", "0.8", *METHODS[method], timeout=1400)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rounds"] >= 6, done.stderr[-2000:]
     assert found["paired"] >= found["rounds"] - 1, found
-
-
-SCRIPT = Path(spot.__file__)
 
 
 def test_without_a_text_it_says_what_makes_one(refused, tmp_path):
@@ -55,7 +48,7 @@ def test_without_a_text_it_says_what_makes_one(refused, tmp_path):
 
 
 @pytest.mark.slow(reason="four real nodes over shaped links")
-def test_four_real_nodes_meet_and_learn(tmp_path):
+def test_four_real_nodes_meet_and_learn(tmp_path, program):
     if reason := unable():
         pytest.skip(reason)
     (tmp_path / "text").mkdir()
@@ -63,9 +56,7 @@ def test_four_real_nodes_meet_and_learn(tmp_path):
         lines = (f"line {number * 512 + line} of some English text, as plain as it can be\n" for line in range(512))
         (tmp_path / "text" / f"{number}.txt").write_text("".join(lines))
     text.corpus(tmp_path / "text", 512, tmp_path / "cache")
-    command = [sys.executable, SCRIPT, "--cache", tmp_path / "cache", "--steps", "100", "--delay", "5", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = program("spot.py", "--cache", tmp_path / "cache", "--steps", "100", "--delay", "5", "--json", timeout=300)
     found = json.loads(done.stdout)
     assert found["loss"] < math.log(512) / 2
     assert all(node["met"] > 0 for node in found["nodes"])

@@ -1,9 +1,6 @@
 """The benchmark of verification runs, says what it promises, and sees the coarse cheats even with few claims."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,22 +17,14 @@ from shoal.verification.calibration import Honest, Pair
 from shoal.verification.fingerprints.fingerprint import Drawn, Evidence, margins
 from shoal.verification.sequential import Reference, Series
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def bench(*options):
-    command = [sys.executable, str(ROOT / "bench" / "verification.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
-
 
 @pytest.mark.slow(reason="20 s: every fingerprint and cheat of four pairs of dtypes; what it is made of is tested below")
-def test_json_has_every_row(tmp_path, called):
+def test_json_has_every_row(tmp_path, called, program):
     sizes = ("--claims", "2", "--calibrate", "20", "--tokens", "32", "--votes", "2000")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nobsolete\n{END}\nafter\n")
     options = (*sizes, "--dtypes", "fp32,bf16", "--keep", str(tmp_path), "--into", str(page), "--json")
-    done = bench(*options)
-    assert done.returncode == 0, done.stderr
+    done = program("verification.py", *options)
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
     assert result["proof_bytes_per_token"] == 258 / 32
