@@ -148,7 +148,9 @@ def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
     for row in sorted(liked, key=lambda row: (row.work.group != "pair", row.work.nbytes)):
         every = least_every(row.work, line, most=LONGEST)
         if every is not None:
-            longer = _with(row, every, line)
+            outer = row.outer.model_copy(update={"every": every})
+            work = work_of(outer, params=row.params, peers=row.work.peers, step_s=row.work.step_s)
+            longer = replace(row, outer=outer, work=work, forecast=forecast(work, line))
             now = row.forecast
             before = f"computing {100 * now.utilisation:.0f} % of the time and filling {100 * now.filled:.0f} % of it"
             return (
@@ -160,13 +162,6 @@ def advise(found: Sequence[Row], line: Line) -> tuple[Row, str]:
         f"This link carries none of the settings: the best is {_named(best)}, with which {_cost(best)}; choose a smaller model, or "
         "train a part of it (LoRA)."
     )
-
-
-def _with(row: Row, every: int, line: Line) -> Row:
-    """Return the row with rounds of ``every`` steps."""
-    outer = row.outer.model_copy(update={"every": every})
-    work = work_of(outer, params=row.params, peers=row.work.peers, step_s=row.work.step_s)
-    return replace(row, outer=outer, work=work, forecast=forecast(work, line))
 
 
 def _named(row: Row) -> str:

@@ -129,7 +129,8 @@ def doctor(
 
     def tell(finding: CheckOutcome) -> None:
         click.echo(finding.trace or "", nl=False, err=True)
-        click.echo(line(finding), err=as_json)
+        outcome = click.style(f"{finding.outcome:8}", fg=_COLOURS[finding.outcome])
+        click.echo(f"{outcome} {finding.check}: {finding.said}", err=as_json)
 
     findings, code = diagnose(link, port=port, hooks=hooks, parameters=parameters, identity=identity, tell=tell)
     failed, skipped = (sum(finding.outcome == kind for finding in findings) for kind in ("failed", "skipped"))
@@ -142,7 +143,3 @@ def doctor(
         )
         click.echo(f"{failed} of {len(findings)} checks failed" if failed else fine)
     return int(code)
-
-
-def line(finding: CheckOutcome) -> str:
-    return f"{click.style(f'{finding.outcome:8}', fg=_COLOURS[finding.outcome])} {finding.check}: {finding.said}"

@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -195,10 +195,6 @@ class _Segment:
     offset: int
     tokens: Tensor
 
-    def after(self, count: int) -> _Segment:
-        """Return the segment without its first ``count`` tokens."""
-        return _Segment(self.epoch, self.place, self.offset + count, self.tokens[count:])
-
 
 class Reader(Batches):
     """Endless batches (inputs, targets), int64 (batch, context) each, of the shard's part of ``source``.
@@ -323,7 +319,8 @@ def _without(segments: list[_Segment], count: int) -> list[_Segment]:
     """Return ``segments`` without their first ``count`` tokens."""
     for index, segment in enumerate(segments):
         if count < len(segment.tokens):
-            return [segment.after(count), *segments[index + 1 :]]
+            rest = replace(segment, offset=segment.offset + count, tokens=segment.tokens[count:])
+            return [rest, *segments[index + 1 :]]
         count -= len(segment.tokens)
     return []
 
