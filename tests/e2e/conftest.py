@@ -138,12 +138,20 @@ class Shoal:
         self.processes.append(process)
         return process
 
+    def own(self, name):
+        """Flags of a node on loopback with a key and a folder of its own."""
+        place = ["--folder", self.home / name, "--identity", self.home / f"{name}.key"]
+        return ["--name", name, *place, "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1"]
+
     def node(self, verb, what, name, *arguments, **how):
-        """Start ``shoal up`` or ``join`` on loopback with a key, a folder and a little text of its own."""
-        return self.start(
-            verb, what, "--name", name, "--folder", self.home / name, "--identity", self.home / f"{name}.key",
-            "--listen", "/ip4/127.0.0.1/tcp/0", "--data", self.text, "--threads", "1", *arguments, **how,
-        )  # fmt: skip
+        """Start ``shoal up`` or ``join`` as such a node with a little text of its own."""
+        return self.start(verb, what, *self.own(name), "--data", self.text, *arguments, **how)
+
+    def interrupt(self, *nodes):
+        """End each by Ctrl-C, one after another."""
+        for node in nodes:
+            node.signal(signal.SIGINT)
+            assert node.wait() == 130, node.said()
 
     def toml(self, *, options=None, **tables):
         """Write a settings file."""
@@ -172,8 +180,9 @@ class Shoal:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
-    def rounds(self, name):
-        return [event for event in self.metrics(name) if event["event"] == "round"]
+    def rounds(self, name, members=None):
+        """The rounds that a node has ended, of so many ``members`` where that is given."""
+        return [event for event in self.metrics(name) if event["event"] == "round" and members in (None, event["members"])]
 
     def result(self, name):
         return json.loads((self.home / name / "result.json").read_text())
@@ -285,12 +294,16 @@ class Nursery:
         self.peers.append(peer)
         return peer
 
+    def _hosts(self, count):
+        """Workers, and where each is found."""
+        peers = [self.worker() for _ in range(count)]
+        for peer in peers:
+            peer.tell("host")
+        return peers, [{key: peer.wait("host")[key] for key in ("peer", "addresses")} for peer in peers]
+
     def pair(self, *, attack=None, **options):
         """Two workers with hosts that know each other; the second may be an attacker (bench/_attacks.py)."""
-        two = [self.worker(), self.worker()]
-        for peer in two:
-            peer.tell("host")
-        places = [{key: peer.wait("host")[key] for key in ("peer", "addresses")} for peer in two]
+        two, places = self._hosts(2)
         for peer, other in zip(two, reversed(places), strict=True):
             lies = {} if attack is None or peer is two[0] else {"attack": attack}
             peer.tell("meet", other=other, **lies, **options)
@@ -300,10 +313,7 @@ class Nursery:
 
     def group(self, count, **timeouts):
         """Workers with hosts that know each other, for group exchanges; in the order in which they lead round 0."""
-        peers = [self.worker() for _ in range(count)]
-        for peer in peers:
-            peer.tell("host")
-        places = [{key: peer.wait("host")[key] for key in ("peer", "addresses")} for peer in peers]
+        peers, places = self._hosts(count)
         for peer in peers:
             peer.tell("group", places=places, **timeouts)
         for peer in peers:

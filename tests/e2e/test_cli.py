@@ -54,17 +54,11 @@ def create(shoal, name, *arguments, seconds=0.02, **how):
     """A swarm of one node that trains until it is stopped; returns its node."""
     task, outer = {"hooks": hooks(shoal, seconds=seconds)}, {"every": 5, "wait_s": 5.0}
     file = shoal.toml(task=task, outer=outer, train={"steps": 0})
-    return shoal.start(
-        "up", file, "--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key",
-        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", *arguments, **how,
-    )  # fmt: skip
+    return shoal.start("up", file, *shoal.own(name), *arguments, **how)
 
 
 def joiner(shoal, link, name, *arguments, task=None):
-    return shoal.start(
-        "join", link, "--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key",
-        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1", "--task", task or hooks(shoal), *arguments,
-    )  # fmt: skip
+    return shoal.start("join", link, *shoal.own(name), "--task", task or hooks(shoal), *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +186,7 @@ def test_ids_are_made_once_and_shown_and_their_file_is_private(shoal):
 def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     node = create(shoal, "n", "--json", program=("-m", "shoal"))  # no fork: Python, too, begins and ends as it does for a user
     eventually(lambda: any(event["step"] >= 10 for event in shoal.rounds("n")), 60, "two rounds")
-    node.signal(signal.SIGINT)
-    assert node.wait() == 130
+    shoal.interrupt(node)
     (line,) = node.lines
     first = json.loads(line)
     assert first["interrupted"]
@@ -237,8 +230,7 @@ def test_a_second_ctrl_c_ends_the_node_at_once(shoal, eventually):
     node.signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         node.popen.wait(1)
-    node.signal(signal.SIGINT)
-    assert node.wait() == 130
+    shoal.interrupt(node)
     eventually(lambda: not shoal.left(), 60, "the end of daemon and guard")
 
 
@@ -282,8 +274,7 @@ def test_a_key_and_a_folder_are_one_nodes_until_it_is_dead(shoal, eventually):
     node.wait()
     again = create(shoal, "first", "--resume")
     again.line()
-    again.signal(signal.SIGINT)
-    assert again.wait() == 130
+    shoal.interrupt(again)
     assert not list(shoal.home.rglob("*.lock"))
 
 

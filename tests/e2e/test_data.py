@@ -30,8 +30,7 @@ def test_peers_agree_on_records_and_tokenizer_and_who_has_another_is_told(shoal)
     table = shoal.toml(swarm={"start_when": 2}, outer={"every": 10, "lag": 0}, train={"steps": 40}, options=SIZE)
 
     def node(verb, what, name, *arguments):
-        own = ("--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key", "--threads", "1")
-        return shoal.start(verb, what, *own, "--listen", "/ip4/127.0.0.1/tcp/0", "--data", "a.jsonl.gz", *arguments)
+        return shoal.start(verb, what, *shoal.own(name), "--data", "a.jsonl.gz", *arguments)
 
     first = node("up", table, "a", "--tokenizer", "./tok")
     link = first.line()

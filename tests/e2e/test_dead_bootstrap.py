@@ -20,26 +20,25 @@ def test_a_node_comes_back_when_the_creator_is_gone(shoal, eventually):
     third = shoal.node("join", link, "carl")
     known = shoal.home / "carl" / "peers.json"
 
-    def met(name):
-        return [e for e in shoal.metrics(name) if e["event"] == "round" and e["members"] == 2]
-
     def peer(name):
         return next(e["peer"] for e in shoal.metrics(name) if e["event"] == "start")
 
     for name in ("anna", "bert", "carl"):
-        eventually(lambda name=name: met(name), 60, f"an exchange of {name}")
+        eventually(lambda name=name: shoal.rounds(name, 2), 60, f"an exchange of {name}")
     eventually(lambda: known.exists() and peer("bert") in json.loads(known.read_text())["peers"], 60, "bert being remembered")
-    third.signal(signal.SIGINT)
-    assert third.wait() == 130
+    shoal.interrupt(third)
     creator.signal(signal.SIGKILL)
     creator.wait()
     assert peer("bert") not in link
 
-    before, alone = len(met("carl")), len(met("bert"))
+    before, alone = len(shoal.rounds("carl", 2)), len(shoal.rounds("bert", 2))
     again = shoal.node("join", link, "carl", "--resume")
-    eventually(lambda: len(met("carl")) > before and len(met("bert")) > alone, 90, "an exchange of the two that are left")
-    again.signal(signal.SIGINT)
-    assert again.wait() == 130
+    eventually(
+        lambda: len(shoal.rounds("carl", 2)) > before and len(shoal.rounds("bert", 2)) > alone,
+        90,
+        "an exchange of the two that are left",
+    )
+    shoal.interrupt(again)
 
 
 @pytest.mark.slow(reason="real nodes, of which one must be given up")
@@ -50,10 +49,7 @@ def test_a_newcomer_joins_by_a_members_link_when_the_creator_is_dead(shoal, even
     bert = shoal.node("join", old, "bert")
     assert set(Link.parse(old).bootstrap) < set(Link.parse(bert.line()).bootstrap)
 
-    def met(name):
-        return [e for e in shoal.metrics(name) if e["event"] == "round" and e["members"] == 2]
-
-    eventually(lambda: met("bert"), 60, "an exchange")
+    eventually(lambda: shoal.rounds("bert", 2), 60, "an exchange")
     known = shoal.home / "anna" / "peers.json"
     me = Link.parse(bert.line()).bootstrap[0].rpartition("/p2p/")[2]
     eventually(lambda: known.exists() and me in json.loads(known.read_text())["peers"], 60, "bert being remembered")
@@ -70,10 +66,8 @@ def test_a_newcomer_joins_by_a_members_link_when_the_creator_is_dead(shoal, even
     seen = shoal.start("status", made.line(), "--json").json()["link"]
     assert me in seen
     carl = shoal.node("join", seen, "carl")
-    eventually(lambda: met("carl"), 60, "an exchange of the two that are left")
-    for node in (bert, carl):
-        node.signal(signal.SIGINT)
-        assert node.wait() == 130
+    eventually(lambda: shoal.rounds("carl", 2), 60, "an exchange of the two that are left")
+    shoal.interrupt(bert, carl)
 
 
 def test_a_newcomer_is_told_that_all_are_dead(shoal):
@@ -95,18 +89,13 @@ def test_who_comes_back_first_goes_on_alone_and_is_found(shoal, eventually):
     link = creator.line()
     other = shoal.node("join", link, "bert", *saving)
 
-    def rounds(name, members):
-        return [e for e in shoal.metrics(name) if e["event"] == "round" and e["members"] == members]
-
     eventually(lambda: list((shoal.home / "anna").glob("step-*")) and list((shoal.home / "bert").glob("step-*")), 60, "checkpoints")
-    eventually(lambda: rounds("bert", 2), 60, "an exchange")
-    for node in (creator, other):
-        node.signal(signal.SIGINT)
-        assert node.wait() == 130
-    together, last = len(rounds("bert", 2)), max(e["round"] for e in rounds("bert", 1) + rounds("bert", 2))
+    eventually(lambda: shoal.rounds("bert", 2), 60, "an exchange")
+    shoal.interrupt(creator, other)
+    together, last = len(shoal.rounds("bert", 2)), max(e["round"] for e in shoal.rounds("bert", 1) + shoal.rounds("bert", 2))
 
     again = shoal.node("join", link, "bert", "--resume", *saving)
-    eventually(lambda: any(e["round"] > last for e in rounds("bert", 1)), 90, "a round alone")
+    eventually(lambda: any(e["round"] > last for e in shoal.rounds("bert", 1)), 90, "a round alone")
     said = again.said()
     assert "nobody of this swarm answers: trying the link and" in said
     assert re.search(
@@ -116,7 +105,5 @@ def test_who_comes_back_first_goes_on_alone_and_is_found(shoal, eventually):
     back = shoal.node("up", settings, "anna", "--resume", *saving)
     port = re.compile(r"/tcp/(\d+)")
     assert port.findall(back.line())[0] == port.findall(link)[0]  # so the link of before is good again; it has others too
-    eventually(lambda: len(rounds("bert", 2)) > together, 90, "an exchange of the two")
-    for node in (again, back):
-        node.signal(signal.SIGINT)
-        assert node.wait() == 130
+    eventually(lambda: len(shoal.rounds("bert", 2)) > together, 90, "an exchange of the two")
+    shoal.interrupt(again, back)

@@ -80,9 +80,6 @@ def play(shoal, eventually, step, commands):
     def both(picture):
         return b"bert" in picture and b"carl" in picture
 
-    def together(name):
-        return [event for event in shoal.metrics(name) if event["event"] == "round" and event["members"] == 2]
-
     with step("shoal init", 60):
         made = shoal.start("init", "mine")
         assert made.wait(step.left()) == 0, made.said()
@@ -110,14 +107,16 @@ def play(shoal, eventually, step, commands):
     with step("shoal join common, and an exchange", 180):
         bert = shoal.node("join", "common", "bert", "--yes", "--bootstrap", address)
         assert bert.line(0, step.left()).startswith("shoal://")
-        eventually(lambda: together("bert"), step.left(), "an exchange of anna and bert")
+        eventually(lambda: shoal.rounds("bert", 2), step.left(), "an exchange of anna and bert")
     with step("the creator is killed; shoal join LINK, and an exchange", 240):
-        before = len(together("bert"))
+        before = len(shoal.rounds("bert", 2))
         anna.signal(signal.SIGKILL)
         anna.wait(step.left())
         carl = shoal.node("join", link, "carl")
         carl.line(0, step.left())
-        eventually(lambda: together("carl") and len(together("bert")) > before, step.left(), "an exchange of bert and carl")
+        eventually(
+            lambda: shoal.rounds("carl", 2) and len(shoal.rounds("bert", 2)) > before, step.left(), "an exchange of bert and carl"
+        )
     with step("shoal watch --web", 120):
         watcher = shoal.start("watch", link, "--web", "0")
         page = watcher.line(0, step.left())

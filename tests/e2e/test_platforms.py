@@ -179,10 +179,7 @@ def test_a_node_for_arm64_exchanges_with_one_of_this_machine(shoal, eventually, 
     here = shoal.node("up", file, "here")
     there = shoal.node("join", here.line(), "arm64", program=("-m", "shoal"), before=arm64)
 
-    def together(name):
-        return [event for event in shoal.metrics(name) if event["event"] == "round" and event["members"] == 2]
-
-    eventually(lambda: min(len(together("here")), len(together("arm64"))) >= 2, 600, "two exchanges")
+    eventually(lambda: min(len(shoal.rounds("here", 2)), len(shoal.rounds("arm64", 2))) >= 2, 600, "two exchanges")
     for node in (there, here):
         node.signal(signal.SIGINT)
     assert [node.wait() for node in (there, here)] == [130, 130]

@@ -40,10 +40,7 @@ def own(shoal, name, seconds=0.02):
     path = shoal.home / f"{seconds}" / "fit.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(TASK.replace("{seconds}", f"{seconds}"))
-    return [
-        "--name", name, "--folder", shoal.home / name, "--identity", shoal.home / f"{name}.key", "--task", f"{path}:Fit",
-        "--listen", "/ip4/127.0.0.1/tcp/0", "--threads", "1",
-    ]  # fmt: skip
+    return [*shoal.own(name), "--task", f"{path}:Fit"]
 
 
 def up(shoal, name, *arguments, seconds=0.02):
@@ -91,9 +88,7 @@ def test_a_peer_that_returns_takes_the_swarms_weights_if_they_are_newer(shoal, e
     # Its own steps, learning rates and data go on from the checkpoint; with a lag a round is over up to a round after it was sent.
     assert new[0]["step"] - steps <= (2 * EVERY if "outer.lag=auto" in outer else EVERY)
     assert starts(shoal, "second")[0]["shard"] == starts(shoal, "second")[1]["shard"]
-    for node in (first, again):
-        node.signal(signal.SIGINT)
-        assert node.wait() == 130
+    shoal.interrupt(first, again)
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
@@ -106,8 +101,7 @@ def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventuall
     killed(first)
     before = len(shoal.rounds("second"))
     eventually(lambda: len(shoal.rounds("second")) > before + 30, 120, "rounds without the first")
-    second.signal(signal.SIGINT)
-    assert second.wait() == 130
+    shoal.interrupt(second)
     ahead = shoal.rounds("second")[-1]["round"]
 
     first = up(shoal, "first", "--resume", seconds=1.0)  # so slow now that it does not make up for it
@@ -116,9 +110,7 @@ def test_a_peer_whose_checkpoint_is_newer_keeps_its_own_weights(shoal, eventuall
     eventually(lambda: len(shoal.rounds("second")) > done, 60, "a round")
     assert shoal.rounds("second")[done]["round"] > ahead
     assert "took over" not in again.said()
-    for node in (first, again):
-        node.signal(signal.SIGINT)
-        assert node.wait() == 130
+    shoal.interrupt(first, again)
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
@@ -140,9 +132,7 @@ def test_a_checkpoint_goes_on_in_a_swarm_of_another_method_only_if_that_is_said(
     third = join(shoal, link, "third", "--resume-from", shoal.home / "first")
     eventually(lambda: shoal.rounds("third"), 60, "a round")
     assert "took over the swarm's weights" in third.said()
-    for node in (creator, third):
-        node.signal(signal.SIGINT)
-        assert node.wait() == 130
+    shoal.interrupt(creator, third)
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
@@ -151,8 +141,7 @@ def test_a_swarm_that_has_not_begun_has_the_weights_of_its_seed(shoal, eventuall
     waiting = up(shoal, "second", "--set", "swarm.start_when=3")
     said = join(shoal, waiting.line(), "third", "--resume-from", shoal.home / "first").error()
     assert "No peer of this swarm has finished a round" in said
-    waiting.signal(signal.SIGINT)
-    assert waiting.wait() == 130
+    shoal.interrupt(waiting)
 
 
 @pytest.mark.slow(reason="starts of real nodes, one after another")
@@ -163,9 +152,7 @@ def test_a_late_node_begins_its_schedule_where_the_swarm_is(shoal, eventually):
     eventually(lambda: len(shoal.rounds("first")) >= 8, 60, "rounds")
     late = join(shoal, link, "late")
     eventually(lambda: saved(shoal, "late"), 60, "a checkpoint")
-    for node in (late, first):
-        node.signal(signal.SIGINT)
-        assert node.wait() == 130
+    shoal.interrupt(late, first)
     found = re.search(r"begins at step (\d+) of 2000, where the swarm is", late.said())
     begun = int(found[1])
     assert begun >= 8 * EVERY

@@ -92,8 +92,7 @@ def test_a_node_with_another_model_learns_from_text(shoal):
         "rl.max_tokens=6", "--steps", "120", "--device", "cpu",
     )  # fmt: skip
     assert joined.wait(150) == 0, joined.said()
-    up.signal(signal.SIGINT)
-    assert up.wait() == 130
+    shoal.interrupt(up)
     theirs, mine = shoal.result("anna"), shoal.result("bert")
     assert mine["params"] != theirs["params"]
     assert mine["rl"]["used"] > 0

@@ -18,9 +18,7 @@ def test_each_of_two_nodes_keeps_what_the_other_signed(shoal, eventually):
     watcher = shoal.start("watch", link, "--json")
     eventually(lambda: len({event["peer"] for event in heard(watcher, "receipts")}) == 2, 120, "receipts of both")
     eventually(lambda: heard(watcher), 60, "a status")
-    for node in (second, first):
-        node.signal(signal.SIGINT)
-        assert node.wait() == 130
+    shoal.interrupt(second, first)
     watcher.signal(signal.SIGINT)
     watcher.wait()
     peers = {event["status"]["name"]: event["peer"] for event in heard(watcher)}

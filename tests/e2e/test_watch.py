@@ -55,8 +55,7 @@ def test_a_swarm_is_watched_while_nodes_die_and_somebody_gossips_garbage(shoal, 
     eventually(lambda: len(rounds_of("second")) >= done + 2, 90, "further rounds of the other")
     eventually(lambda: peers["first"] in {event["peer"] for event in heard(watcher, "disconnected")}, 60, "the loss")
 
-    watcher.signal(signal.SIGINT)
-    assert watcher.wait() == 130
+    shoal.interrupt(watcher)
     assert watcher.said().strip() == ""
     kept = (shoal.home / "watched.jsonl").read_text().splitlines()
     assert kept[: len(watcher.lines)] == watcher.lines
