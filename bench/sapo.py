@@ -24,10 +24,10 @@ greedy answers to held-out questions, and its loss is "positive". `small` and `h
     python bench/sapo.py --policy hf:DIR --solved 40 --base FOLDER --device cuda --at-once 6 --rounds 100 --seeds 2 --json
 
 Their "cumulative" is the mean reward of what a node wrote in a round, summed over the rounds, as in the paper, and "final" is of
-greedy answers to held-out questions; 4/0 shows what 4/4 would be without the others. "interval" is that of Student's t for the mean, at 95 %; "sums" are those of the seeds.
-"seconds" are those of the processor for a round of all nodes, "parts" where they go, "tokens_s" the tokens written in a second of
-writing. With --resume each run is a line of FILE, and not made again. `hf:DIR` first learns from --solved batches of solved
-questions, all its weights, and is kept in --base; then only an adapter learns.
+greedy answers to held-out questions; 4/0 is 4/4 without the others. "interval" is that of Student's t for the mean, at 95 %;
+"sums" are those of the seeds. "seconds" are those of the processor for a round of all nodes, "parts" where they go, "tokens_s" the
+tokens written in a second of writing. With --resume each run is a line of FILE, and not made again. `hf:DIR` first learns from
+--solved batches of solved questions, all its weights, and is kept in --base; then only an adapter learns.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -256,8 +256,8 @@ class ExchangeStats:
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self.odd = 0
         """Rounds without a partner because the number of peers was odd, which is no failure."""
-        self._passed: dict[int, tuple[int, list[str]]] = {}
-        """Fragment -> the newest of its rounds in which nobody could be met, and the peers that were passed over in it."""
+        self._passed: dict[int, tuple[int, dict[str, bool]]] = {}
+        """Fragment -> the newest of its rounds in which nobody could be met; peer that was passed over in it -> whether as slow."""
 
     def failed(self, key: RoundKey, peer: str, problem: NetworkError | MessageError | Failure) -> None:
         """Count a failed exchange of round ``key`` with ``peer``."""
@@ -278,17 +278,19 @@ class ExchangeStats:
             events = [(known, peer, kind) for known, peer, kind in self._events if kind is not None]
         return [(peer, kind) for known, peer, kind in events if known.fragment == key.fragment and known.round >= key.round]
 
-    def pass_over(self, key: RoundKey, peers: Iterable[str]) -> None:
-        """Note that in round ``key`` nobody can be met, for ``peers`` are passed over."""
+    def pass_over(self, key: RoundKey, peers: Collection[str], slow: Collection[str]) -> None:
+        """Note that in round ``key`` nobody can be met, for ``peers`` are passed over; the ``slow`` ones for the time they cost."""
         with self._lock:
-            self._passed[key.fragment] = key.round, sorted(peers)
+            self._passed[key.fragment] = key.round, {peer: peer in slow for peer in sorted(peers)}
 
     def passed(self, key: RoundKey) -> list[tuple[str, Failure | None]]:
-        """Return the peers that were passed over in the exchange ``key``, or in what it was moved to, and how each failed last."""
+        """Return the peers that were passed over in the exchange ``key``, or in what it was moved to: how each failed last, or None
+        for what it cost.
+        """
         with self._lock:
             failures = {peer: kind for _, peer, kind in self._events}
-            round, peers = self._passed.get(key.fragment, (-1, []))
-        return [(peer, failures.get(peer)) for peer in peers] if round >= key.round else []
+            round, peers = self._passed.get(key.fragment, (-1, {}))
+        return [(peer, None if slow else failures.get(peer)) for peer, slow in peers.items()] if round >= key.round else []
 
     def turned_down(self) -> int:
         """Return how many peers in a row refused this node, or were rejected by it, since its last committed exchange."""

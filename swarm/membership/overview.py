@@ -163,6 +163,29 @@ REMEDY: dict[str, str] = {
     "suspicious": "its contributions lie far from the others': let it join anew, or leave it out if you do not know whose it is",
 }
 
+FAILED: dict[Failure, str] = {
+    "unreachable": "could not be reached",
+    "timeout": "did not answer in time",
+    "refused": "refused",
+    "broken": "broke off",
+    "damaged": "sent damaged bytes",
+    "suspicious": "sent weights that are too far away",
+}
+"""What a peer did with which an exchange failed, for people."""
+PARTNERLESS: dict[str, tuple[str, str]] = {
+    **{kind: (f"partners {did}", REMEDY[kind]) for kind, did in FAILED.items()},
+    "nobody": (
+        "nobody else is here",
+        "give others the link (`shoal link` shows it); if they run already, `shoal doctor LINK` shows what is in the way",
+    ),
+    "model": ("all others train another model", "start all nodes with the same model, which this swarm averages"),
+    "taken": (
+        "all others were taken, or in other rounds",
+        "if that lasts, this node is much slower or quicker than they are: a swarm with --round seconds:auto would suit it",
+    ),
+}
+"""Reason why rounds have no partner -> in words, and what to do."""
+
 
 def health_report(members: Mapping[str, Member], now: float, *, in_seconds: bool = False) -> list[str]:
     """Return sentences about ``members`` (peer id -> record) at ``now`` (Unix seconds); none if all is well.
@@ -170,7 +193,8 @@ def health_report(members: Mapping[str, Member], now: float, *, in_seconds: bool
     ``in_seconds``: the swarm's rounds last so many seconds, not steps, so nobody waits for a slow member.
     """
     there = dict(sorted(members.items(), key=lambda item: (item[1].name, item[0])))
-    return [*_partition(there), *_silent(there, now), *_slow(there, in_seconds), *_failing(there), *_unreachable(there)]
+    found = [*_partition(there), *_silent(there, now), *_slow(there, in_seconds), *_failing(there), *_partnerless(there)]
+    return [*found, *_unreachable(there)]
 
 
 def _partition(members: Mapping[str, Member]) -> list[str]:
@@ -191,6 +215,20 @@ def _silent(members: Mapping[str, Member], now: float) -> list[str]:
         f"{member.name} has not been heard of for {now - member.issued:.0f} s: it may be asleep, stopped or cut off."
         for member in members.values()
         if now - member.issued > SILENT_S
+    ]
+
+
+def _partnerless(members: Mapping[str, Member]) -> list[str]:
+    """Return a sentence for each reason: in a small swarm it is often that of several members."""
+    alone: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    for member in members.values():
+        if member.alone is not None:
+            reason, rounds = member.alone
+            alone[reason].append((member.name, rounds))
+    return [
+        f"{_and(name for name, _ in those)} had no partner in {min(rounds for _, rounds in those)} rounds or more "
+        f"({PARTNERLESS[reason][0]}); {PARTNERLESS[reason][1]}."
+        for reason, those in sorted(alone.items())
     ]
 
 

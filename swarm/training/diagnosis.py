@@ -24,9 +24,9 @@ from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.exchange.cost import BUSY
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.membership.overview import REMEDY
+from shoal.swarm.membership.overview import FAILED, PARTNERLESS
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.wire.envelope import Failure, Sketch
+from shoal.swarm.wire.envelope import Sketch
 from shoal.swarm.wire.messages import MAX_MISSING, Member
 
 # A record is renewed every 5 s and read every 5 s: last signs of peers that were cut off together differ by both and a margin.
@@ -120,22 +120,6 @@ class PartitionDetector:
         return SuspectedPartition(names, len(members.keys() | {self._me}) + len(names), together[-1].heard - together[0].heard)
 
 
-FAILED: dict[Failure, str] = {
-    "unreachable": "could not be reached",
-    "timeout": "did not answer in time",
-    "refused": "refused",
-    "broken": "broke off",
-    "damaged": "sent damaged bytes",
-    "suspicious": "sent weights that are too far away",
-}
-"""What a peer did with which an exchange failed, for people."""
-PARTNERLESS: dict[str, str] = {
-    **REMEDY,
-    "nobody": "give others the link (`shoal link` shows it); if they run already, `shoal doctor LINK` shows what is in the way",
-    "model": "start all nodes with the same model, which this swarm averages",
-    "taken": "if that lasts, this node is much slower or quicker than they are: a swarm with --round seconds:auto would suit it",
-}
-"""Reason why rounds have no partner -> what to do."""
 SEVERAL = 3  # rounds in a row without a partner that are worth a sentence
 
 
@@ -164,6 +148,7 @@ class Diagnosis:
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._said, self._news = Repeats(clock), deque[Notice](maxlen=KEPT)
         self._without = 0  # exchanges in a row without a partner, not counting those in which the number of members was odd
+        self._alone: tuple[str, int] | None = None  # the reason, and for how many rounds by now
         self._refused = Counter[str]()
 
     def waited(self, seconds: float) -> None:
@@ -175,14 +160,16 @@ class Diagnosis:
         if len(info.members) > 1:
             if self._said.over(*PARTNERLESS):
                 self._news.append(Notice("partner", f"rounds have partners again, after {self._without // fragments} without"))
-            self._without = 0
+            self._without, self._alone = 0, None
             return ""
         reason, why = self._why(info, model, odd)
         self._without += reason in PARTNERLESS
         rounds = self._without // fragments
-        if rounds >= SEVERAL and reason in PARTNERLESS and self._said.due(reason):
-            said = f"{rounds} rounds in a row had no partner ({why}), and training goes on without; {PARTNERLESS[reason]}"
-            self._news.append(Notice("partner", said))
+        if rounds >= SEVERAL and reason in PARTNERLESS:
+            self._alone = reason, rounds
+            if self._said.due(reason):
+                said = f"{rounds} rounds in a row had no partner ({why}), and training goes on without; {PARTNERLESS[reason][1]}"
+                self._news.append(Notice("partner", said))
         return why
 
     def _why(self, info: RoundInfo, model: str, odd: bool) -> tuple[str, str]:
@@ -192,7 +179,8 @@ class Diagnosis:
             peer, kind = failures[-1]
             return kind, f"{_name(peer, others)} {FAILED[kind]}"
         if not any(member.model == model for member in others.values()):
-            return ("model", "all others train another model") if others else ("nobody", "nobody else is here")
+            reason = "model" if others else "nobody"
+            return reason, PARTNERLESS[reason][0]
         if odd:
             return "odd", "the number of members is odd"
         if passed := self.stats.passed(info.key):
@@ -200,7 +188,7 @@ class Diagnosis:
             what = "held training for too long" if last is None else FAILED[last]
             more = f", as {len(passed) - 1} more are" if len(passed) > 1 else ""
             return last or "timeout", f"{_name(peer, others)} {what} before, and is passed over for a while{more}"
-        return "taken", "all others were taken, or in other rounds"
+        return "taken", PARTNERLESS["taken"][0]
 
     def rejected(self, updates: Sequence[RejectedUpdate]) -> None:
         """Note the contributions that were refused because they lay too far away, or for their loss."""
@@ -235,6 +223,7 @@ class Diagnosis:
         return {
             **self.stats.report(),
             "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
+            "alone": self._alone,
             "sketch": self._sketch(),
             **(suspected.fields() if suspected is not None else {}),
         }

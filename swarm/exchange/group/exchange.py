@@ -179,7 +179,8 @@ class GroupExchange(ExchangeBase):
             self.rounds.begin(key.round, key.fragment)
             leaders = self._view.order(self._context.seed, key.round)
             if len(leaders) < 2:
-                pending.attempt.stats.pass_over(key, self._view.here() - {self._context.me})
+                passed = self._view.here() - {self._context.me}
+                pending.attempt.stats.pass_over(key, passed, self._view.costly.misses.keys())
                 return
             pending.turned_away = False
             for peer in leaders[:TRIED]:

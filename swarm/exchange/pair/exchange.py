@@ -205,7 +205,8 @@ class PairExchange(ExchangeBase):
                 wary = self._selector.passed.lately(pairing.key.round)
                 return await self._listen(pairing, linger if wary else 0.0) if wary or self.rounds.overlap else None
             if not order:  # the last one here, or a peer whose partner is dead while nobody is free
-                pairing.attempt.stats.pass_over(pairing.key, () if partner is None else (partner,))
+                passed = () if partner is None else (partner,)
+                pairing.attempt.stats.pass_over(pairing.key, passed, passed)  # only who cost time is passed over for nobody
                 return await self._listen(pairing, 0.0) if self.rounds.overlap and partner is not None else None
             moved = False
             queue, called_back, until = deque(order[:TRIED]), 0, deadline

@@ -95,11 +95,11 @@ def alone():
         if kind:
             stats.failed(key, BERT, kind)
         if passed:
-            stats.pass_over(key, [BERT])
+            stats.pass_over(key, [BERT], [BERT] if passed == "slow" else [])
         diagnosis.met(RoundInfo(key, (ME, *others), 10, 0), MODEL, fragments, odd=odd)
         return [said for about, said in diagnosis.news() if about == "partner"]
 
-    return SimpleNamespace(exchange=exchange, members=members)
+    return SimpleNamespace(exchange=exchange, members=members, details=diagnosis.details)
 
 
 def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_again_when_they_are_over(alone):
@@ -112,7 +112,9 @@ def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_agai
         "too slow, or asleep: free it, or leave it out"
     ]
     assert [alone.exchange(kind="timeout") for _ in range(20)] == [[]] * 20
+    assert alone.details()["alone"] == ("timeout", 23)
     assert alone.exchange(BERT) == ["rounds have partners again, after 23 without"]
+    assert alone.details()["alone"] is None
     assert alone.exchange(BERT) == []
     assert [len(alone.exchange(kind="timeout")) for _ in range(2 * SEVERAL)] == [0, 0, 1, 0, 0, 0]
 
@@ -127,7 +129,7 @@ def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
     assert "(bert did not answer in time)" in slow
     (taken,) = alone.exchange()
     assert "(all others were taken, or in other rounds)" in taken
-    assert taken.endswith(PARTNERLESS["taken"])
+    assert taken.endswith(PARTNERLESS["taken"][1])
     alone.members[BERT] = member(BERT, model="f" * 64)
     (model,) = alone.exchange()
     assert "(all others train another model), and training goes on without; start all nodes with the same model" in model
@@ -138,16 +140,18 @@ def test_each_reason_is_told_apart_and_a_new_one_is_said_at_once(alone):
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
+    ("kind", "passed", "why"),
     [
-        (None, "bert held training for too long before, and is passed over for a while"),
-        ("broken", "bert broke off before, and is passed over for a while"),
+        (None, "slow", "bert held training for too long before, and is passed over for a while"),
+        ("broken", "slow", "bert held training for too long before, and is passed over for a while"),
+        ("broken", "failed", "bert broke off before, and is passed over for a while"),
     ],
 )
-def test_who_is_passed_over_is_named_with_what_it_did(alone, kind, why):
+def test_who_is_passed_over_is_named_with_what_it_did(alone, kind, passed, why):
+    """Mutant: a peer that is passed over for its cost is blamed for how an exchange with it failed once."""
     if kind:
         alone.exchange(BERT, kind=kind)
-    (said,) = [alone.exchange(passed=True) for _ in range(SEVERAL)][-1]
+    (said,) = [alone.exchange(passed=passed) for _ in range(SEVERAL)][-1]
     assert f"({why})" in said
 
 
