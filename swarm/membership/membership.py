@@ -136,7 +136,12 @@ def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Member
             f"The swarm {manifest.name!r} is by invitation only, and this node's key is not its creator's ({manifest.creator}): "
             "join by a link with an invitation, or begin a new swarm with --resume-from."
         )
-    return _membership(identity, _start(identity, swarm, network), swarm, sealed, manifest, network)
+    host = _start(identity, swarm, network)
+    try:
+        return _membership(identity, host, swarm, sealed, manifest, network)
+    except BaseException:
+        host.close()
+        raise
 
 
 def join(

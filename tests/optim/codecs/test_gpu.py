@@ -85,6 +85,9 @@ def test_plain_floats_send_what_is_not_finite_and_refuse_what_would_become_so():
     for name in ("float32", "float16", "bfloat16"):  # a card writes another NaN than a CPU does
         for payload in (codec_named(name).encode([x.cuda()]), codec_named(name).encode([x])):
             torch.testing.assert_close(codec_named(name).decode(payload, [(3,)])[0], x, rtol=0, atol=0, equal_nan=True)
+        with_buffer = BufferTailCodec(codec_named(name), 1)
+        weights, _ = with_buffer.decode(with_buffer.encode([x.cuda(), torch.ones(1, device="cuda")]), [(3,), (1,)])
+        torch.testing.assert_close(weights, x, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(ValueError, match=r"a value of 70000 is too large for float16"):
         codec_named("float16").encode([torch.tensor([1.0, 70000.0], device="cuda")])
 
