@@ -222,8 +222,8 @@ def _partnerless(members: Mapping[str, Member]) -> list[str]:
     """Return a sentence for each reason: in a small swarm it is often that of several members."""
     alone: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for member in members.values():
-        if member.alone is not None:
-            reason, rounds = member.alone
+        if member.partnerless is not None:
+            reason, rounds = member.partnerless
             alone[reason].append((member.name, rounds))
     return [
         f"{_and(name for name, _ in those)} had no partner in {min(rounds for _, rounds in those)} rounds or more "

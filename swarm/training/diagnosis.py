@@ -223,7 +223,7 @@ class Diagnosis:
         return {
             **self.stats.report(),
             "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
-            "alone": self._alone,
+            "partnerless": self._alone,
             "sketch": self._sketch(),
             **(suspected.fields() if suspected is not None else {}),
         }

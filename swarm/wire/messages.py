@@ -53,8 +53,8 @@ class Member(Message):
     ``lag``, the inner steps that training goes on during one, ``lag_auto`` if the node chooses that by itself, and ``late``, the
     number of those so far that came after theirs;
     ``failures`` among its last ``exchanges``, by kind, and the peers in most of them (``blamed``).
-    ``alone``: why its last rounds had no partner, and how many. ``missing``: number of the ``missing_of`` members that it lost
-    sight of at about the same moment, and some of their names. ``sketch``: the round and
+    ``partnerless``: why its last rounds had no partner, and how many. ``missing``: number of the ``missing_of`` members that it
+    lost sight of at about the same moment, and some of their names. ``sketch``: the round and
     fragment that it finished last, and a sketch of its slow weights then, where the method keeps them equal on all peers.
     ``reach``: who can dial it, as peers found that it asked, and if nobody can, which way its exchanges take; ``throughput``: the
     bytes a second that these moved each way, 0 where none was large enough to tell.
@@ -85,7 +85,7 @@ class Member(Message):
     exchanges: Count = 0
     failures: Annotated[tuple[tuple[Failure, Count], ...], Field(max_length=len(FAILURES))] = ()
     blamed: Annotated[tuple[tuple[PeerId, Failure, Count], ...], Field(max_length=MAX_BLAMED)] = ()
-    alone: tuple[Failure | Literal["nobody", "model", "taken"], Count] | None = None
+    partnerless: tuple[Failure | Literal["nobody", "model", "taken"], Count] | None = None
     missing: Count = 0
     missing_of: Count = 0
     missing_within_s: Seconds = 0.0

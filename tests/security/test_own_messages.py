@@ -106,7 +106,7 @@ def test_a_record_holds_whatever_exchanges_come_to(events, waited):
     assert found.exchanges == min(len(events), WINDOW)
 
 
-HELD = {"swarm", "peer", "addresses", "issued", "exchange_s", "exchanges", "failures", "blamed", "wait_s", "sketch"}
+HELD = {"swarm", "peer", "addresses", "issued", "exchange_s", "exchanges", "failures", "blamed", "wait_s", "sketch", "partnerless"}
 
 
 @given(bytes_moved, bytes_moved, st.floats(0, 1e9), anything, st.lists(anything, max_size=20))

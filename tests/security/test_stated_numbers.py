@@ -42,7 +42,7 @@ ROWS = {
     or (kind, name) == ("listed-swarm", "peers")
     or (kind == "member" and name in (
         "blamed", "exchange_s", "exchanges", "failures", "lag", "late", "loss", "mfu", "missing", "missing_names", "missing_of",
-        "missing_within_s", "step", "throughput", "wait_s",
+        "missing_within_s", "partnerless", "step", "throughput", "wait_s",
     )),
 }  # fmt: skip
 """Whether a field of a kind of message belongs to a row of the page."""

@@ -50,7 +50,7 @@ def test_where_all_is_well_nothing_is_said(names):
 def test_members_without_partners_are_named_together_with_the_reason_and_what_to_do():
     """Mutants: a sentence for each of them; two reasons in one; the most rounds of them in place of the fewest."""
     rows = {"anna": ("taken", 12), "bert": ("taken", 5), "carl": ("model", 3)}
-    others, both = health_report(swarm(*ALL, **{name: {"alone": row} for name, row in rows.items()}), NOW)
+    others, both = health_report(swarm(*ALL, **{name: {"partnerless": row} for name, row in rows.items()}), NOW)
     assert others == f"carl had no partner in 3 rounds or more (all others train another model); {PARTNERLESS['model'][1]}."
     assert both.startswith("anna and bert had no partner in 5 rounds or more (all others were taken, or in other rounds); if that")
 

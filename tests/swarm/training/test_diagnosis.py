@@ -112,9 +112,9 @@ def test_several_rounds_without_a_partner_are_said_once_with_what_to_do_and_agai
         "too slow, or asleep: free it, or leave it out"
     ]
     assert [alone.exchange(kind="timeout") for _ in range(20)] == [[]] * 20
-    assert alone.details()["alone"] == ("timeout", 23)
+    assert alone.details()["partnerless"] == ("timeout", 23)
     assert alone.exchange(BERT) == ["rounds have partners again, after 23 without"]
-    assert alone.details()["alone"] is None
+    assert alone.details()["partnerless"] is None
     assert alone.exchange(BERT) == []
     assert [len(alone.exchange(kind="timeout")) for _ in range(2 * SEVERAL)] == [0, 0, 1, 0, 0, 0]
 

@@ -34,7 +34,7 @@ LARGEST = {
     "exchange_s": 1e9 / 3, "wait_s": 1e9 / 3,
     "lag": MAX_COUNT, "lag_auto": True, "late": MAX_COUNT,
     "exchanges": MAX_COUNT, "failures": tuple((kind, MAX_COUNT) for kind in FAILURES),
-    "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * MAX_BLAMED, "alone": ("unreachable", MAX_COUNT),
+    "blamed": ((OTHER.peer_id, max(FAILURES, key=len), MAX_COUNT),) * MAX_BLAMED, "partnerless": ("unreachable", MAX_COUNT),
     "missing": MAX_COUNT, "missing_of": MAX_COUNT,
     "missing_within_s": 1e9 / 3, "missing_names": (WIDE * 16,) * MAX_MISSING,
     "sketch": (MAX_COUNT, MAX_COUNT, (-MAX_REAL / 3,) * SKETCH), "reach": "unreachable",
