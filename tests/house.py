@@ -139,13 +139,10 @@ def join() -> Callable[[], Any]:
 
 
 def claim() -> Callable[[], Any]:
-    from shoal.node.verify.completions import calibrate
-    from shoal.node.verify.material import Agreed
-    from tests.node.verify.board import Board, Node, run, task_of
+    from tests.node.verify.board import Board, Node, calibrate, run
 
     folder = Path(tempfile.mkdtemp())
-    task, calibration, board = task_of(), folder / "tiny.calibration", Board()
-    calibrate(task.policy, task.env, Agreed(1.0, 8, 8), calibration, policy_name="tiny", claims=40)
+    calibration, board = calibrate(folder / "tiny.calibration", claims=40), Board()
     nodes = [Node(board, name, folder, calibration, seed=seed) for seed, name in enumerate(("ann", "bob", "cat", "dan"))]
 
     def vote() -> None:
