@@ -284,11 +284,12 @@ class FloatCodec(Stateless):
     def packed(self, tensors: Sequence[Tensor], checks: Checks) -> Tensor:
         payload = Checks.payload(self.nbytes([tuple(tensor.shape) for tensor in tensors]), tensors[0].device)
         flat = payload.view(self.dtype)
-        fits = []  # NaN and infinity are sent as they are
+        fits = []
         for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
             part.copy_(values := tensor.detach().reshape(-1))
-            fits.append(~(values.isfinite() & part.isinf()).any())
-        if self.dtype != torch.float32:
+            if self.dtype != torch.float32:  # NaN and infinity are sent as they are
+                fits.append(~(values.isfinite() & part.isinf()).any())
+        if fits:
             checks.require(torch.stack(fits).all(), f"a value to be sent is too large for {self.name}")
         return payload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -136,12 +136,8 @@ def create(identity: Identity, sealed: bytes, network: NetworkOptions) -> Member
             f"The swarm {manifest.name!r} is by invitation only, and this node's key is not its creator's ({manifest.creator}): "
             "join by a link with an invitation, or begin a new swarm with --resume-from."
         )
-    host = _start(identity, swarm, network)
-    try:
+    with _started(identity, swarm, network) as host:
         return _membership(identity, host, swarm, sealed, manifest, network)
-    except BaseException:
-        host.close()
-        raise
 
 
 def join(
@@ -157,8 +153,7 @@ def join(
     ``meanwhile``: as for `Host.start`.
     """
     ticket = _admission(identity, link)
-    host = _start(identity, link.swarm, network, link.bootstrap, must_join=sealed is None, meanwhile=meanwhile)
-    try:
+    with _started(identity, link.swarm, network, link.bootstrap, must_join=sealed is None, meanwhile=meanwhile) as host:
         if sealed is None:
             sealed, manifest = fetch_manifest(host, link)
         else:
@@ -169,9 +164,6 @@ def join(
             membership.directory.refresh(READ_S)
             membership.directory.access_policy.check_own()  # and whether others were admitted by it
         return membership
-    except BaseException:
-        host.close()
-        raise
 
 
 def _admission(identity: Identity, link: Link) -> bytes:
@@ -188,19 +180,20 @@ def _admission(identity: Identity, link: Link) -> bytes:
     return b""
 
 
-def _start(
+@contextlib.contextmanager
+def _started(
     identity: Identity,
     swarm: str,
     network: NetworkOptions,
     bootstrap: Sequence[str] = (),
     must_join: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
-) -> Host:
-    """Start a host with the policy of the node's own lists, for the manifest is not known yet. Raises ShoalError."""
+) -> Iterator[Host]:
+    """Start a host by the node's own lists, for the manifest is not known yet; close it if the block fails. Raises ShoalError."""
     wrong = next((entry for entry in (*network.allow, *network.deny) if not is_peer_id(entry)), None)
     if wrong is not None:
         raise AdmissionError(f"{wrong[:60]!r} is no peer id: correct the list of allowed or denied peers.")
-    return Host.start(
+    host = Host.start(
         identity,
         listen=network.listen,
         announce=network.announce,
@@ -214,6 +207,11 @@ def _start(
         upload=network.upload * BYTES_OF_MBIT,
         meanwhile=meanwhile,
     )
+    try:
+        yield host
+    except BaseException:
+        host.close()
+        raise
 
 
 def _membership(

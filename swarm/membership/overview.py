@@ -220,15 +220,15 @@ def _silent(members: Mapping[str, Member], now: float) -> list[str]:
 
 def _partnerless(members: Mapping[str, Member]) -> list[str]:
     """Return a sentence for each reason: in a small swarm it is often that of several members."""
-    alone: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    of_reason: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for member in members.values():
         if member.partnerless is not None:
             reason, rounds = member.partnerless
-            alone[reason].append((member.name, rounds))
+            of_reason[reason].append((member.name, rounds))
     return [
         f"{_and(name for name, _ in those)} had no partner in {min(rounds for _, rounds in those)} rounds or more "
         f"({PARTNERLESS[reason][0]}); {PARTNERLESS[reason][1]}."
-        for reason, those in sorted(alone.items())
+        for reason, those in sorted(of_reason.items())
     ]
 
 

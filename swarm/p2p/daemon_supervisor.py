@@ -128,6 +128,7 @@ class Bootstrapper:
 
     async def _ask_seeds(self, daemon: Daemon, swarm: str, reached: Sequence[str]) -> list[str]:
         """Return addresses of members of the swarm, from the bootstrap nodes among ``reached``."""
+        named = by_peer(self.bootstrap)
 
         async def ask(peer: str) -> list[str]:
             try:
@@ -137,11 +138,11 @@ class Bootstrapper:
                     self._classified.add(peer)
                 raise
             self._classified.add(peer)
-            self.seeds[peer] = tuple(by_peer(self.bootstrap)[peer])
+            self.seeds[peer] = tuple(named[peer])
             with contextlib.closing(stream):
                 return reachability.addresses_of(await reachability.ask_seed(stream, swarm))
 
-        asked = [asyncio.wait_for(ask(peer), SEED_S) for peer in reached if peer in by_peer(self.bootstrap)]
+        asked = [asyncio.wait_for(ask(peer), SEED_S) for peer in reached if peer in named]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):

@@ -148,7 +148,7 @@ class Diagnosis:
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._said, self._news = Repeats(clock), deque[Notice](maxlen=KEPT)
         self._without = 0  # exchanges in a row without a partner, not counting those in which the number of members was odd
-        self._alone: tuple[str, int] | None = None  # the reason, and for how many rounds by now
+        self._partnerless: tuple[str, int] | None = None  # the reason, and for how many rounds by now
         self._refused = Counter[str]()
 
     def waited(self, seconds: float) -> None:
@@ -160,13 +160,13 @@ class Diagnosis:
         if len(info.members) > 1:
             if self._said.over(*PARTNERLESS):
                 self._news.append(Notice("partner", f"rounds have partners again, after {self._without // fragments} without"))
-            self._without, self._alone = 0, None
+            self._without, self._partnerless = 0, None
             return ""
         reason, why = self._why(info, model, odd)
         self._without += reason in PARTNERLESS
         rounds = self._without // fragments
         if rounds >= SEVERAL and reason in PARTNERLESS:
-            self._alone = reason, rounds
+            self._partnerless = reason, rounds
             if self._said.due(reason):
                 said = f"{rounds} rounds in a row had no partner ({why}), and training goes on without; {PARTNERLESS[reason][1]}"
                 self._news.append(Notice("partner", said))
@@ -223,7 +223,7 @@ class Diagnosis:
         return {
             **self.stats.report(),
             "wait_s": sum(self._waits) / len(self._waits) if self._waits else 0.0,
-            "partnerless": self._alone,
+            "partnerless": self._partnerless,
             "sketch": self._sketch(),
             **(suspected.fields() if suspected is not None else {}),
         }

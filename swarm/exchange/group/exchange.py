@@ -180,7 +180,7 @@ class GroupExchange(ExchangeBase):
             leaders = self._view.order(self._context.seed, key.round)
             if len(leaders) < 2:
                 passed = self._view.here() - {self._context.me}
-                pending.attempt.stats.pass_over(key, passed, self._view.costly.misses.keys())
+                pending.attempt.stats.pass_over(key, passed, {peer for peer in passed if self._view.costly.at(peer, key.round)})
                 return
             pending.turned_away = False
             for peer in leaders[:TRIED]:

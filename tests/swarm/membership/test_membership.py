@@ -21,7 +21,7 @@ def test_a_creation_that_fails_closes_the_host_that_it_has_started(monkeypatch):
 
     policy = SimpleNamespace(access_policy=None)
     host = SimpleNamespace(resource_manager=policy, serve=serve, close=lambda: closed.append("host"))
-    monkeypatch.setattr(membership, "_start", lambda *_: host)
+    monkeypatch.setattr(membership.Host, "start", lambda *_, **__: host)
     settings, creator = load(None, {}), Identity.ephemeral()
     with pytest.raises(NetworkError, match="the daemon has ended"):
         membership.create(creator, new_manifest(settings, creator, "0" * 64), network(settings))
