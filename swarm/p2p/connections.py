@@ -118,18 +118,13 @@ def obtain_ports(listen: Sequence[str]) -> tuple[str, ...]:
 
 
 def as_before(listen: Sequence[str], before: Sequence[str]) -> tuple[str, ...]:
-    """Return ``before`` if it differs from ``listen`` only in ports that are 0 there, and is free now; else ``listen``."""
+    """Return ``before`` if it differs from ``listen`` only in ports that are 0 there; else ``listen``."""
 
     def any_port(address: str) -> str:
         return re.sub(r"(/(?:tcp|udp)/)[0-9]+(?=/|$)", r"\g<1>0", address, count=1)
 
-    if len(listen) != len(before) or any(a not in (b, any_port(b)) for a, b in zip(listen, before, strict=True)):
-        return tuple(listen)
-    try:
-        check_free(before)
-    except StartupError:
-        return tuple(listen)
-    return tuple(before)
+    same = len(listen) == len(before) and all(a in (b, any_port(b)) for a, b in zip(listen, before, strict=True))
+    return tuple(before if same else listen)
 
 
 log = logging.getLogger(__name__)

@@ -87,7 +87,6 @@ class Daemon:
         self.control, self.inbound = run_dir / "daemon.sock", run_dir / "client.sock"
         self.at_end: list[Callable[[], object]] = []  # called before the process is ended
         self._child: daemon_process.GuardedProcess | None = None  # the guard
-        self._follower: asyncio.Task[None] | None = None
         self._server: asyncio.AbstractServer | None = None
         self._handlers: dict[str, Incoming] = {}
         self._output: deque[str] = deque(maxlen=20)  # its last lines
@@ -137,7 +136,7 @@ class Daemon:
         """Start the process and wait for it; return the peer id that it has."""
         self._child = daemon_process.start_guarded(self._run_dir, command, lock)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._follower = asyncio.create_task(daemon_process.follow(await self._child.output(), self._output, ready))
+        self._child.follow(self._output, ready)
         await ready
         self._server = await asyncio.start_unix_server(self._accept, str(self.inbound))
         return b58encode((await self._ask("IDENTIFY")).identify.id[:MAX_ID])
@@ -154,8 +153,6 @@ class Daemon:
             end()
         if self._server is not None:
             self._server.close()
-        if self._follower is not None:
-            self._follower.cancel()
         if self._child is not None:
             self._child.terminate()
             try:

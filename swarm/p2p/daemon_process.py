@@ -36,6 +36,7 @@ Relay = Literal["auto", "only", "off"]
 
 SOCKET_PATH_LIMIT = 100  # bytes; the system's own limit for a socket's path is 104 (macOS) or 108
 CONNECTIONS = (256, 512)
+MAX_LINE = 1 << 16  # bytes of output that are taken for a line
 YOUNG = 10.0  # seconds: a younger run folder may not be locked yet
 _REMEDY = "reinstall it with `pip install --force-reinstall hivemind==1.1.12` on Linux or macOS, or use WSL or Docker"
 
@@ -208,12 +209,19 @@ class GuardedProcess:
         with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._ended.set_result, status)
 
-    async def output(self) -> asyncio.StreamReader:
-        """Return its output and that of its daemon; call it once."""
-        reader = asyncio.StreamReader()
+    def follow(self, lines: deque[str], ready: asyncio.Future[None]) -> None:
+        """Read its output and its daemon's to the end into ``lines``. Set ``ready`` when the daemon is up, or StartupError before.
+
+        By a thread: uvloop and Python would each close the pipe, and by then its number may be another file's, of any thread.
+        """
+        threading.Thread(target=self._read, args=(lines, ready), name="p2pd output", daemon=True).start()
+
+    def _read(self, lines: deque[str], ready: asyncio.Future[None]) -> None:
         assert self._popen.stdout is not None
-        await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._popen.stdout)
-        return reader
+        with self._popen.stdout as output, contextlib.suppress(RuntimeError):  # the loop has been closed
+            for line in iter(lambda: output.readline(MAX_LINE), b""):
+                self._loop.call_soon_threadsafe(_heard, line.decode(errors="replace").rstrip(), lines, ready)
+            self._loop.call_soon_threadsafe(_fell_silent, lines, ready)
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
@@ -250,14 +258,14 @@ def start_guarded(run_dir: Path, command: list[str], lock: int) -> GuardedProces
         raise StartupError(f"cannot start {sys.executable} to guard the daemon ({error.strerror}).") from error
 
 
-async def follow(output: asyncio.StreamReader, lines: deque[str], ready: asyncio.Future[None]) -> None:
-    """Read the output to its end into ``lines``; set ``ready`` when the daemon is up, or a StartupError if it ends before."""
-    while line := await output.readline():
-        text = line.decode(errors="replace").rstrip()
-        lines.append(text)
-        log.debug("p2pd: %s", text)
-        if text.startswith("Peer ID:") and not ready.done():
-            ready.set_result(None)
+def _heard(text: str, lines: deque[str], ready: asyncio.Future[None]) -> None:
+    lines.append(text)
+    log.debug("p2pd: %s", text)
+    if text.startswith("Peer ID:") and not ready.done():
+        ready.set_result(None)
+
+
+def _fell_silent(lines: Sequence[str], ready: asyncio.Future[None]) -> None:
     if not ready.done():
         ready.set_exception(_failed_start(lines))
 

@@ -283,7 +283,14 @@ class DaemonSupervisor:
 
     async def _start(self, timeout: float, enter: Callable[[Daemon], Awaitable[DHTNode]]) -> None:
         """Launch a daemon, ``enter`` the swarm by it, and serve on it; if that fails it is ended."""
-        daemon = await self._launch(timeout)
+        try:
+            check_free(self._listen)
+            daemon = await self._launch(timeout)
+        except StartupError:
+            if self._listen == self._wanted:
+                raise
+            self._listen = self._wanted  # any port was wanted, so the one of before is no loss
+            daemon = await self._launch(timeout)
         try:
             dht = await enter(daemon)
             self.addresses = await daemon.addresses()
@@ -355,13 +362,6 @@ class DaemonSupervisor:
                 log.warning("asking the relays failed; trying again", exc_info=True)
 
     async def _again(self) -> None:
-        try:
-            check_free(self._listen)
-        except StartupError:
-            if self._listen == self._wanted:
-                raise
-            check_free(self._wanted)  # any port was wanted, so the lost one is no loss
-            self._listen = self._wanted
         await self._start(20.0, self.bootstrapper.enter_again)
         self.restarts += 1
         log.warning("the network daemon runs again (restart %d)", self.restarts)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -12,7 +13,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.p2p import hivemind_adapter
+from shoal.swarm.p2p import daemon_supervisor, hivemind_adapter
 from shoal.swarm.p2p import host as host_module
 from shoal.swarm.p2p.daemon import DaemonError
 from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
@@ -277,6 +278,30 @@ def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
         return True
 
     until(reached)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_where_any_port_will_do_the_one_of_before_may_be_taken(tmp_path, monkeypatch, noticed):
+    """Before the daemon starts, or while it does."""
+    here = {"known": tmp_path / "peers.json", "listen": ["/ip4/127.0.0.1/tcp/0"], "swarm": "s"}
+    with start(**here) as first:
+        (listened,) = first._supervisor.known.listened
+    with start(**here) as again:
+        assert again._supervisor.known.listened == (listened,)
+    with socket.create_server(("127.0.0.1", int(listened.rpartition("/")[2]))):
+        if not noticed:
+            monkeypatch.setattr(daemon_supervisor, "check_free", lambda listen: None)
+        with start(**here) as other:
+            assert other._supervisor.known.listened != (listened,)
+            assert other.alive
+
+
+def test_the_output_of_a_daemon_that_has_ended_is_closed():
+    """Else the garbage collector closes it, in any thread, and the loop again, when its number is that of another thread's file."""
+    with start() as host:
+        output = host._supervisor.daemon._child._popen.stdout
+        kill_daemon(host)
+        until(lambda: output.closed)
 
 
 def test_a_failed_restart_is_tried_again(two, monkeypatch, caplog):
