@@ -23,7 +23,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import torch
-from pydantic import BaseModel, FiniteFloat, StringConstraints, ValidationError
+from pydantic import BaseModel, FailFast, FiniteFloat, StringConstraints, ValidationError
 
 from shoal.node.console import require
 from shoal.node.rl.environment import Choose, Completion, PolicyError
@@ -127,11 +127,11 @@ class _Token(BaseModel):
 
 
 class _Logs(BaseModel):
-    """Tokens of a completion as vLLM names them; ``content`` is llama.cpp's."""
+    """Tokens of a completion as vLLM names them; ``content`` is llama.cpp's. All faults take 250 times its memory."""
 
-    tokens: tuple[Annotated[str, StringConstraints(pattern="^token_id:[0-9]{1,9}$")], ...] = ()
-    token_logprobs: tuple[FiniteFloat, ...] = ()
-    content: tuple[_Token, ...] = ()
+    tokens: Annotated[tuple[Annotated[str, StringConstraints(pattern="^token_id:[0-9]{1,9}$")], ...], FailFast()] = ()
+    token_logprobs: Annotated[tuple[FiniteFloat, ...], FailFast()] = ()
+    content: Annotated[tuple[_Token, ...], FailFast()] = ()
 
     def row(self) -> _Row:
         ids = [int(one.removeprefix("token_id:")) for one in self.tokens] + [one.id for one in self.content]
@@ -144,7 +144,7 @@ class _Choice(BaseModel):
 
 
 class _Answer(BaseModel):
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], FailFast()]
 
 
 class _Server:
@@ -203,7 +203,7 @@ class _Server:
         try:
             choices = sorted(_Answer.model_validate_json(answer).choices, key=lambda one: one.index)
         except ValidationError as error:
-            raise self._nonsense(f"{error.error_count()} faults, such as: {error.errors()[0]['msg']}") from error
+            raise self._nonsense(error.errors()[0]["msg"]) from error
         found = [choice.logprobs.row() for choice in choices]
         if [choice.index for choice in choices] != list(range(rows)):
             raise self._nonsense(f"{len(choices)} completions for {rows}")

@@ -207,7 +207,7 @@ class Checks:
             if tasks or peer.host.busy:
                 self._fail(f"{peer.name} still has {tasks or peer.host.busy}")
             self._bounded(peer, 0)
-        wires = [wire for wire in swarm.network.wires.values() if not wire.stalled]  # nobody hears the end of those
+        wires = swarm.network.wires.values()
         open_now = [wire for wire in wires if all(host.process.state != "dead" for host in wire.hosts)]
         if open_now:
             self._fail(f"streams are open: {[(w.number, *(host.name for host in w.hosts)) for w in open_now]}")

@@ -179,6 +179,13 @@ class SimNetwork:
             self.note("-", f"stalled {number}")
             wire.stalled = True
 
+    def keep_alive(self) -> None:
+        """End the streams that carry nothing any more, as the daemons' keep-alive does in half a minute."""
+        for number, wire in list(self.wires.items()):
+            if wire.stalled:
+                self.sever(number, reset=True)
+                del self.wires[number]
+
     def end(self) -> None:
         """End all processes, also killed ones: cancel their tasks, and run them to that end."""
         for wire in list(self.wires.values()):

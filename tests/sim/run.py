@@ -96,6 +96,7 @@ def simulate(
         def rest() -> None:
             if not resting:
                 resting.append(loop.call_later(REST, loop.stop, context=NOTHING))
+                network.keep_alive()
 
         network.watch = watch
         loop.set_exception_handler(lambda _, context: broken.append(context.get("exception") or RuntimeError(context["message"])))
