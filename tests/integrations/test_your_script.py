@@ -86,9 +86,9 @@ def test_a_loop_in_torchfts_form_meets_with_the_fragments_that_it_names(tmp_path
 @pytest.mark.slow(reason="six processes, two after two")
 def test_nanogpt_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
     """Bit for bit: weights, both optimizers' state and the place in the data; by what the script itself saves and loads."""
-    whole = two_peers(tmp_path / "whole", "nanogpt", {"lag": 0}, STEPS="40")
-    two_peers(tmp_path / "halves", "nanogpt", {"lag": 0}, STEPS="40", UNTIL="20")
-    halves = two_peers(tmp_path / "halves", "nanogpt", {"lag": 0}, STEPS="40")
+    whole = two_peers(tmp_path / "whole", "nanogpt", {"lag": 0, "codec": "float32"}, STEPS="40")
+    two_peers(tmp_path / "halves", "nanogpt", {"lag": 0, "codec": "float32"}, STEPS="40", UNTIL="20")
+    halves = two_peers(tmp_path / "halves", "nanogpt", {"lag": 0, "codec": "float32"}, STEPS="40")
     assert [loss for loss, _ in halves] == [loss for loss, _ in whole]
     assert [met for _, met in whole] == [(4, 4)] * 2
     assert [met for _, met in halves] == [(2, 2)] * 2

@@ -62,7 +62,7 @@ def hostile(seconds, free):
     async def answer(self, stream, offer):
         if not lie.lies:
             return await judge(self, stream, offer)
-        return None, Answer(verdict="passed", round=FAR)
+        return None, Answer(verdict="passed", round=FAR), None
 
     def record(self, fields):
         return member(self, {**fields, "round": FAR} if lie.lies else fields)
@@ -81,10 +81,10 @@ def watched(path):
     """
     note = Caller._note
 
-    def noted(self, pairing, peer, answer):
+    def noted(self, pairing, mine, answer):
         told = [round for round in self._state.evidence._met.values() if round < FAR]
         before = max(pairing.swarm_round, pairing.key.round, *told)
-        note(self, pairing, peer, answer)
+        note(self, pairing, mine, answer)
         if answer.round == FAR:
             with open(path, "a") as file:
                 file.write(f"{max(pairing.swarm_round, before) - before}\n")
