@@ -9,8 +9,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
-# A first floor; raise it to what `make coverage` reports, rounded down.
-COVERAGE_FLOOR ?= 75
+# What `make coverage` reports (96.1 % on 2026-11-27), rounded down.
+COVERAGE_FLOOR ?= 96
 PEERS ?= 4
 ROUNDS ?= 40
 ARGS ?=
