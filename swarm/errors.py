@@ -45,6 +45,10 @@ class StartupError(ShoalError):
     """A failure to get on the network: daemon, port, or bootstrap."""
 
 
+class ListenError(StartupError):
+    """An address that cannot be listened on, as when another program has its port."""
+
+
 class NetworkError(ShoalError):
     """A failed or late call to a peer or the own daemon. ``reason``: its kind, one of `shoal.swarm.wire.envelope.FAILURES`."""
 

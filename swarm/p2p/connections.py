@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from shoal.swarm.access import address_problem
-from shoal.swarm.errors import NetworkError, StartupError
+from shoal.swarm.errors import ListenError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.addresses import by_peer, by_quic, host_of, is_loopback, is_public_host
 from shoal.swarm.p2p.daemon import DAEMON_GONE, Daemon, DaemonError, read_message
@@ -67,7 +67,7 @@ def check_free(listen: Sequence[str]) -> None:
                 probe.bind((found[2], int(found[4])))
         except OSError as error:
             other = f"{error.strerror or error}, choose another address with --listen"
-            raise StartupError(f"cannot listen on {address}: {_BIND_PROBLEMS.get(error.errno or 0, other)}.") from error
+            raise ListenError(f"cannot listen on {address}: {_BIND_PROBLEMS.get(error.errno or 0, other)}.") from error
 
 
 def beside(listen: Sequence[str]) -> list[str]:
@@ -119,11 +119,8 @@ def obtain_ports(listen: Sequence[str]) -> tuple[str, ...]:
 
 def as_before(listen: Sequence[str], before: Sequence[str]) -> tuple[str, ...]:
     """Return ``before`` if it differs from ``listen`` only in ports that are 0 there; else ``listen``."""
-
-    def any_port(address: str) -> str:
-        return re.sub(r"(/(?:tcp|udp)/)[0-9]+(?=/|$)", r"\g<1>0", address, count=1)
-
-    same = len(listen) == len(before) and all(a in (b, any_port(b)) for a, b in zip(listen, before, strict=True))
+    port = re.compile(r"(?<=/tcp/|/udp/)[0-9]+(?=/|$)")
+    same = len(listen) == len(before) and all(a in (b, port.sub("0", b, count=1)) for a, b in zip(listen, before, strict=True))
     return tuple(before if same else listen)
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from shoal.swarm.errors import StartupError
+from shoal.swarm.errors import ListenError, StartupError
 from shoal.swarm.p2p import daemon_guard as guard
 from shoal.swarm.p2p.addresses import is_loopback
 
@@ -211,7 +211,6 @@ class GuardedProcess:
 
     def follow(self, lines: deque[str], ready: asyncio.Future[None]) -> None:
         """Read its output and its daemon's to the end into ``lines``. Set ``ready`` when the daemon is up, or StartupError before.
-
         By a thread: uvloop and Python would each close the pipe, and by then its number may be another file's, of any thread.
         """
         threading.Thread(target=self._read, args=(lines, ready), name="p2pd output", daemon=True).start()
@@ -276,6 +275,6 @@ def _failed_start(lines: Sequence[str]) -> StartupError:
         here = f"{platform.machine()} ({platform.system()})"
         return StartupError(f"the network daemon is built for another kind of machine than this {here}: {_REMEDY}.")
     if "address already in use" in text:
-        return StartupError("the listen address is taken by another program: choose another port with --listen.")
+        return ListenError("the listen address is taken by another program: choose another port with --listen.")
     last = lines[-1] if lines else "nothing"
     return StartupError(f"the network daemon stopped at once and said: {last[:300].rstrip('.')}; check --listen and --announce.")

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.swarm.errors import NetworkError, ShoalError, StartupError
+from shoal.swarm.errors import ListenError, NetworkError, ShoalError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import connections, reachability
 from shoal.swarm.p2p.addresses import DialBackoff, Peerstore, by_peer, is_loopback
@@ -286,7 +286,7 @@ class DaemonSupervisor:
         try:
             check_free(self._listen)
             daemon = await self._launch(timeout)
-        except StartupError:
+        except ListenError:
             if self._listen == self._wanted:
                 raise
             self._listen = self._wanted  # any port was wanted, so the one of before is no loss
