@@ -113,7 +113,7 @@ CHANGED = 2  # times the empty link's delay, and the least of `DELAY_S`: it is a
 GRAIN = 8 << 10  # bytes between two pings, at least
 PING = 32  # bytes of a ping, which the peer's daemon sends back
 PINGS, FEWER = 16, 4  # in a window of bytes, at most; and of which the delay is the mean once they are quicker
-PONG_S, PONGS = (2.0, 4.5), 6  # seconds, and empty links' delays within them, without an answer after which only a few bytes go out
+PONG_S, PONGS = (2.0, 4.5), 6  # seconds, and empty links' delays within them, without an answer, after which it begins anew
 EMPTY_S = 60.0  # seconds for which the delay of the empty link is known, which is measured after a transfer
 BASES = 8  # such measurements of which the shortest counts
 SPREAD, SPREAD_S = 1.25, 1.0  # times a window in a round trip, at which bytes go out at most, and seconds to wait at most
@@ -224,9 +224,8 @@ class Pace:
                 data = await asyncio.wait_for(echo.read(), patience)
             if self._echo is not echo or (not data and self._ending):
                 return
-            if not data:  # a few bytes go out all the same, because the peer may only be busy
-                self.window, self._answered, self._starting, self._young = self._least(), self._sent, True, True
-                self._hold(False)
+            if not data:  # nothing goes out before an answer: bytes to a peer that is gone would look as if it took them
+                self.window, self._starting, self._young = self._least(), True, True
                 continue
             ping = self._pings.popleft()
             if data != ping.data:

@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from shoal.swarm import pacing
-from shoal.swarm.pacing import FIRST, LEAST, Echo, Pacer, TrafficMeter
+from shoal.swarm.pacing import Echo, Pacer, TrafficMeter
 from tests.sim.clock import VirtualLoop
 
 MBIT, MB = 125_000, 1_000_000
@@ -299,10 +299,28 @@ def test_without_pings_nothing_is_held_back(loop, peer):
     assert end < 0.4
 
 
-def test_a_silent_peer_gets_a_trickle(loop):
-    net = Net(loop, 1000, 0.01, peer="is silent")
-    (end,), _ = run(loop, net, net.send(FIRST + 4 * LEAST))
-    assert pacing.PONG_S[0] < end < 30
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_silent_peer_gets_no_more(loop, answered):
+    """Of one that fell asleep every few seconds a few bytes went out, and looked as if it took them: it held training for long."""
+    net, sent = Net(loop, 8, 0.01, peer="answers" if answered else "is silent"), []
+
+    async def watched():
+        loop.call_at(1.0, lambda: setattr(net, "peer", "is silent"))
+        with contextlib.suppress(asyncio.TimeoutError), net.pacer.to("b") as pace:
+            while loop.time() < 60:
+                nbytes = await asyncio.wait_for(pace.room(MB), 60)
+                net.up.push(nbytes)
+                sent.append(loop.time())
+
+    run(loop, net, watched())
+    assert (0.9 < max(sent) < 1.5) if answered else not sent
+
+
+def test_a_peer_that_was_silent_for_a_while_gets_the_rest(loop):
+    net, late = Net(loop, 8, 0.01), 12.0
+    loop.call_at(1.0, lambda: setattr(net.up, "free", late))
+    (end,), _ = run(loop, net, net.send(4 * MB))
+    assert late + 2.5 < end < late + 10
 
 
 def test_another_way_through_the_network_is_learnt_from_one_transfer(loop):
