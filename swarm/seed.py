@@ -31,7 +31,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from itertools import chain, repeat, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
@@ -40,6 +40,7 @@ from shoal.swarm.manifest import Manifest, is_public, swarm_id
 from shoal.swarm.p2p.addresses import by_turns, range_of
 from shoal.swarm.p2p.connections import beside, check_announced, check_free, fixed_ports, launch_relay, obtain_ports
 from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
+from shoal.swarm.p2p.daemon_supervisor import started_again
 from shoal.swarm.p2p.host import Subscription
 from shoal.swarm.p2p.limits import RateLimit, StreamPlaces, TokenBuckets
 from shoal.swarm.p2p.punch import tell_seen
@@ -313,7 +314,6 @@ MAX_STREAMS, MAX_STREAMS_PER_PEER = 192, 4  # answered at once
 LINGER = 2.0  # seconds an answered stream waits for the caller to end it
 MAX_OF_RANGE = 64  # connected peers of an address range, once there are three times as many in all; above 512 the daemon cuts down
 AT_ONCE = 32  # connections that are ended at a time
-BACKOFF = (0.1, 1.0, 5.0, 10.0)  # seconds before each further start of a daemon that ended; the last repeats
 
 
 def crowding_peers(origins: Mapping[str, str]) -> list[str]:
@@ -363,13 +363,7 @@ class Seed:
             finally:
                 await daemon.shutdown()
             log.warning("the network daemon stopped (status %s); restarting it", status)
-            for pause in chain(BACKOFF, repeat(BACKOFF[-1])):
-                await asyncio.sleep(pause)
-                try:
-                    daemon = await self._launch()
-                    break
-                except (StartupError, NetworkError) as error:
-                    log.warning("the network daemon is not back yet, trying again: %s", error)
+            daemon = await started_again(self._launch)
 
     async def _launch(self) -> Daemon:
         """Start a daemon that counts as reachable, and serve on it. Raises StartupError or NetworkError."""

@@ -204,6 +204,19 @@ SLOTS_S = 5.0  # seconds between two looks at the slots at relays
 BACKOFF = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before each further attempt to restart the daemon; the last repeats
 
 
+async def started_again(start: Callable[[], Awaitable[T]]) -> T:
+    """Return what ``start`` returns once it succeeds: whatever is in the way, a node needs its network back."""
+    for pause in itertools.chain(BACKOFF, itertools.repeat(BACKOFF[-1])):
+        await asyncio.sleep(pause)
+        try:
+            return await asyncio.wait_for(start(), 60.0)
+        except Exception as error:
+            expected = isinstance(error, (ShoalError, *DAEMON_GONE, asyncio.TimeoutError))
+            why = str(error) or type(error).__name__
+            log.warning("the network daemon is not back yet, trying again: %s", why, exc_info=not expected)
+    raise AssertionError  # never: the last pause repeats
+
+
 class DaemonSupervisor:
     """Call `begin` once; then ``daemon`` and ``dht`` are there, except during a restart."""
 
@@ -337,15 +350,9 @@ class DaemonSupervisor:
             if self._down is not None and not self._down.done():
                 self._down.set_result(None)
             await daemon.shutdown()
-            for pause in itertools.chain(BACKOFF, itertools.repeat(BACKOFF[-1])):
-                await asyncio.sleep(pause)
-                try:
-                    await asyncio.wait_for(self._again(), 60.0)
-                    break
-                except Exception as error:  # whatever it was, the node needs its network back
-                    expected = isinstance(error, (ShoalError, *DAEMON_GONE, asyncio.TimeoutError))
-                    why = str(error) or type(error).__name__
-                    log.warning("the network daemon is not back yet, trying again: %s", why, exc_info=not expected)
+            await started_again(lambda: self._start(20.0, self.bootstrapper.enter_again))
+            self.restarts += 1
+            log.warning("the network daemon runs again (restart %d)", self.restarts)
 
     async def _keep_slots(self) -> None:
         while True:
@@ -360,11 +367,6 @@ class DaemonSupervisor:
                 log.debug("no relay was asked: %r", error)
             except Exception:  # a bug must not leave the node without its slots
                 log.warning("asking the relays failed; trying again", exc_info=True)
-
-    async def _again(self) -> None:
-        await self._start(20.0, self.bootstrapper.enter_again)
-        self.restarts += 1
-        log.warning("the network daemon runs again (restart %d)", self.restarts)
 
     async def end(self, timeout: float) -> None:
         """Leave the network and end the daemon, in about ``timeout`` seconds at most."""

@@ -40,6 +40,7 @@ from shoal.swarm.wire.envelope import (
     Rate,
     Reach,
     Real,
+    Reason,
     Seconds,
     Share,
     SwarmId,
@@ -96,11 +97,11 @@ class Status(Message):
 
     ``tokens_per_s``, ``mfu``, ``lag``, ``lag_auto``, ``late``, ``reach`` and ``throughput``: see `wire.messages.Member`.
 
-    ``rounds``: its newest, oldest first. ``reward``, ``rollouts_own`` and ``rollouts_foreign`` (groups learnt from, in all) are of
-    reinforcement learning, ``claims``, ``checked``, ``invalid`` and ``banned`` of verification; None where there is none.
-    ``faults``: kind of fault -> count. ``projection``: the number of a recent exchange, and of the slow weights
-    after it the norm and a random projection (`shoal.optim.outer.weights`). ``peers``: about how many members the swarm has, where
-    the author sees one bucket of it.
+    ``rounds``: its newest, oldest first; ``why`` the last of them had no partner, if so. ``reward``, ``rollouts_own`` and
+    ``rollouts_foreign`` (groups learnt from, in all) are of reinforcement learning, ``claims``, ``checked``, ``invalid`` and
+    ``banned`` of verification; None where there is none. ``faults``: kind of fault -> count. ``projection``: the number of a recent
+    exchange, and of the slow weights after it the norm and a random projection (`shoal.optim.outer.weights`). ``peers``: about how
+    many members the swarm has, where the author sees one bucket of it.
     """
 
     KIND, LIMIT, AUTHOR = "status", 8 * KIB, "peer"
@@ -117,6 +118,7 @@ class Status(Message):
     sent: Bytes
     received: Bytes
     rounds: Annotated[tuple[RoundStatus, ...], Field(max_length=ROUNDS)] = ()
+    why: Reason = ""
     reward: Real | None = None
     rollouts_own: Count | None = None
     rollouts_foreign: Count | None = None
@@ -260,13 +262,14 @@ class StatusReporter:
         wait_s: float,
         suspicious: int = 0,
         odd: bool = False,
+        why: str = "",
         projection: tuple[float, ...] = (),
         tokens: int = 0,
     ) -> None:
         """Note a finished round; ``members``: the peer ids in its mean; bytes, seconds and ``tokens`` (trained here) are its own.
 
         ``projection``: that of the slow weights after it (`shoal.optim.outer.weights`), or empty where it is not known.
-        ``odd``: without a partner because the number of peers was odd, which is no fault.
+        ``odd``: without a partner because the number of peers was odd, which is no fault. ``why``: without one, in words.
         """
         partners = [peer for peer in members if peer != self._membership.host.peer_id]
         others = [peer[-TAIL:] for peer in partners]
@@ -283,6 +286,7 @@ class StatusReporter:
         )
         with self._lock:
             self._rounds.append(done)
+            self._more["why"] = why
             self._note_projection(round, projection)
             self._faults["no-partner"] += not (others or odd or self._membership.manifest.outer.alone)
             self._faults["refused"] += suspicious

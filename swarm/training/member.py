@@ -287,7 +287,7 @@ class TrainingMember:
             self.reporter.round(
                 info.members, tokens=max(tokens, 0),
                 round=info.key.round, step=info.step, loss=loss, sent=report.sent, received=report.received,
-                wait_s=report.wait_s, suspicious=len(report.rejected), odd=report.odd,
+                wait_s=report.wait_s, suspicious=len(report.rejected), odd=report.odd, why=report.why,
                 projection=self._opt.projection_of(info.key.fragment),
             )  # fmt: skip
 

@@ -117,7 +117,7 @@ def test_a_status_holds_whatever_a_round_comes_to(sent, received, wait_s, loss, 
     for number in range(9):
         reporter.round(
             [ME.peer_id, *(OTHER.peer_id,) * 20], round=number, step=MAX_COUNT, loss=loss, sent=sent, received=received,
-            wait_s=wait_s, suspicious=3, projection=tuple(projection),
+            wait_s=wait_s, suspicious=3, why="x" * 600, projection=tuple(projection),
         )  # fmt: skip
     reporter.event("rl", reward=loss, own=2, foreign=3, used=[(OTHER.peer_id, loss)] * 3, shared=4)
     reporter.event("verify", banned=[OTHER.peer_id] * 99, votes={OTHER.peer_id: 2}, voted=3)

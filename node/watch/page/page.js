@@ -114,7 +114,7 @@ function charts(picture) {
 
 const COLUMNS = [
   ["Peer", null], ["Role", (p) => p.roles.join(", ")], ["State", (p) => p.doing], ["Round", (p) => `${p.round}`], ["Step", (p) => `${p.step}`],
-  ["Loss", (p) => number(p.loss)], ["With", (p) => p.partners.slice(0, 3).join(", ") || "–"], ["Steps/s", (p) => number(p.steps_per_s, 1)],
+  ["Loss", (p) => number(p.loss)], ["With", (p) => p.partners.slice(0, 3).join(", ") || p.why || "–"], ["Steps/s", (p) => number(p.steps_per_s, 1)],
   ["Tokens/s", (p) => tokens(p.tokens_per_s, p.mfu)],
   ["Lag", lag], ["Reach", reach], ["Up", (p) => `${bytes(p.sent_per_s)}/s`], ["Down", (p) => `${bytes(p.received_per_s)}/s`], ["Reward", (p) => number(p.reward)],
   ["Confirmed", work], ["Faults", (p) => p.faults_text || "–"], ["Heard", (p) => `${p.age.toFixed(0)} s ago`],

@@ -38,6 +38,7 @@ def recording(authors, tmp_path):
             recorder.take(anna.heard(anna.round(number, [bert]), at=NOW + number, name="<i>anna</i>"))
         projection = (number, 2.0, (float(number),) * 16)
         more = {"checked": number, "claims": number, "invalid": invalid, "projection": projection, "faults": faults}
+        more |= {"why": "<b>anna</b> did not answer in time"} if number > 14 else {}
         recorder.take(bert.heard(bert.round(number, [anna] if number < 15 else []), at=NOW + number, sent=10**6 * number, **more))
         recorder.take(carl.heard(carl.round(number), at=NOW + number, projection=(number, 2.0, (0.0,) * 16)))
     recorder.close()
@@ -75,7 +76,8 @@ def text(element):
 def test_names_numbers_charts_roles_and_faults_are_on_the_page(recording):
     async def work(tab):
         assert "<i>anna</i>" in await tab.value(text("peers"))
-        assert await tab.value("document.querySelectorAll('#peers i').length") == 0
+        assert "<b>anna</b> did not answer in time" in await tab.value(text("peers"))
+        assert await tab.value("document.querySelectorAll('#peers i, #peers b').length") == 0
         assert await tab.value("document.querySelectorAll('#loss .u-axis').length") == 2
         assert (await tab.value(text("loss-text"))).startswith("Round 29: mean ")
         assert (await tab.value(text("loss_over_time-text"))).startswith("After 0:29: mean ")

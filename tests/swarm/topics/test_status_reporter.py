@@ -109,6 +109,13 @@ def test_the_odd_one_out_is_no_fault(status_reporter):
     assert status_reporter.status().faults == ()
 
 
+def test_it_is_told_why_the_newest_round_had_no_partner(status_reporter):
+    over(status_reporter, 1, [ME], why="bert could not be reached")
+    assert status_reporter.status().why == "bert could not be reached"
+    over(status_reporter, 2, [ME, PEERS[1]])
+    assert status_reporter.status().why == ""
+
+
 def test_alone_is_no_fault_where_nobody_averages():
     status_reporter = StatusReporter(membership("none"), "anna")
     over(status_reporter, 1, [ME])

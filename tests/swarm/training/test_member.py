@@ -125,7 +125,7 @@ def test_a_round_has_the_bytes_wait_and_refusals_since_the_round_before(world):
     assert (name, args) == ("reporter.round", (("anna", "bert"),))
     assert fields == {
         "round": 3, "step": 30, "loss": 1.0, "sent": 70, "received": 30, "wait_s": 2.0, "suspicious": 1, "odd": False,
-        "projection": (1.0,), "tokens": 60,
+        "why": "", "projection": (1.0,), "tokens": 60,
     }  # fmt: skip
 
 
