@@ -32,7 +32,7 @@ INSTALL = PIP_USE_PEP517=1 $(BIN)/python -m pip install --quiet --disable-pip-ve
 
 help:
 	@echo "make demo       train with PEERS=$(PEERS) nodes on this machine for ROUNDS=$(ROUNDS) rounds"
-	@echo "make test       run the tests, but for the slow ones"
+	@echo "make test       run the tests, but for what only CI runs and for the slow ones"
 	@echo "make test-slow  run the slow ones"
 	@echo "make gpu-test   those for GPUs, on the GPU of this machine or else on a stand-in for one, which g++ builds"
 	@echo "make gpu-check  all that is worth knowing of this machine's GPU, in a report for an issue"
@@ -54,7 +54,7 @@ install: $(CORE)
 test test-slow gpu-test arm64-check coverage: export PYTHONDONTWRITEBYTECODE =
 
 test: $(TEST)
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --durations=25 $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not ci" -n $(WORKERS) --durations=25 $(ARGS)
 
 test-slow: $(TEST)
 	$(BIN)/python -m pytest -m slow $(ARGS)

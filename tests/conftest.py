@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -66,8 +67,16 @@ def turn(place):
     return len(kinds) + next((n for n, part in enumerate(LONG) if place.is_relative_to(HERE / part)), len(LONG)), named
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: (turn(item.path), item.path))
+    seen = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("thinned")) is not None:
+            case = item.path, item.originalname
+            if seen[case] % mark.args[0]:
+                item.add_marker("ci")
+            seen[case] += 1
 
 
 def pytest_collection_finish():

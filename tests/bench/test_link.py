@@ -109,6 +109,7 @@ def test_relays_are_for_two():
         Relays(3, rate=1e6, delay=0.0)
 
 
+@pytest.mark.ci
 def test_namespaces_carry_and_leave_nothing():
     try:
         link = Namespaces(2, rate=1e8, delay=0.001)

@@ -62,6 +62,7 @@ def test_one_join_of_a_tiny_model(program):
     assert (report["joins"], len(report["all"])) == (1, 1)
 
 
+@pytest.mark.ci
 def test_json_rows(tmp_path, program):
     options = ("--sizes", "tiny", "--saves", "1", "--steps", "2", "--folder", tmp_path, "--json")
     done = program("checkpoint.py", *options, timeout=120)

@@ -94,6 +94,7 @@ def test_report_is_written_between_its_marks(tmp_path, called, program):
     assert "no place" in done.stderr
 
 
+@pytest.mark.ci
 def test_data_parallel_equals_torch_over_gloo(tmp_path):
     spec = train.Spec("ddp", "float32", 2, 1, 10, 8, 1e-2, (("beta2", 0.99),), 3)
     store, out = tmp_path / "store", tmp_path / "weights"

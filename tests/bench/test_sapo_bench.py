@@ -9,6 +9,7 @@ from bench import sapo
 ROWS = ["8/0", "6/2", "4/4", "2/6", "poison", "trusting"]
 
 
+@pytest.mark.ci
 def test_json_has_every_row_and_the_same_numbers_each_time(called, program):
     done = program("sapo.py", "--nodes", "3", "--seeds", "2", "--rounds", "10", "--json")
     assert done.stdout.count("\n") == 1

@@ -127,6 +127,7 @@ def page(tmp_path_factory):
     return page
 
 
+@pytest.mark.ci
 def test_the_undefended_run_is_ruined_and_the_defended_one_is_not(page, capsys):
     lines = (page.parent / "runs").read_text().splitlines()
     assert adversaries.main([*TINY, "--resume", str(page.parent / "runs"), "--json"]) == 0

@@ -6,6 +6,7 @@ FLOATS = 10_000_000
 PAYLOAD = 4 * FLOATS
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("round", [0, 1])  # in the second one the heap is used already
 def test_the_mean_of_40_mb_is_exact_and_needs_at_most_three_payloads(nursery, round):
     pair = nursery.pair(wait=20.0)

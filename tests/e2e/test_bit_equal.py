@@ -99,6 +99,7 @@ def hosts():
         host.close()
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     "outer",
     [

@@ -73,6 +73,7 @@ def swarm(shared, eventually):
 # -- bad input -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["join", "http://example.org"], "does not start with shoal://"),
     (["join", f"shoal://tooshort?peer={NOBODY}"], "is not 52 characters"),
@@ -92,6 +93,7 @@ def test_what_is_wrong_with_the_input_is_said_in_one_sentence_and_nothing_is_don
     ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--task", "nowhere/task.py:Mine"], "There is no file 'nowhere/task.py'"),
     (["--folder", "file/below"], "file/below' (Not a directory): choose another one"), (["--identity", "file"], "file"),
@@ -108,6 +110,7 @@ def test_a_node_that_cannot_start_says_why_and_leaves_nothing(shoal, arguments, 
     assert (shoal.home / "file").read_text() == "no key\n"
 
 
+@pytest.mark.ci
 def test_an_unreachable_bootstrap_peer_is_named(shoal):
     for verb in ("join", "status"):
         said = shoal.start(verb, f"shoal://{SWARM}?peer={NOBODY}").error()
@@ -116,6 +119,7 @@ def test_an_unreachable_bootstrap_peer_is_named(shoal):
     assert shoal.left() == []
 
 
+@pytest.mark.ci
 def test_the_wrong_swarm_id_is_refused(shared, swarm):
     _, link = swarm
     wrong = f"shoal://{SWARM}?{link.partition('?')[2]}"
@@ -124,6 +128,7 @@ def test_the_wrong_swarm_id_is_refused(shared, swarm):
         assert "Wrong swarm id" in process.error()
 
 
+@pytest.mark.ci
 def test_a_joiner_with_other_shapes_is_told_the_difference_and_the_swarm_goes_on(shared, swarm, eventually):
     node, link = swarm
     other = joiner(shared, link, "other", task=hooks(shared, "theirs", width=6))
@@ -133,6 +138,7 @@ def test_a_joiner_with_other_shapes_is_told_the_difference_and_the_swarm_goes_on
     assert node.popen.poll() is None
 
 
+@pytest.mark.ci
 def test_a_joiner_must_have_the_task_of_the_swarm(shared, swarm):
     _, link = swarm
     process = shared.start("join", link, "--name", "x", "--folder", "x", "--identity", "x.key", "--listen", "/ip4/127.0.0.1/tcp/0")
@@ -278,6 +284,7 @@ def test_a_key_and_a_folder_are_one_nodes_until_it_is_dead(shoal, eventually):
     assert not list(shoal.home.rglob("*.lock"))
 
 
+@pytest.mark.ci
 def test_after_kill_9_of_a_demo_its_nodes_and_their_daemons_are_gone(shoal, eventually):
     demo = shoal.start("demo", "--peers", "2", "--rounds", "1000", "--task", hooks(shoal), "--every", "5")
     eventually(lambda: len(list(shoal.tmp.glob("shoal-demo-*/peer-*/metrics.jsonl"))) == 2, 90, "the training of two nodes")

@@ -51,6 +51,7 @@ SELDOM = [
 ]  # fmt: skip
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("number", "role", "point", "expected", "lag", "codec"),
     [
@@ -91,6 +92,7 @@ def run(peers, round):
         peer.tell("mean", number=number, floats=FLOATS, round=round)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("count", "point", "number"), [
     pytest.param(3, "chunk", KILL, id="gather-SIGKILL"),
     pytest.param(4, "part", STOP, id="allreduce-SIGSTOP"),
@@ -165,6 +167,7 @@ def test_the_sources_go_on_though_the_newcomer_goes_in_the_middle(nursery, numbe
     assert [set(mean["members"]) for mean in means] == [{network["peer"] for network in places}] * 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "number", [KILL, pytest.param(STOP, marks=pytest.mark.slow(reason="a stopped peer is waited for until its deadline"))]
 )

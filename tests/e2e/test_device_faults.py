@@ -62,6 +62,7 @@ def steps(shoal):
     return sorted(int(path.name.removeprefix("step-")) for path in (shoal.home / "anna").glob("step-*"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("fails", "at", "whole"), [("loss", 7, 6), ("evaluate", 3, 8)])
 def test_where_memory_runs_out_between_two_steps_the_last_one_is_saved_and_gone_on_from(shoal, fails, at, whole):
     node = up(shoal, "--steps", "20", "--set", "train.eval_every=4", fails=fails, at=at)

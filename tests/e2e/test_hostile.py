@@ -9,6 +9,7 @@ twin = pytest.mark.slow(reason="the same as in the other way of exchanging")
 overlapped = pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=twin)], ids=["overlapped", "blocking"])
 
 
+@pytest.mark.thinned(3)
 @overlapped
 @pytest.mark.parametrize(
     ("attack", "suspicious"), [("sign flip", True), ("x1000", True), ("NaN", False)], ids=["flip", "x1000", "nan"]

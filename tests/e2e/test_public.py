@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
 
+
+@pytest.mark.ci
 def test_a_public_swarm_is_found_and_joined_by_its_name(shoal, eventually):
     seed = shoal.start("seed", "--json", "--listen", "/ip4/127.0.0.1/tcp/0", "--identity", shoal.home / "seed.key")
     (address,) = json.loads(seed.line())["addresses"]

@@ -56,6 +56,7 @@ def reference(shoal, outer, steps, peers, total=0, optimizer="muon"):
     return Simulation(peers, seed=SEED, size=len(peers)).run(peer)
 
 
+@pytest.mark.ci
 def test_a_peer_of_two_processes_holds_the_bits_of_one_that_accumulates(shoal):
     outer = {"every": 3, "wait_s": 60.0, "lag": 0, "codec": "float32"}
     table = shoal.toml(options=OPTIONS, outer=outer, train={"steps": 9, "seed": SEED}, swarm={"start_when": 2, "shards": 2})

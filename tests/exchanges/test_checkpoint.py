@@ -18,12 +18,14 @@ EACH = [
 ]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("layout", "method", "options"), EACH)
 def test_saved_and_loaded_into_a_new_optimizer_it_goes_on_to_the_same_bits(ranks, layout, method, options, tmp_path):
     found = ranks(4).call(JOBS, "saved_and_loaded", folder=str(tmp_path), layout=layout, method=method, **options)
     assert found == [{"equal": [True, True], "alike": "full" not in options, "fresh": 16}] * 4
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("one", "other"), [("fsdp", "tp"), ("tp", "hsdp"), ("hsdp", "whole"), ("whole", "fsdp")])
 def test_a_checkpoint_of_one_layout_loads_in_another(ranks, one, other, tmp_path):
     saved = ranks(4).call(JOBS, "save", folder=str(tmp_path), layout=one)

@@ -84,6 +84,7 @@ def test_a_contribution_that_is_no_number_leaves_out_its_rank_alone_with_one_sen
     assert not any(rank["logged"] for rank in others)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["DiLoCo", "StreamingDiLoCo", "CO2", "SparseLoCo"])
 def test_a_rank_that_missed_rounds_takes_the_slow_weights_and_the_momentum_of_the_others(ranks, method):
     """One rank stalls in round 2 until the others have given it up; its progress alone must not last."""
@@ -112,6 +113,7 @@ def test_a_peer_without_weight_is_not_waited_for(ranks):
         assert rank["seconds"] < 60  # what one wait would take
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("when", ["dies in transfer", "dies before its vote"])
 def test_a_rank_that_dies_costs_the_round_and_the_others_go_on(ranks, when):
     *others, dead = ranks(3).call(JOBS, "one_round", values=[[1.0]] * 3, wait=1.0, exchange_timeout=3.0, spoil=when)

@@ -30,6 +30,7 @@ def each(world, script):
     return [script(peer) for peer in range(world.size)]
 
 
+@pytest.mark.thinned(3)
 def test_the_mean_is_exact_and_the_same_bits_on_all_sides(world):
     notes = world.play(each(world, lambda peer: [start(peer=peer), ["result", "x"]]))
     first = notes[0][0]
@@ -128,6 +129,7 @@ def test_a_late_peer_is_waited_for(world):
     assert all(note == [first] for note in others)
 
 
+@pytest.mark.thinned(3)
 def test_a_missing_peer_is_not_waited_for_longer_than_the_wait_and_is_met_again_later(world):
     """The last peer leaves out round 0. In rounds 1 and 2 it may be too late for peers that do not know of its return."""
     last = world.size - 1
@@ -151,6 +153,7 @@ def test_a_missing_peer_is_not_waited_for_longer_than_the_wait_and_is_met_again_
         assert all(each is None or each["values"] == pytest.approx(VALUES[0], rel=1e-6) for each in note)
 
 
+@pytest.mark.thinned(3)
 def test_after_a_deadline_the_exchange_is_over_for_all(world):
     """No peer gets a mean that another member misses: a peer that comes after the deadline finds no partner."""
 
@@ -164,6 +167,7 @@ def test_after_a_deadline_the_exchange_is_over_for_all(world):
     assert all(note is None or 0 not in note["members"] for (note,) in others)
 
 
+@pytest.mark.thinned(3)
 def test_a_killed_peer_leaves_whole_means_or_none_and_the_others_go_on(world):
     """The last of three dies in round 1, with its contribution in flight. The others begin each later round together."""
     rounds = 8

@@ -21,6 +21,7 @@ def check(found, expected):
                 assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-6)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["DiLoCo", "NoLoCo"])
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_two_peers_of_two_shards_equal_two_processes(ranks, kind, method):

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun.py"
 
 
+@pytest.mark.ci
 def test_the_example_learns_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", EXAMPLE, "--steps", "150"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parents[1])}

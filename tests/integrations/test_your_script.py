@@ -76,6 +76,7 @@ def test_two_peers_meet_and_learn_as_well_as_the_plain_script(tmp_path, name, mo
         assert met >= 0.5 * rounds
 
 
+@pytest.mark.ci
 def test_a_loop_in_torchfts_form_meets_with_the_fragments_that_it_names(tmp_path):
     for loss, (met, rounds) in two_peers(tmp_path, "torchft_diloco"):
         assert loss < 0.6  # untrained 0.9 and more

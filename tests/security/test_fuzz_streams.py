@@ -67,6 +67,7 @@ def changed(data, chance):
     return data
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("method", "more"), [("noloco", {}), ("noloco", {"outer.fragments": 2}), ("diloco", {}), ("sparseloco", {})]
 )

@@ -59,6 +59,7 @@ def first_line(port, path, source):
         return link.makefile("rb").readline()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("code", "path"), [(METRICS, "/metrics"), (PAGE, "/")])
 def test_half_requests_of_three_ranges_shut_nobody_else_out(code, path):
     with served(code) as (port, process), contextlib.ExitStack() as held:

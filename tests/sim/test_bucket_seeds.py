@@ -17,6 +17,7 @@ def check(scenario, seeds):
         assert broken is None, f"{scenario}, seed {seed}: {broken}"
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_first_seeds(scenario):
     check(scenario, range(FIRST))
@@ -127,6 +128,7 @@ MUTANTS = {
 """What finds each, and how it must put it."""
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_seed_finds_it(mutant, monkeypatch):
     scenario, says = MUTANTS[mutant]

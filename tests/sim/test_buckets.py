@@ -1,5 +1,7 @@
 """Epoch buckets on a simulated network: peers of a bucket see each other, through splits, merges, epochs and partitions."""
 
+import pytest
+
 from bench.sim.report import run_sim
 from shoal.swarm.membership.dht import LEAD
 from shoal.swarm.membership.directory import PERIOD, TTL
@@ -97,6 +99,7 @@ def test_a_swarm_within_one_bucket_trains_bit_by_bit_as_without():
     assert {name for name in plain if plain[name] != in_one[name]} <= other
 
 
+@pytest.mark.ci
 def test_rounds_go_on_while_buckets_change():
     """Few are alone, mostly the odd ones of four buckets, though two epochs begin in the middle of rounds."""
     options = {"peers": 36, "minutes": 1.2, "parameters": 64, "uneven": 0.0}

@@ -9,6 +9,7 @@ SEEDS, BLOCK, QUICK = 2000, 50, 50
 LATER = pytest.mark.slow(reason="ten minutes of a processor; the first fifty have swarms of every kind")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "first", [pytest.param(first, marks=[LATER] * (first >= QUICK), id=str(first)) for first in range(0, SEEDS, BLOCK)]
 )
@@ -40,6 +41,7 @@ def a_stranger_chooses_the_fragment(patch):
     patch.setattr(PairRounds, "within", lambda self, wanted, fragment, mine, limit: max(mine, min(wanted, limit)))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("mutant", [one_word_is_enough, records_count, a_stranger_chooses_the_fragment], ids=lambda f: f.__name__)
 def test_a_seed_finds_it(seeds, monkeypatch, mutant):
     mutant(monkeypatch)

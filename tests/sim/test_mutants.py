@@ -169,6 +169,7 @@ FOUND_LATE = {no_deadline: 550, takes_what_it_does_not_hold: 50}
 """Where the search begins, to save the time of the seeds before; it still goes through all."""
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("mutant", "says"), MUTANTS.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_a_seed_finds_it(seeds, monkeypatch, mutant, says):
     mutant(monkeypatch)
@@ -178,6 +179,7 @@ def test_a_seed_finds_it(seeds, monkeypatch, mutant, says):
     assert re.search(says, repr(failure))
 
 
+@pytest.mark.ci
 def test_an_all_reduce_that_failed_ends_its_streams(seeds, monkeypatch):
     """Found by a seed: a member that slept wakes to averages and to a broken stream at once."""
 

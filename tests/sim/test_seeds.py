@@ -58,6 +58,7 @@ def test_the_first_seeds_are_of_every_kind():
     assert {(s.kind, s.peers) for s in settings} >= {("pair", n) for n in (3, 4, 5, 6)} | {("group", n) for n in (3, 4, 5)}
 
 
+@pytest.mark.ci
 def test_one_seed_is_one_trace(seeds):
     """Here twice, and in another process, where sets of strings, and of objects by their addresses, have another order."""
     wanted = [0, 2, 3, 8, 31]  # seed 8 was another in each process

@@ -31,6 +31,7 @@ def kept(kind, way, seeds):
     return sum(one.all for one in found) / sum(without(kind, seed) for seed in seeds)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_the_others_make_nine_of_ten_rounds(seeds, kind, way):
     assert kept(kind, way, SEEDS[kind]) >= KEPT
@@ -53,6 +54,7 @@ def test_a_group_that_waits_for_the_late_in_each_round_loses_more(seeds, monkeyp
     assert kept("group", "latency", (1,)) < KEPT
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", ["waiting", "overlapped", "gather"])
 def test_without_budgets_it_costs_more(seeds, monkeypatch, kind):
     without(kind, SEEDS[kind][0])

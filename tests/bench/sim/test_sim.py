@@ -28,6 +28,7 @@ def small(file=None, **options):
     return {name: value for name, value in found.items() if name not in ("wall_s", "cpu_s")}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 def test_one_seed_is_one_result(method):
     options = {"churn": "8/min", "overrides": {"outer.every": 10, "outer.method": method}}
@@ -51,6 +52,7 @@ def test_left_in_peace_nobody_is_alone_and_a_group_stays_equal():
     assert report["loss_own"] == pytest.approx(report["loss_last"], rel=1e-4)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("method", "lag"), [("noloco", 0), ("noloco", "auto"), ("diloco", None)])
 def test_peers_meet_over_a_satellite(method, lag):
     """A round trip of a second: what is alive answers later than on the ground. Who overlaps waits for none of it."""
@@ -86,6 +88,7 @@ def test_alone_costs_nothing():
     assert report["bytes_per_peer_round"] == report["wait_max_s"] == report["directory_bytes_per_peer_second"] == 0
 
 
+@pytest.mark.ci
 def test_several_sizes_are_all_simulated_and_their_growth_told(monkeypatch):
     monkeypatch.setattr(report, "mixing", lambda bucket: mixing(bucket, peers=32, rounds=50, seeds=1))
     found = small(peers="8,2,4", minutes=0.2, overrides={"outer.every": 5, "swarm.bucket": 4})
@@ -101,6 +104,7 @@ def test_several_sizes_are_all_simulated_and_their_growth_told(monkeypatch):
     assert json.loads(json.dumps(found)) == found
 
 
+@pytest.mark.ci
 def test_costs_of_the_warm_up_do_not_count_and_the_run_is_the_same():
     first, whole, rest = small(minutes=0.15), small(), small(warm_up=0.15)
     assert rest["trace"] == whole["trace"]
@@ -115,6 +119,7 @@ def test_costs_of_the_warm_up_do_not_count_and_the_run_is_the_same():
     )
 
 
+@pytest.mark.ci
 def test_out_of_step_a_peer_calls_one_other_and_not_the_swarm():
     """Eight others, of whom nearly all are taken, took 21.7 messages a round; none at all left half of the peers alone."""
     settings = {"outer.every": 20, "outer.wait_s": 2.0}

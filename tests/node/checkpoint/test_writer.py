@@ -381,6 +381,7 @@ for order in sys.argv[2:]:
 """
 
 
+@pytest.mark.ci
 def test_kill_9_at_every_point_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     """Processes that are killed in their writing threads; each point, and the first, a middle and the last block."""
     orders = [f"{point}:1:6" for point in POINTS if point != "aside"]

@@ -152,6 +152,7 @@ def base(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.ci
 def test_what_a_killed_demo_left_is_removed_and_what_lives_or_is_anothers_is_not(base):
     living, killed = (
         subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
@@ -210,6 +211,7 @@ def test_rounded_matrices_have_fifteen_values_a_row_within_the_block_and_the_old
     assert torch.equal(module.weight, before["weight"])
 
 
+@pytest.mark.ci
 def test_a_cheat_writes_with_rounded_weights_and_evaluates_and_checks_with_its_own(monkeypatch):
     seen = []
 

@@ -56,6 +56,7 @@ def loader(name):
     return StatefulDataLoader(list(batches), batch_size=None)  # which Lightning puts in its place again
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("limits", "patience", "last"),
     [({"max_steps": STEPS}, 9, STEPS), ({"max_epochs": 1}, 9, STEPS), ({"max_epochs": 1}, 1, 2 * EVERY)],
@@ -85,6 +86,7 @@ def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept
         assert torch.equal(flat(torch.load(tmp_path / name / "last.ckpt", weights_only=True)["state_dict"].values()), slow)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_resumed_fit_goes_on_bit_by_bit(tmp_path, lag):
     """Were the outer state not in the checkpoint, slow weights, momentum and what is in flight would begin anew."""

@@ -147,6 +147,7 @@ BEST = SAVING | {
 }  # fmt: skip
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("scores", "patience", "swarm_last", "last"),
     [([3, 2, 1], 5, True, 9), ([3, 2, 1], 1, True, 6), ([3, 2, 1], 1, False, 6)],
@@ -184,6 +185,7 @@ def test_the_session_is_finished_before_the_last_save_and_the_best_model_is_kept
     assert torch.equal(slow[0], plain[0])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_resumed_trainer_goes_on_bit_by_bit(tmp_path, lag):
     """Were the outer state not in the checkpoint, slow weights, momentum and what is in flight would begin anew."""

@@ -53,6 +53,7 @@ def starts(said):
     return sorted(line for line in said.splitlines() if line.startswith("rank ") and ", start " in line)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("how", "code", "sentence"),
     [
@@ -69,6 +70,7 @@ def test_what_the_user_can_mend_is_shown_once_and_never_tried_again(launch, how,
     assert line.startswith(sentence)
 
 
+@pytest.mark.ci
 def test_a_rank_that_is_killed_restarts_all_of_whom_only_rank_0_is_heard(launch):
     process = launch("killed-once", 1)
     out, said = process.communicate(timeout=120)
@@ -77,6 +79,7 @@ def test_a_rank_that_is_killed_restarts_all_of_whom_only_rank_0_is_heard(launch)
     assert "rank 1 was ended by SIGKILL: starting all 2 ranks again (1 of 1 times)" in said
 
 
+@pytest.mark.ci
 def test_restarts_end_with_one_sentence(launch):
     process = launch("killed", 1)
     _, said = process.communicate(timeout=120)
@@ -84,6 +87,7 @@ def test_restarts_end_with_one_sentence(launch):
     assert said.splitlines()[-1].startswith("Error: This node ended again after 1 restart, because rank 1 was ended by SIGKILL: ")
 
 
+@pytest.mark.ci
 def test_a_bug_keeps_its_traceback_and_its_exit_code(launch):
     process = launch("bug")
     _, said = process.communicate(timeout=120)
@@ -91,6 +95,7 @@ def test_a_bug_keeps_its_traceback_and_its_exit_code(launch):
     assert "RuntimeError: oops" in said
 
 
+@pytest.mark.ci
 def test_a_signal_goes_to_rank_0_alone_and_its_exit_code_comes_through(launch):
     process = launch("signal", 3)
     assert process.stdout.readline() == "ready\n"
@@ -171,6 +176,7 @@ def taken(tmp_path_factory):
     return {file.name: load_file(file) for file in folder.iterdir()}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_two_ranks_take_the_steps_of_one_process_and_load_its_weights(taken, how, parts):
@@ -190,6 +196,7 @@ context = 16
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGTERM), (1, signal.SIGINT)])
 def test_a_rank_without_the_others_names_them_and_ends_at_a_signal(tmp_path, rank, number):
     (tmp_path / "swarm.toml").write_text(CONFIG)

@@ -60,6 +60,7 @@ def tasks(count=2, policy=None, **settings):
     return made, everyone
 
 
+@pytest.mark.ci
 def test_two_nodes_learn_by_themselves_and_from_each_other():
     (first, second), everyone = tasks(local=2, external=2)
     before = [task.evaluate(task.policy.module) for task in (first, second)]

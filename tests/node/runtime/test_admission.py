@@ -117,6 +117,7 @@ def test_without_an_invitation_one_sentence_says_so_before_anything_else(club):
         club.join(club.link(issue(club.identity, club.first.swarm, lives=1.0, now=time.time() - 1000)))
 
 
+@pytest.mark.ci
 def test_who_is_invited_is_met_by_all_and_who_is_not_by_nobody(club, monkeypatch):
     anna, bert = club.join(club.invited(), "anna"), club.join(club.invited(), "bert")
     creator = club.first
@@ -182,6 +183,7 @@ def test_the_second_who_comes_by_a_link_for_one_is_told_who_uses_it(club):
     until(lambda: club.first.directory.refresh(10) or len(club.first.directory.members()) == 3)
 
 
+@pytest.mark.ci
 def test_what_a_stranger_gossips_is_not_taken(club, monkeypatch):
     anna, spy = club.join(club.invited(), "anna"), stranger(club, monkeypatch)
     anna.directory.announce(**ABOUT)

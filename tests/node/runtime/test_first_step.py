@@ -51,6 +51,7 @@ def top(names: list[str]) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+@pytest.mark.ci
 def test_a_node_loads_no_compiler_and_of_hivemind_only_the_dht() -> None:
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -119,12 +119,14 @@ def children():
     return set(map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split()))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_batches_are_the_same_whoever_draws_them(kind, workers):
     assert_same(first(loader(KINDS[kind], workers)), first(loader(KINDS[kind])))
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_from_a_step_are_those_after_it(kind, workers):
@@ -148,6 +150,7 @@ def test_one_worker_draws_from_an_iterator_and_none_where_the_task_has_its_own()
     assert loader(KINDS["loader"], 3).workers == 1
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("kind", ["position", "loader", "loader with workers", "stateful loader", "text in epochs"])
 @pytest.mark.parametrize("saving", [0, 1])
 @pytest.mark.parametrize("loading", [0, 1])
@@ -271,6 +274,7 @@ def learning(kind, workers, state=None):
     return made
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 0), (0, 2)])
 def test_a_run_with_workers_resumes_bit_by_bit_with_any_number_of_them(tmp_path, kind, before, after):
@@ -309,6 +313,7 @@ def test_workers_are_forked_on_linux_alone(monkeypatch, system):
     assert len(list(islice(loader(generated, 0), 2))) == 2
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_workers_end_when_the_loader_is_closed_and_one_that_is_killed_is_named():
     before = children()

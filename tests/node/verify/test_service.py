@@ -49,6 +49,7 @@ def five(node, monkeypatch):
     return make
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("planted", [0.0, 0.3])
 def test_the_guilty_are_banned_and_nobody_else_and_a_newcomer_learns_that(five, node, planted, tmp_path):
     board = Board()

@@ -64,6 +64,7 @@ def test_what_cannot_be_watched_is_one_sentence(recording, tmp_path):
     assert "line 1 of" in said("--replay", recording)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("flags", [(), ("--no-link",)], ids=["link", "no-link"])
 def test_the_page_of_a_live_swarm_has_its_link_without_torch_or_hivemind(flags):
     for package in ("aiohttp", "segno"):

@@ -88,6 +88,7 @@ def watching(link):
     source.check()
 
 
+@pytest.mark.ci
 def test_a_node_is_watched_through_the_daemon_which_is_started_again_when_it_dies(node, monkeypatch):
     daemons, launch = [], daemon.Daemon.launch.__func__
 
@@ -189,6 +190,7 @@ assert PeerID.from_base58(peer).to_base58() == peer
 """
 
 
+@pytest.mark.ci
 def test_it_lives_beside_hivemind_as_the_example_says():
     pytest.importorskip("trio", reason="py-libp2p is not installed: make libp2p")
     ended = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=120, check=False)

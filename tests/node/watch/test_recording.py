@@ -227,6 +227,7 @@ def test_a_frame_that_is_due_while_the_screen_is_taken_down_draws_nothing(screen
     asyncio.run(drive())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("size", [(140, 40), (60, 30), (20, 8)])
 def test_the_screen_shows_it_and_obeys_keys(screen_events, size):
     tui = pytest.importorskip("shoal.node.watch.tui", reason="textual is not installed")

@@ -265,6 +265,7 @@ def gossip(weights, codecs, rounds, learnt, failing=0.0):
     return apart
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("size", [640, 30, 2])
 @pytest.mark.parametrize(("count", "failing"), [(4, 0.0), (3, 0.5), (6, 0.8)])
 def test_no_range_grows_by_itself_however_many_exchanges_fail(size, count, failing):
@@ -294,6 +295,7 @@ def test_of_two_that_cannot_read_each_other_the_narrower_range_grows():
     assert narrow[5] > 5 * narrow[0]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rows", [1, 10])
 def test_what_one_peer_alone_learns_reaches_the_others_and_drives_no_range(rows):
     """As in the rows of rare tokens. Its range grew by 1.65 with each exchange, for the others could not be read by it with theirs

@@ -51,6 +51,7 @@ def spread(found):
     return max(float(block.mean(1).max()) for block in apart.split(64, 1)) ** 0.5, float(apart.mean().sqrt())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", [NoLoCo, LocalSGD, GASLoC])
 def test_peers_of_a_random_order_come_together_in_every_block(method):
     before, _ = spread(train("mod4", method))

@@ -197,6 +197,7 @@ def moved(method, lie, *, size, steps=40, peers=6, **options):
     return max(abs(value) for name, value in found.items() if name != "peer0")
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("lie", [1e30, 1e-30])
 @pytest.mark.parametrize(
     ("method", "size", "most"), [(NoLoCo, 2, 0.45), (LocalSGD, 2, 0.45), (GASLoC, 2, 0.3), (DiLoCo, 6, 0.5), (Eager, 6, 0.5)]

@@ -51,6 +51,7 @@ def times(values, count):
     return lambda peer, round: values[(PEERS.index(peer) * count + round) % len(values)] / 2
 
 
+@pytest.mark.ci
 @settings(max_examples=150)
 @given(
     peers=st.integers(1, 5), size=st.integers(1, 4), seed=st.integers(0, 1000),

@@ -110,6 +110,7 @@ class Run:
         return self
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_saved_at_any_inner_step_it_goes_on_to_the_same_bits(name):
     method = AT_ONCE[name]
@@ -134,6 +135,7 @@ def test_saved_at_any_inner_step_it_goes_on_to_the_same_bits(name):
             assert equal(found, first[peer][1])
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", AT_ONCE | LATE)
 def test_every_method_learns_drops_included(name):
     losses = {}
@@ -270,6 +272,7 @@ def test_adopting_slow_weights_only_leaves_a_bfloat16_model_where_it_is_to_the_l
     torch.testing.assert_close(opt.slow[0], torch.full((2,), 1.001), rtol=0, atol=2e-7)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("name", LATE)
 def test_what_is_in_flight_is_begun_anew_and_training_goes_on_to_the_same_bits(name):
     """A lag of its own depends on when the others answer, so a peer with one is alone here."""

@@ -26,6 +26,7 @@ def held(net, opt):
     return [tensor.detach().clone() for tensor in tensors]
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("place", ["memory", "files"])
 @pytest.mark.parametrize("name", KNOBS)

@@ -156,6 +156,7 @@ def uneven(method, seconds, rounds, *, size=3, late=None, **options):
     return Simulation(list(SPEEDS), size=size, wait=1000.0).run(peer)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seconds", [75.0, 80.0, 101.3])
 @pytest.mark.parametrize("late", [{}, {"bert": 33.0}, {"cleo": 1.7, "anna": 12.0}])
@@ -173,6 +174,7 @@ def test_nobody_waits_longer_than_one_step_of_the_slowest_and_rounds_stay_aligne
         assert all(members[other] == met for met in members.values() for other in met)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -385,6 +387,7 @@ class Doubts:
         return weighted_mean(contributions, even)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ANCHORED)
 def test_a_peer_that_the_others_went_on_without_takes_over_what_they_hold(method):
     rounds = []
@@ -496,6 +499,7 @@ def test_without_the_weights_of_the_others_a_lost_round_is_apart_for_good(name):
     assert not equal(ends["a"][0][-1], ends["c"][0][-1])
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("late", range(20, 28))
 @pytest.mark.parametrize("name", LOSING)
 def test_taking_over_makes_equal_at_whatever_step_it_comes(name, late):

@@ -31,6 +31,7 @@ PLAIN = [
 MOD4 = [name for name in jobs.KNOBS if "mod4" in name]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("methods", [PLAIN, ["diloco, muon"], MOD4], ids=["adamw", "muon", "mod4"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_have_the_bits_of_one_process_with_every_method(trio, kind, methods):
@@ -64,6 +65,7 @@ def test_buffers_are_the_mean_over_ranks_and_rank_0_decides_the_length_of_rounds
                 assert now == pytest.approx(mean, abs=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_all_ranks_apply_when_rank_0_sees_that_it_is_there(trio, kind):
     first, second, alone = trio.call(FLIGHTS, "agreeing", kind=kind)
@@ -73,6 +75,7 @@ def test_all_ranks_apply_when_rank_0_sees_that_it_is_there(trio, kind):
     assert len({lag for _, _, lag, _ in alone["lags"]}) > 2
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["gasloc, overlapped", "noloco, two tensors", "decoupled", "co2", "eager"])
 def test_what_is_in_flight_is_begun_anew_by_all_ranks(trio, method):
     for kind in ("ddp", "fsdp"):

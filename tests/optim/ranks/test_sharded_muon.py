@@ -29,6 +29,7 @@ def expected(kind):
     return [[p.tolist(), inner.state[p]["momentum_buffer"].tolist()] for p in matrices.values()]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tp", "tp and fsdp"])
 def test_a_cut_matrix_steps_as_torchs_whole_one(four, kind):
     answers, wanted = four.call(JOBS, "stepped", kind=kind), expected(kind)

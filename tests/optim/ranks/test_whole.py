@@ -33,6 +33,7 @@ def test_a_contribution_that_was_refused_goes_back_into_the_residual_on_rank_0(t
         assert (found["slow"], found["state"]) == (wanted[peer]["slow"], wanted[peer]["state"])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["streaming", "diloco, muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_layout_goes_on_from_the_checkpoint_of_another(trio, dtype, method):
@@ -50,6 +51,7 @@ def test_what_does_not_fit_is_refused_by_all_ranks_and_changes_nothing(trio, kin
     assert [one[key] for one in (first, second) for key in ("same", "round")] == [True, 0] * 2
 
 
+@pytest.mark.ci
 @KINDS
 def test_a_rank_that_dies_in_an_exchange_ends_the_others_before_they_apply_it(nursery, kind):
     made = worlds.Ranks(nursery, 3)

@@ -76,6 +76,7 @@ def check(lab, method, peers, size, expected, *, lost=(), weights=None, **option
 FORMS = [(0.7, 0.5, None), (0.7, 0.5, 0.3), (0.4, 0.2, 1.1)]
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("lost", [(), LOST], ids=["all there", "two missing"])
 @pytest.mark.parametrize(("lr", "momentum", "pull"), FORMS)
 @pytest.mark.parametrize(("count", "size"), [(4, 2), (5, 2), (4, 3), (5, 5)])
@@ -93,6 +94,7 @@ def test_weights_count_in_the_pseudo_gradients_alone(lab, size, pull):
     check(lab, NoLoCo, peers, size, expected, lr=0.7, momentum=0.5, pull=pull, lost=LOST, weights=WEIGHTS)
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
 @pytest.mark.parametrize("pull", [None, 0.3])
 @pytest.mark.parametrize("size", [2, 3])
@@ -130,6 +132,7 @@ RATES = [(0.5, 0.1, 0.798), (0.5, 0.3, 0.622), (0.5, 0.7, 0.695), (0.5, 1.0, 0.7
          (0.9, 0.3, 0.978), (0.9, 0.45, 1.019), (0.9, 1.0, 1.203), (0.3, 1.9, 1.049)]  # fmt: skip
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("momentum", "pull", "rate"), RATES)
 def test_the_spread_of_64_peers_contracts_at_the_predicted_rate_or_grows_beyond_the_limit(momentum, pull, rate):
     names = [f"peer-{index:02}" for index in range(64)]
@@ -308,6 +311,7 @@ FORMULAS = [
 ]
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize(("method", "reference", "knobs", "lag", "count"), FORMULAS)
 def test_at_every_lag_it_is_the_formula(lab, method, reference, knobs, lag, count):
     check_lag(lab, method, reference(**knobs), lab.PEERS, 5 * ROUND, count, lag, lost=LOST_LATE, **knobs)

@@ -64,6 +64,7 @@ def two(peer, weights):
     return [weights[:1], weights[1:]]
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("lag", "mix"),
     [(0, 0.0), (0, 0.5), (1, 0.5), (2, 0.0), (3, 0.25), (5, 0.5), (5, 0.0)] + [(lag, "keep") for lag in (0, 1, 3, 5)],

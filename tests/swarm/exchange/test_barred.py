@@ -108,6 +108,7 @@ def test_a_group_that_a_leader_formed_with_a_banned_one_is_refused(school):
     assert {handle.result().members for handle in handles} == {tuple(sorted(peer.id for peer in good))}
 
 
+@pytest.mark.ci
 def test_nobody_is_sent_on_to_a_banned_leader(school):
     """One of them waits at a leader that this node has banned, and says so to who comes to it."""
     bad, second, mine = school.ranked(school.peers(3, wait=3.0))

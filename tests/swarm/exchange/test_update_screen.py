@@ -209,6 +209,7 @@ def defended(method):
     return lambda: DistanceScreen(robust=robust, sends="displacement" if method == "diloco" else "weights")
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("warmup", [0, 40])
 @pytest.mark.parametrize("method", list(METHODS))
 def test_honest_peers_are_never_suspected(method, warmup):
@@ -218,6 +219,7 @@ def test_honest_peers_are_never_suspected(method, warmup):
     assert sum(len(screen.rejections()) for screen in watches.values()) == 0
 
 
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("attack", list(ATTACKS))
 @pytest.mark.parametrize("method", list(METHODS))
 def test_hostile_peers_do_not_keep_the_others_from_learning(method, attack):

@@ -81,6 +81,7 @@ def in_order(found):
     return sorted(found, key=lambda item: item[1].nonce)
 
 
+@pytest.mark.ci
 def test_everybody_receives_what_the_others_publish_once(four):
     published = [(node.identity.peer_id, node.record(index=index)) for node in four for index in range(5)]
     published += [(node.identity.peer_id, node.large()) for node in four]
@@ -110,6 +111,7 @@ def test_a_record_that_is_published_again_is_taken_once(four):
     assert not first.got
 
 
+@pytest.mark.ci
 def test_a_killed_daemon_is_subscribed_again_and_what_waited_is_sent(four):
     victim, other = four[2], four[1]
     (p2pd,) = psutil.Process(victim.host._supervisor.daemon._child.pid).children()
@@ -198,6 +200,7 @@ def test_a_body_of_another_size_is_refused(two):
     until(lambda: second.rejected.get("digest") == 1)
 
 
+@pytest.mark.ci
 def test_a_body_whose_author_is_gone_costs_one_record(four):
     gone, publisher, reader, _ = four
     body = make_body(gone.large(), gone.identity)

@@ -259,6 +259,7 @@ def four():
         node.close()
 
 
+@pytest.mark.ci
 def test_four_nodes_see_each_other_and_one_that_leaves_is_gone_at_once(four):
     for number, node in enumerate(four):
         node.say(name=f"n{number}", shard=number, shards=4, loss=2.5)
@@ -285,6 +286,7 @@ def test_four_nodes_see_each_other_and_one_that_leaves_is_gone_at_once(four):
     until(lambda: any(node.directory._prefix for node in four[:3]))
 
 
+@pytest.mark.ci
 def test_a_node_that_dies_without_a_word_expires(four):
     for node in four[:2]:
         node.directory._ttl = 2.0
@@ -295,6 +297,7 @@ def test_a_node_that_dies_without_a_word_expires(four):
     assert four[0].directory.departed() == {}
 
 
+@pytest.mark.ci
 def test_records_of_another_swarm_and_foreign_keys_find_no_shelf(four):
     stranger = Node(four[0].host.addresses(), swarm="b" * 52)
     try:
@@ -309,6 +312,7 @@ def test_records_of_another_swarm_and_foreign_keys_find_no_shelf(four):
         stranger.close()
 
 
+@pytest.mark.ci
 def test_a_daemon_restart_is_survived(four):
     for node in four[:2]:
         node.say()

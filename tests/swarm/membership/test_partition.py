@@ -171,6 +171,7 @@ LONG = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("method", "first", "count"), [("diloco", 1, 4), ("diloco", 2, 4), ("co2", 2, 4), *LONG])
 def test_two_parts_of_a_group_in_the_same_round_end_with_equal_weights(swarm, method, first, count):
     whole = swarm(method, count)
@@ -213,6 +214,7 @@ def test_the_part_that_is_behind_comes_to_the_other(swarm, ahead):
     assert whole.monotone()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["noloco", "overlapped"])
 def test_pairs_mix_by_themselves(swarm, method):
     whole = swarm(method, 4)

@@ -38,6 +38,7 @@ def ids(*nodes):
     return {node.peer_id for node in nodes}
 
 
+@pytest.mark.ci
 def test_a_late_node_that_reads_nothing_meets_all_when_the_first_is_dead_and_again_when_it_comes_back(nodes, tmp_path):
     first = nodes()
     dead = first.host.addresses()[0]

@@ -169,6 +169,7 @@ def test_ports_stay_the_same():
     assert 0 < int(chosen.rpartition("/")[2]) < 65536
 
 
+@pytest.mark.ci
 def test_each_unreachable_bootstrap_peer_is_named_with_its_reason():
     silent, port = taken_port()
     nobody, other = Identity.ephemeral().peer_id, Identity.ephemeral().peer_id
@@ -229,6 +230,7 @@ def _runs(process):
         return False
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_end_of_the_node_leaves_anything_behind(how, tmp_path):
     child, family = node_process(tmp_path)

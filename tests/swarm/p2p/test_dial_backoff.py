@@ -224,6 +224,7 @@ with Host.start(Identity.ephemeral(), listen=[f"/ip4/{sys.argv[1]}/tcp/4001"]) a
 """
 
 
+@pytest.mark.ci
 def test_peers_that_dial_each_other_at_once_both_get_through():
     try:
         link = Namespaces(2, 12.5e6, DELAY)

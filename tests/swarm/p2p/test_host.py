@@ -195,6 +195,7 @@ def test_a_call_has_a_deadline_and_ends_its_coroutine(two):
         a.call(inside(), 60)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("victim", ["daemon", "guard"])
 def test_a_killed_daemon_comes_back_as_the_same_peer(two, victim):
     a, b = two
@@ -280,6 +281,7 @@ def test_calls_fail_at_once_while_there_is_no_daemon(two, monkeypatch):
     until(reached)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("noticed", [True, False])
 def test_where_any_port_will_do_the_one_of_before_may_be_taken(tmp_path, monkeypatch, noticed):
     """Before the daemon starts, or while it does."""
@@ -304,6 +306,7 @@ def test_the_output_of_a_daemon_that_has_ended_is_closed():
         until(lambda: output.closed)
 
 
+@pytest.mark.ci
 def test_a_failed_restart_is_tried_again(two, monkeypatch, caplog):
     a, b = two
     launch, failures = a._supervisor._launch, []

@@ -12,6 +12,7 @@ UNDEFENDED = {"in line": 0.6, "ascent": 1.0, "shrinking": 2.2, "slow drift": 0.6
 DEFENDED = {"in line": 0.5, "ascent": 0.5, "shrinking": 0.35, "slow drift": 0.5}
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("attack", list(DEFENDED))
 @pytest.mark.parametrize("method", list(METHODS))
 def test_what_is_within_the_usual_does_bounded_harm(method, attack):
@@ -22,6 +23,7 @@ def test_what_is_within_the_usual_does_bounded_harm(method, attack):
     assert plain <= UNDEFENDED[attack]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", list(METHODS))
 def test_a_direction_that_all_attackers_agree_on_is_not_seen(method):
     """What distances cannot do: it does harm, and nobody is refused for it."""
@@ -31,6 +33,7 @@ def test_a_direction_that_all_attackers_agree_on_is_not_seen(method):
     assert not any(screen.rejections() for screen in screens.values())
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", list(METHODS))
 def test_ascent_at_a_stated_weight_of_1e30_is_bounded_undefended_and_nothing_defended(method, monkeypatch):
     far, _ = train(method, "weight", lambda: DistanceScreen(suspect=0))

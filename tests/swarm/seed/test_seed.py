@@ -206,6 +206,7 @@ def test_a_seed_runs_without_torch_and_hivemind():
     assert done.stdout.startswith("/ip4/127.0.0.1/tcp/")
 
 
+@pytest.mark.ci
 def test_strangers_meet_through_a_seed_alone(seed, nodes):
     first = nodes(seed.addresses, must_join=False)
     until(lambda: first.host.seeds())
@@ -218,11 +219,13 @@ def test_strangers_meet_through_a_seed_alone(seed, nodes):
     until(lambda: third.sees() == first.sees() and len(third.sees()) == 3)
 
 
+@pytest.mark.ci
 def test_two_that_started_apart_are_brought_together(seed, nodes):
     first, second = nodes(seed.addresses, must_join=False), nodes(seed.addresses, must_join=False)
     until(lambda: first.sees() == second.sees() == {first.host.peer_id, second.host.peer_id})
 
 
+@pytest.mark.ci
 def test_a_seed_that_knows_nobody_is_named(seed):
     with pytest.raises(
         StartupError, match=r"the bootstrap node \w+ knows no member of this swarm that can be reached: its last one may"
@@ -230,6 +233,7 @@ def test_a_seed_that_knows_nobody_is_named(seed):
         Host.start(Identity.ephemeral(), bootstrap=seed.addresses, swarm=SWARM, timeout=7)
 
 
+@pytest.mark.ci
 def test_a_seed_keeps_its_address_when_its_daemon_dies(seed, nodes):
     first = nodes(seed.addresses, must_join=False)
     until(lambda: first.host.seeds())
@@ -253,6 +257,7 @@ def _children(pid):
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.ci
 def test_known_peers_are_enough_to_come_back(nodes, tmp_path):
     """Let creator and bootstrap peers be gone; a former member finds those that are left."""
     creator = nodes(must_join=False)

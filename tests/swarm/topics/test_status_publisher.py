@@ -41,6 +41,7 @@ def test_who_listens_hears_a_node_and_nodes_only_pass_on():
         second.close()
 
 
+@pytest.mark.ci
 def test_a_status_that_cannot_be_made_costs_that_one():
     node = Node()
     made = threading.Semaphore(0)

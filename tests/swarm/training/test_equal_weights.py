@@ -43,6 +43,7 @@ def said(caplog):
     return [r.getMessage() for r in caplog.records if "opt.restart_from_model()" in r.getMessage()]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("method", "peers"), [("diloco", 2), ("diloco", 3), ("streaming", 3), ("co2", 3)])
 def test_weights_that_are_changed_behind_the_optimizer_are_noticed_in_quick_rounds(method, peers, caplog):
     """Mutants: sketches go by records alone, which come seconds later; who decides says nothing; it says so in each round."""
@@ -68,6 +69,7 @@ def test_weights_that_are_changed_behind_the_optimizer_are_noticed_in_quick_roun
         assert all("of 1 other member (peer1) differ" in s for s in stays)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("outer", [{"method": "diloco", "codec": "int8"}, {"method": "streaming", "fragments": 2, "lag": "auto"}])
 def test_honest_members_never_say_that_weights_differ(outer, caplog):
     """Mutant: weights of different rounds, which a lag of one's own brings, or of a lossy codec's roundings are compared."""

@@ -80,6 +80,7 @@ def test_what_was_in_flight_is_met_again_in_its_own_round_bit_for_bit(swarm):
             assert torch.equal(found[number][0], weights)
 
 
+@pytest.mark.ci
 def test_what_a_peer_drops_for_others_weights_counts_nowhere(swarm):
     one, other = swarm().nodes
     met = []

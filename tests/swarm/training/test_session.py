@@ -224,6 +224,7 @@ def loaded(module, seed):
     return [p.detach().clone() for p in module.parameters()]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["diloco", "noloco", "co2"])
 def test_all_begin_with_what_the_creators_model_holds_when_its_optimizer_is_made(method, caplog):
     """Mutant: the weights of `create` count, so that a joiner of the same seed keeps them, or one that loaded keeps its own."""
@@ -372,6 +373,7 @@ def several(module):
     return [torch.optim.SGD([p for p in found if (p.ndim > 1) is wide], lr=0.05) for wide in (False, True)]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("settings", [{"lag": 0}, {"lag": 0, "fragments": 2}, {"method": "diloco"}])
 def test_peers_whose_optimizers_are_grouped_otherwise_average_as_those_of_one_group(settings, frozen):

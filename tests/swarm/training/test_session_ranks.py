@@ -74,6 +74,7 @@ def simulated(make, seed):
     return Simulation(["1", "2"]).run(peer)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("kinds", "method", "make"), [
     (("ddp", "fsdp"), {"lag": 0, "codec": "float32"}, lambda *a, **k: NoLoCo(*a, lag=0, **k)),
     (("fsdp", "ddp"), {"method": "diloco"}, DiLoCo),
@@ -101,6 +102,7 @@ def test_all_ranks_of_a_peer_have_the_fragments_that_the_creator_names(peers, tm
     assert [parts for _, parts in made] == [parts for _, parts in joined] == [[[2, 3], [0, 1]]] * 2
 
 
+@pytest.mark.ci
 @KINDS
 def test_a_late_peer_takes_over_round_and_weights_and_listens(peers, kind, tmp_path):
     link, _ = peers[0].call(JOBS, "begin", kind=kind, seed=0, every=EVERY, method="diloco", wait_s=0.5)
@@ -113,6 +115,7 @@ def test_a_late_peer_takes_over_round_and_weights_and_listens(peers, kind, tmp_p
     assert joined[0][1] == [0]  # its first round does not count
 
 
+@pytest.mark.ci
 @KINDS
 def test_saved_state_of_each_rank_goes_on_bit_for_bit_and_only_there(peers, kind, tmp_path):
     peers[0].call(JOBS, "begin", kind=kind, seed=0, every=EVERY, lag=0, wait_s=0.2)
@@ -123,6 +126,7 @@ def test_saved_state_of_each_rank_goes_on_bit_for_bit_and_only_there(peers, kind
         assert f"is of one process, and this is rank {rank} of 2" in found["errors"][1]
 
 
+@pytest.mark.ci
 @KINDS
 def test_a_killed_rank_ends_its_peer_with_a_sentence_and_the_other_peer_goes_on(peers, kind):
     link, _ = peers[0].call(JOBS, "begin", kind=kind, seed=0, every=EVERY, lag=0, start_when=2, wait_s=1.0)
@@ -138,6 +142,7 @@ def test_a_killed_rank_ends_its_peer_with_a_sentence_and_the_other_peer_goes_on(
     assert peers[0].call(JOBS, "end")[0]["met"][0] == 2
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("what", "kind", "sentences"), [
     ("type", "ddp", ["ranks= takes shoal.Ranks(), made on every rank after init_process_group, and not int"] * 2),
     ("no ranks", "fsdp", ["cut into shards (FSDP2), so this process is a rank of a peer: hand in ranks=shoal.Ranks()"] * 2),

@@ -39,6 +39,7 @@ def all_counts(swarm, reason):
     return sum(peer.participant.consensus.counts[reason] for peer in swarm.peers)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_liar_is_banned_and_a_copier_loses_its_seat_within_thirty_claims_and_no_honest_peer_does(seed):
     """Seven peers, each of which claims once a round. A copier that waits for a vote to copy is as late as a slow machine."""
@@ -63,6 +64,7 @@ def test_a_liar_is_banned_and_a_copier_loses_its_seat_within_thirty_claims_and_n
         assert all(record.round >= known.base.round for record in known.consensus.ledger if isinstance(record, Claim))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("cheat", "rounds"), [("thief", 26), ("farmer", 24), ("replayer", 16), ("lazy", 40)])
 def test_each_cheat_is_banned_and_nobody_else(cheat, rounds):
     """A thief copies commitments; a farmer lies once it is respected; a replayer claims old outputs and repeats others' records."""
@@ -75,6 +77,7 @@ def test_each_cheat_is_banned_and_nobody_else(cheat, rounds):
         assert all_counts(swarm, "replayed") > 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cheats", [("absent",), ("absent", "absent", "liar")])
 def test_who_never_votes_is_not_drawn_and_keeps_its_membership(cheats):
     """Its seats are not drawn once it has missed three; what it claims is still checked, and cheats are banned as ever."""
@@ -92,6 +95,7 @@ def test_who_never_votes_is_not_drawn_and_keeps_its_membership(cheats):
         assert standing.score > 0
 
 
+@pytest.mark.ci
 def test_colluders_are_banned_and_the_dispute_of_whom_they_outvoted_is_won():
     """Two of three verifiers collude now and then; the author disputes, and a larger draw overturns the ruling."""
     overturned = 0
@@ -145,6 +149,7 @@ def test_a_clock_that_is_two_rounds_off_is_ignored_and_harms_only_itself(rounds,
     assert swarm.peer("honest-0").participant.consensus.counts[reason] > 0
 
 
+@pytest.mark.ci
 def test_who_shows_its_votes_to_half_of_the_others_divides_nobody():
     swarm = ran(("withholder",), honest=6, rounds=24)
     assert banned(swarm) <= {"withholder-0"}

@@ -34,6 +34,7 @@ def judged(world, claims):
     return [(checker.check(claim, material, world.snapshot).accepted, margin) for claim, material, margin in claims]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("kind", ["fresh", "peaked"])
 @pytest.mark.parametrize("cheat", ["int4", "fp8", "one step of SGD"])
 def test_these_weights_are_always_found(worlds, kind, cheat):
@@ -80,6 +81,7 @@ def test_a_lie_about_the_draw_passes_only_where_it_changes_no_more_than_rounding
     assert all(margin < FARTHEST for accepted, margin in found if accepted)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["fresh", "peaked"])
 def test_an_answer_put_in_where_it_costs_least_is_found_by_the_one_token_that_it_costs(worlds, kind):
     """The sum of margins may be small, and the mean over the claim smaller: the largest one is not."""

@@ -36,6 +36,7 @@ def test_honest_claims_pass(world, sides):
         assert finding.seconds > 0
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("verifier", ["float32", "float16"])
 def test_float16_too(world, verifier):
     from shoal.node.verify.completions import self_calibrate
@@ -89,6 +90,7 @@ def test_what_was_written_with_a_cache_is_what_a_prefill_gives(world):
     assert max(evidence.means()) < 0.5
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("sides", SIDES, ids="->".join)
 @pytest.mark.parametrize("cheat", ["another model", "int4", "adapter merged"])
 def test_other_weights_are_refused(world, sides, cheat):

@@ -73,6 +73,7 @@ def test_logits_are_those_of_log_probs(policy):
     assert policy.vocabulary == 96
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_honest_claims_pass_and_those_of_another_adapter_do_not(policy, calibration, folder, dtype):
     data, other = snapshot(policy), changed(policy, 2)

@@ -215,6 +215,7 @@ def test_a_node_measures_each_dtype_with_itself_alone(world):
     assert {(pair.prover, pair.verifier) for pair in found.pairs} == {(one, one) for one in BOTH}
 
 
+@pytest.mark.ci
 def test_a_node_whose_policy_computes_in_bfloat16_claims_in_it_and_another_checks_it_so(tmp_path):
     board, found, agreed = Board(), [], None
     for name in ("ann", "bob"):

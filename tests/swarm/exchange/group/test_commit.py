@@ -196,6 +196,7 @@ def test_a_half_width_float_and_a_payload_with_fewer_values_than_members_are_all
     assert attempts == [("allreduce", 5, True)]
 
 
+@pytest.mark.thinned(3)
 @WAYS
 @pytest.mark.parametrize("how", ["dies", "stops"])
 def test_a_member_that_dies_or_stops_in_the_middle_is_left_behind(school, monkeypatch, attempts, codec, how):

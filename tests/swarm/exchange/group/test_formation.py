@@ -70,6 +70,7 @@ def test_a_leader_that_is_not_there_yet_does_not_hold_up_the_others_and_meets_th
     assert leader.exchange.next_round == 2
 
 
+@pytest.mark.ci
 def test_a_slow_peer_is_left_out_after_the_wait_and_goes_where_it_is_told(school):
     four = school.peers(4, wait=4.0, fragments=3)
     slow = school.ranked(four, 1)[-1]
@@ -272,6 +273,7 @@ def test_who_is_back_in_a_group_is_waited_for_by_all_of_its_members(school):
     assert school.values([late.start(round, 4.0), *handles]) == [2.0] * 3
 
 
+@pytest.mark.ci
 def test_who_is_passed_over_and_leads_in_vain_asks_the_others_before_it_leads_again(school):
     """Nobody comes to it or tells it in which round they are: it would wait alone in each round that its rank gives to it."""
     late, *others = three = school.peers(3, wait=2.0)
@@ -378,6 +380,7 @@ def test_a_peer_that_does_not_see_the_leader_is_sent_to_it_when_it_comes_last(sc
     assert school.values([others[-1].start(0, 5.0), *handles]) == [2.0] * 4
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("offer", "reason"), [
     ({"codec": BFLOAT16}, "the codec is (float32|bfloat16) here and (float32|bfloat16) there"),
     ({"shape": (5,)}, "the tensors have other shapes or types"),

@@ -189,6 +189,7 @@ def tensors(number, round=0):
     return [torch.empty(shape).uniform_(-1, 1, generator=generator) for shape in SHAPES]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8+ef", "topk2+ef"])
 def test_the_mean_is_that_of_the_decoded_contributions_and_has_the_same_bits_everywhere(group, hosts, name):
     codecs = [codec_named(name) for _ in group]

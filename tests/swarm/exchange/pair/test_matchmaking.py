@@ -294,6 +294,7 @@ def test_one_peer_alone_cannot_send_another_to_a_round_where_nobody_is(network):
     assert b.exchange.next_round <= round + 3
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("offer", "reason"), [
     ({"codec": BFLOAT16}, "the codec is (float32|bfloat16) here and (float32|bfloat16) there"),
     ({"shape": (5,)}, r"tensor 0 has shape \[[45]\] here and \[[45]\] there"),
@@ -350,6 +351,7 @@ def test_a_round_of_another_run_is_the_callers_mistake(network):
 OTHER = {"round": 1, "swarm": "b" * 52, "model": "1" * 64, "nonce": bytes(16)}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("change", [{name: value} for name, value in OTHER.items()], ids=OTHER.keys())
 def test_who_accepts_must_offer_for_the_same_round_swarm_and_model(network, caplog, change):
     a, partner = Peer(network), network.host()

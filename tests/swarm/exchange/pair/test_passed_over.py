@@ -164,6 +164,7 @@ def trained(exchanges, rounds, values, first=0):
 BY_THE_CLOCK = "on a busy machine a peer falls out of the step that this test keeps for all, and meets nobody for some rounds"
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "attack", [damaged, not_a_number, hangs_up, pytest.param(busy, marks=pytest.mark.slow(reason=BY_THE_CLOCK))]
 )

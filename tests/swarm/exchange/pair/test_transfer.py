@@ -256,6 +256,7 @@ def test_a_loop_that_hangs_holds_no_training_thread(pair, network):
     over.set()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_partner_that_verifies_slowly_has_the_time_that_its_values_need(brisk, monkeypatch, slow):
     problem = ExchangeAttempt.problem
