@@ -139,6 +139,7 @@ def test_an_editable_install_finds_the_checkout(built):
     assert run("-S", "-c", program, folder=built).strip() == str(built / "copy" / "shoal" / "swarm" / "errors.py")
 
 
+@pytest.mark.ci
 @needs_setuptools
 def test_a_users_own_modules_of_the_same_names_do_no_harm(site, tmp_path):
     for name in TOPS:

@@ -72,6 +72,7 @@ def test_the_cells_of_the_notebook_run_in_their_order(tmp_path):
     assert said.endswith("both have left\n")
 
 
+@pytest.mark.ci
 def test_text_is_pretrained_alone(tmp_path):
     (tmp_path / "text").write_text("a shoal of fish stays together while each swims its own way " * 200)
     options = ["--data", tmp_path / "text", "--width", 16, "--steps", 11, "--every", 5]
@@ -106,6 +107,7 @@ def test_adapters_are_trained_by_transformers_own_trainer(tmp_path):
     assert (tmp_path / "adapters" / "adapter_model.safetensors").stat().st_size < 100_000
 
 
+@pytest.mark.ci
 def test_digits_are_learnt_better_together():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     torch.set_num_threads(1)

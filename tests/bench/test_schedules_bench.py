@@ -146,6 +146,7 @@ def test_the_undefended_run_is_ruined_and_the_defended_one_is_not(page, capsys):
         assert value is None if loss[cell] is None else value == pytest.approx(loss[cell] / loss[cell[0], "none", "undefended"] - 1)
 
 
+@pytest.mark.ci
 def test_the_table_stands_between_its_marks(page):
     text = page.read_text()
     assert text.startswith("before")

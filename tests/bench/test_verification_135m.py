@@ -168,6 +168,7 @@ def test_tokens_alone_do_not_look_at_the_activations(kept):
     assert all(row["int4 weights"] <= 40 for row in report.alarms(only).values())
 
 
+@pytest.mark.ci
 def test_the_report_is_printed_from_the_file(tmp_path, kept, called):
     path = tmp_path / "kept.json.gz"
     bench.save(

@@ -99,7 +99,7 @@ def hosts():
         host.close()
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(
     "outer",
     [

@@ -37,6 +37,7 @@ def seeded(internet, shoal, *flags):
     return seed, address, shoal.toml(swarm={"name": "nat", "start_when": 1}, outer=outer, options=options)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("relay", [
     pytest.param("auto", marks=pytest.mark.slow(reason="relay=auto waits for libp2p to find out that nobody can dial it")),
     "only",

@@ -116,6 +116,7 @@ def test_a_contribution_that_is_no_number_leaves_out_its_peer_alone_and_for_that
         assert second["members"] == list(range(world.size))
 
 
+@pytest.mark.thinned(3)
 def test_a_late_peer_is_waited_for(world):
     def script(peer):
         if peer > 0:

@@ -67,7 +67,7 @@ def changed(data, chance):
     return data
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("method", "more"), [("noloco", {}), ("noloco", {"outer.fragments": 2}), ("diloco", {}), ("sparseloco", {})]
 )

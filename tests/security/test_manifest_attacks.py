@@ -79,6 +79,7 @@ def huge(tmp_path_factory):
     membership.close()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("verb", "more", "sentence"), [
     ("join", (), "and this node may have "),
     ("join", ("--ram", "1"), "and this node may have 0."),
@@ -110,6 +111,7 @@ def checkpoint(folder, identity, **fields):
     store.save(folder, 1, {"swarm": swarm_id(sealed), "manifest": sealed.hex(), "trainer": trainer.state()})
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("task", "options", "sentence"), [
     ("rl", {"env": "dl/weights/evil.py:Env"}, "and a checkpoint carries no code: get its files"),
     ("rl", {"env": "evil:Env"}, "and a checkpoint carries no code: get its files"),

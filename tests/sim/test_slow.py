@@ -31,7 +31,7 @@ def kept(kind, way, seeds):
     return sum(one.all for one in found) / sum(without(kind, seed) for seed in seeds)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.ci
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_the_others_make_nine_of_ten_rounds(seeds, kind, way):
     assert kept(kind, way, SEEDS[kind]) >= KEPT
@@ -48,6 +48,7 @@ def no_memory_of_who_was_late(patch):
     patch.setattr(LivenessView, "mark_late", lambda *args: None)
 
 
+@pytest.mark.ci
 def test_a_group_that_waits_for_the_late_in_each_round_loses_more(seeds, monkeypatch):
     without("group", 1)
     no_memory_of_who_was_late(monkeypatch)

@@ -156,7 +156,7 @@ def uneven(method, seconds, rounds, *, size=3, late=None, **options):
     return Simulation(list(SPEEDS), size=size, wait=1000.0).run(peer)
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(9)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seconds", [75.0, 80.0, 101.3])
 @pytest.mark.parametrize("late", [{}, {"bert": 33.0}, {"cleo": 1.7, "anna": 12.0}])
@@ -174,7 +174,7 @@ def test_nobody_waits_longer_than_one_step_of_the_slowest_and_rounds_stay_aligne
         assert all(members[other] == met for met in members.values() for other in met)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(
     ("method", "options"),
     [

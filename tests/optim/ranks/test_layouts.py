@@ -31,7 +31,7 @@ PLAIN = [
 MOD4 = [name for name in jobs.KNOBS if "mod4" in name]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(6)
 @pytest.mark.parametrize("methods", [PLAIN, ["diloco, muon"], MOD4], ids=["adamw", "muon", "mod4"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_have_the_bits_of_one_process_with_every_method(trio, kind, methods):
@@ -75,7 +75,7 @@ def test_all_ranks_apply_when_rank_0_sees_that_it_is_there(trio, kind):
     assert len({lag for _, _, lag, _ in alone["lags"]}) > 2
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("method", ["gasloc, overlapped", "noloco, two tensors", "decoupled", "co2", "eager"])
 def test_what_is_in_flight_is_begun_anew_by_all_ranks(trio, method):
     for kind in ("ddp", "fsdp"):

@@ -200,6 +200,7 @@ def test_the_larger_part_does_not_lose_what_it_learnt(swarm):
     assert [node.took_over for node in larger] == [0, 0, 0]
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_part_that_is_behind_comes_to_the_other(swarm, ahead):
     whole = swarm("diloco", 4, 1.5)  # those ahead wait for the others as long as for anybody

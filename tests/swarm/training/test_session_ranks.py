@@ -95,6 +95,7 @@ def test_two_peers_of_two_ranks_hold_what_two_peers_of_one_process_hold(peers, k
                 torch.testing.assert_close(torch.tensor(here), torch.tensor(there), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.ci
 def test_all_ranks_of_a_peer_have_the_fragments_that_the_creator_names(peers, tmp_path):
     """It catches a rank without the manifest that cuts the model by layer."""
     made = peers[0].call(JOBS, "cut", kind="ddp", seed=0)

@@ -64,7 +64,7 @@ def test_a_liar_is_banned_and_a_copier_loses_its_seat_within_thirty_claims_and_n
         assert all(record.round >= known.base.round for record in known.consensus.ledger if isinstance(record, Claim))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize(("cheat", "rounds"), [("thief", 26), ("farmer", 24), ("replayer", 16), ("lazy", 40)])
 def test_each_cheat_is_banned_and_nobody_else(cheat, rounds):
     """A thief copies commitments; a farmer lies once it is respected; a replayer claims old outputs and repeats others' records."""
@@ -108,6 +108,7 @@ def test_colluders_are_banned_and_the_dispute_of_whom_they_outvoted_is_won():
     assert overturned > 0
 
 
+@pytest.mark.ci
 def test_lost_records_are_made_up_for():
     """Every hundredth record does not reach a peer: it learns from others' logs what it missed."""
     swarm = ran(("liar",), honest=6, rounds=26, world=replace(WORLD, loss=0.01))
@@ -174,6 +175,7 @@ def test_ten_thousand_claims_a_minute_are_counted_and_cost_honest_claims_nothing
     assert not any(ruling.outcome == "unverified" for ruling in flood if ruling.claim.peer.startswith("honest"))
 
 
+@pytest.mark.ci
 def test_fresh_keys_that_outnumber_the_honest_are_not_drawn_and_banned():
     """Nine sybils come together, lie, and would approve each other: who has shown nothing yet does not vote."""
     world = replace(WORLD, joins={f"colluder-{number}": 7 for number in range(9)})
