@@ -63,7 +63,7 @@ def test_the_page_is_made_from_the_scripts():
     assert {file.stem.removesuffix("_shoal") for file in SCRIPTS.glob("*.py")} == {*TEXTS}
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(8)
 @pytest.mark.parametrize(("name", "more"), PLAIN)
 def test_two_peers_meet_and_learn_as_well_as_the_plain_script(tmp_path, name, more):
     for library in NEEDS.get(name, ()):
