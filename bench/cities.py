@@ -74,6 +74,7 @@ AFTER_S = 90.0  # seconds that are watched when all is whole again
 ENDED_S = 5.0  # seconds in which exchanges may end that were under way before something happened
 FOUND_S, STOOD_S, COMPUTING, UNHEARD_S = 60.0, 5.0, 0.95, 30.0  # what is promised
 LOSSY, SLOW = "carl", " has a slow link"  # whose line loses packets, so that it is slow indeed
+AFTERWARDS = (("found_s", "exchanged"), ("heard_s", "was shown by watch"))  # what each node is seen to do once all is whole
 CALM = ("together", "mobile", "neighbours")  # nothing happens
 BEHIND = ("relayed", "punched")  # how a node behind such a router can be reached
 
@@ -384,7 +385,7 @@ def late(row: dict[str, Any]) -> list[str]:
             found.append(f"{name} computed {row['computing'][name]} of the time")
         if name not in row["struck"] and row["stood_s"][name] > STOOD_S:
             found.append(f"{name} stood still for {row['stood_s'][name]} s (waited {row['waited_s'][name]} s)")
-        for what, said in (("found_s", "exchanged"), ("heard_s", "was shown by watch")):
+        for what, said in AFTERWARDS:
             if row[what][name] is not None and row[what][name] > FOUND_S:
                 found.append(f"{name} {said} {row[what][name]} s after all was whole")
         if name not in row["struck"] and row["scenario"] != "restart" and row["unheard_s"][name] > UNHEARD_S:
@@ -398,7 +399,7 @@ def faults(row: dict[str, Any]) -> list[str]:
     """What in a row does not happen as is promised, however slow the machine is, in sentences."""
     found = []
     for name in row["stood_s"]:
-        for what, said in (("found_s", "exchanged"), ("heard_s", "was shown by watch")):
+        for what, said in AFTERWARDS:
             if row[what][name] is None:
                 found.append(f"{name} never {said} after all was whole")
         if row["codes"][name] != 128 + signal.SIGINT:
