@@ -150,7 +150,7 @@ class Bootstrapper:
         return [address for answer in answers if isinstance(answer, list) for address in answer]
 
     async def find_seeds(self) -> None:
-        """Try the bootstrap peers again that did not answer so far: a bootstrap node may have been down. Raises NetworkError."""
+        """Try the bootstrap peers again that did not answer so far: one may have been down. Raises NetworkError, TimeoutError."""
         missing = [address for address in self.bootstrap if address.rpartition("/p2p/")[2] not in self._classified]
         if missing and self._options.swarm is not None:
             daemon = self._supervisor.running()
@@ -158,7 +158,7 @@ class Bootstrapper:
             await self._supervisor.unless_down(self._ask_seeds(daemon, self._options.swarm, reached), SEED_S + 1.0)
 
     async def meet(self, addresses: Sequence[str]) -> None:
-        """Connect to peers by full multiaddrs, and let the DHT node meet those that it does not know. Raises NetworkError."""
+        """Connect to peers by full multiaddrs, and let the DHT node meet those that are new. Raises NetworkError, TimeoutError."""
         from shoal.swarm.p2p.hivemind_adapter import knows, ping
 
         daemon, dht = self._supervisor.running(), self._supervisor.running_dht()

@@ -441,11 +441,11 @@ class Host:
             raise NetworkError(f"the daemon was not asked for its peers ({error}).") from None
 
     async def find_seeds(self) -> None:
-        """Try those bootstrap peers again that did not answer so far: they may be bootstrap nodes. Raises NetworkError."""
+        """Try those bootstrap peers again that did not answer yet: they may be seeds. Raises NetworkError, TimeoutError."""
         await self._supervisor.bootstrapper.find_seeds()
 
     async def meet(self, addresses: Sequence[str]) -> None:
-        """Connect to those of these peers that answer, and let the DHT know them. Raises NetworkError."""
+        """Connect to those of these peers that answer, and let the DHT know them. Raises NetworkError, TimeoutError."""
         await self._supervisor.bootstrapper.meet(addresses)
 
     async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
