@@ -11,11 +11,13 @@ saves little where slow weights and momentum are on the CPU anyway.)
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from shoal.node.checkpoint.folder import CheckpointError, path_of, steps
 from shoal.node.checkpoint.store import ABLE, Packed, UnpackableError, pack, save
+from shoal.node.console import FULL
 from shoal.node.user_code import device_failed, out_of_memory
 from shoal.optim.device import copies_beside, give_pinned_back, pinned_bytes, pinned_like, wait_for
 from shoal.swarm.errors import Repeats
@@ -39,32 +42,33 @@ def used(folder: Path) -> int:
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
-            try:
+            with contextlib.suppress(FileNotFoundError):  # it was replaced meanwhile
                 total += os.lstat(os.path.join(where, name)).st_size
-            except FileNotFoundError:  # it was replaced meanwhile
-                continue
     return total
 
 
-def room_maker(folder: Path, gigabytes: float) -> Callable[[int], None]:
-    """Return the function that a `CheckpointWriter` calls with the bytes it is about to write. 0 gigabytes: no budget.
+def room_maker(folder: Path, gigabytes: float) -> Callable[[int, bool], bool]:
+    """Return the ``room`` of a `CheckpointWriter`. 0 gigabytes: no budget.
 
-    It removes checkpoints, oldest first but never the last, until so many more fit. Raises CheckpointError if they do not.
+    It removes checkpoints, oldest first but never the last, until so many more bytes fit, or all of them if the disk is full, and
+    returns whether there were any. Raises CheckpointError if the budget is too small.
     """
 
-    def make_room(nbytes: int) -> None:
+    def make_room(nbytes: int, full: bool) -> bool:
         # By time: another run may have left higher steps.
         there = (path for step in set(steps(folder)) if (path := path_of(folder, step)).is_dir())
         older = sorted(there, key=lambda path: path.stat().st_mtime)[:-1]
-        while used(folder) + nbytes + SPARE > gigabytes * GB:
+        found = bool(older)
+        while (full and older) or (gigabytes and used(folder) + nbytes + SPARE > gigabytes * GB):
             if not older:
                 raise CheckpointError(
                     f"The next checkpoint of {(nbytes + SPARE) / GB:.3g} GB does not fit into the {gigabytes:.3g} GB that "
                     f"node.disk allows for {str(folder)!r}, besides the newest one: allow more."
                 )
             shutil.rmtree(older.pop(0), ignore_errors=True)
+        return found
 
-    return make_room if gigabytes else lambda nbytes: None
+    return make_room
 
 
 PATIENCE_S = 60.0  # seconds that the last save may take, besides ...
@@ -140,7 +144,8 @@ class CheckpointWriter:
         keep: number of checkpoints to keep.
         state: returns the state to save; called between two steps. Its tensors are copied before it is called again.
         at: called with each of `shoal.node.checkpoint.store.POINTS`, in the writing thread.
-        room: called with the bytes of a checkpoint before it is written, in that thread; raises CheckpointError without room.
+        room: called in that thread with the bytes of a checkpoint before it is written, and again (True) if the disk was full,
+            when it returns whether to try again; raises CheckpointError without room.
         copies: called with the bytes of memory that a copy would take, returns whether it may.
     """
 
@@ -152,7 +157,7 @@ class CheckpointWriter:
         state: Callable[[], Any],
         notify: Callable[[str], None],
         at: Callable[[str], None] = lambda point: None,
-        room: Callable[[int], None] = lambda nbytes: None,
+        room: Callable[[int, bool], bool] = lambda nbytes, full: False,
         copies: Callable[[int], bool] = lambda nbytes: True,
     ) -> None:
         self._folder, self._keep, self._state, self._notify, self._at = folder.absolute(), keep, state, notify, at
@@ -265,9 +270,17 @@ class CheckpointWriter:
             if point == "tensors":
                 free.set()
 
+        write = partial(save, self._folder, step, packed, keep=self._keep, at=at, hash_later=not copied)
         try:
-            self._room(sum(tensor.nbytes for tensor in packed.tensors.values()))
-            save(self._folder, step, packed, keep=self._keep, at=at, hash_later=not copied)
+            self._room(self._size, False)
+            try:
+                write()
+            except CheckpointError as error:
+                full = isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL
+                changed = free.is_set() and not copied  # by training, since they were written
+                if not full or changed or not self._room(self._size, True):
+                    raise
+                write()
         except Exception as error:  # whatever it is: a thread that ends without a word would look like a save that went well
             self._failure = _as_failure(error)
         finally:

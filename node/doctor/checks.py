@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import platform
 import shutil
@@ -17,7 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from shoal.node.config.settings import default_identity_path
-from shoal.node.console import ExitCode, free_memory, plural
+from shoal.node.console import FULL, ExitCode, free_memory, plural
 from shoal.node.doctor import network_checks
 from shoal.node.doctor.network_checks import Check, CheckOutcome, FaultError, Note, Skip, Tell, Visit, examine
 from shoal.swarm.access import MAX_ADDRESSES, Link, invited
@@ -115,7 +114,7 @@ def disk(visit: Visit, tell: Tell) -> str:
             os.fsync(file.fileno())
         free = float(shutil.disk_usage(folder).free)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = error.errno in FULL
         remedy = "free some space, or use --folder elsewhere" if full else "start in a folder that you can write, or use --folder"
         raise FaultError(f"cannot write {where} ({error.strerror}): {remedy}.") from error
     if free < MIN_DISK:

@@ -42,21 +42,13 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
     _saved = -1  # the step of the last checkpoint
     _hook: RemovableHandle | None = None  # while the trainer evaluates
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take over the swarm's weights, or go on from a checkpoint's. ShoalError if the trainer cannot take part."""
         if args.world_size > 1:
             raise ShoalError(
                 f"The trainer has {args.world_size} processes: start one process for each peer, without a distributed launcher."
             )
-        assert model is not None  # the trainer hands it to all callbacks
+        model: nn.Module = kwargs["model"]  # the trainer hands it to all callbacks
         self._begin(_restored(args, state, model))
         if state.global_step >= state.max_steps > 0:  # nothing is left to train, and the best model may be loaded next
             self._finish()
@@ -80,19 +72,11 @@ class SwarmCallback(TakingPart, TrainerCallback):  # type: ignore[misc]
         self._show_fast()
         self._stopped(state, control)
 
-    def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save the outer state beside the trainer's own."""
         self._asked(False)
         self._saved = state.global_step
-        folder = _folder(args, state)
+        folder, model = _folder(args, state), kwargs.get("model")
         if model is None or args.save_only_model or not folder.is_dir():
             return
         save(

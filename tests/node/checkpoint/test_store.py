@@ -317,12 +317,12 @@ def test_older_checkpoints_give_way_and_nothing_else(tmp_path):
         save(tmp_path, step, BUDGET_STATE, keep=9)
         os.utime(path_of(tmp_path, step), (step, step))
     now = used(tmp_path)
-    room_maker(tmp_path, budget(now + 400_000 + SPARE))(400_000)
+    room_maker(tmp_path, budget(now + 400_000 + SPARE))(400_000, False)
     assert sorted(steps(tmp_path)) == [1, 2, 3]
-    room_maker(tmp_path, budget(now + SPARE + 1000))(400_000)
+    room_maker(tmp_path, budget(now + SPARE + 1000))(400_000, False)
     assert sorted(steps(tmp_path)) == [2, 3]
     with pytest.raises(CheckpointError, match=r"does not fit into the .* that node.disk allows for .*: allow more"):
-        room_maker(tmp_path, budget(SPARE))(400_000)
+        room_maker(tmp_path, budget(SPARE))(400_000, False)
     assert sorted(steps(tmp_path)) == [3]
     assert load(tmp_path)[0] == 3
     assert (tmp_path / "mine.txt").exists()
@@ -331,7 +331,8 @@ def test_older_checkpoints_give_way_and_nothing_else(tmp_path):
 
 def test_without_a_budget_nothing_goes(tmp_path):
     save(tmp_path, 1, BUDGET_STATE)
-    room_maker(tmp_path, 0.0)(10**15)
+    assert not room_maker(tmp_path, 0.0)(10**15, False)
+    assert not room_maker(tmp_path, 0.0)(10**15, True)  # the newest stays
     assert steps(tmp_path) == [1]
 
 

@@ -13,8 +13,8 @@ import torch
 
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, lock, steps
-from shoal.node.checkpoint.store import POINTS, load, pack
-from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots
+from shoal.node.checkpoint.store import POINTS, load, pack, write_tensors
+from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots, room_maker
 from shoal.optim.device import give_pinned_back
 
 LONG = 30.0
@@ -200,6 +200,54 @@ def test_a_full_disk_is_told_once_and_training_goes_on(tmp_path, monkeypatch):
     assert check(tmp_path) == 6
     monkeypatch.setattr(checkpoint, "write_tensors", full)
     assert "No space left on device" in run.saver.last(7)
+
+
+def holding(folder, count):
+    """`write_tensors` on a disk that holds so many checkpoints."""
+
+    def written(write, kinds, tensor_of):
+        if len(steps(folder)) >= count:
+            raise OSError(28, "No space left on device")
+        write_tensors(write, kinds, tensor_of)
+
+    return written
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_on_a_disk_that_is_full_older_checkpoints_give_way_but_not_the_newest(tmp_path, monkeypatch, copies):
+    run = Training(tmp_path, room=room_maker(tmp_path, 0.0), copies=lambda nbytes: copies)
+    monkeypatch.setattr(checkpoint, "write_tensors", holding(tmp_path, 2))
+    for _ in range(4):
+        run.train(due=True)
+        run.written()
+    run.train()
+    assert (run.said, steps(tmp_path)) == ([], [4, 3])
+    assert check(tmp_path) == 4
+    monkeypatch.setattr(checkpoint, "write_tensors", holding(tmp_path, 1))
+    assert "No space left on device" in run.saver.last(6)
+    assert steps(tmp_path) == [4]
+    assert check(tmp_path) == 4
+
+
+@pytest.mark.parametrize(("copies", "kept"), [(True, [3, 2]), (False, [2, 1])])
+def test_weights_that_training_has_changed_since_are_not_written_once_more(tmp_path, monkeypatch, copies, kept):
+    full = []
+
+    def sync(path):
+        if full:
+            full.pop()
+            raise OSError(28, "No space left on device")
+
+    run = Training(tmp_path, room=room_maker(tmp_path, 0.0), copies=lambda nbytes: copies)
+    for _ in range(2):
+        run.train(due=True)
+        run.written()
+    monkeypatch.setattr(checkpoint, "sync", sync)
+    full.append(True)
+    run.train(due=True)
+    run.written()
+    assert steps(tmp_path) == kept
+    assert check(tmp_path) == kept[0]
 
 
 def test_a_state_that_no_file_can_hold_is_told_too(tmp_path):
