@@ -306,7 +306,7 @@ class PeerExchange:
         self._take(peer, reply.offered[:want])
         if new and met.addresses:
             self._host.remember(met.addresses)
-            with contextlib.suppress(TimeoutError, NetworkError):
+            with contextlib.suppress(NetworkError):
                 await self._host.meet(met.addresses)
         return True
 

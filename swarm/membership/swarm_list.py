@@ -84,8 +84,8 @@ class Reconnector:
             try:
                 if addresses := self.due(asyncio.get_running_loop().time()):
                     await self._host.meet(addresses)
-            except (TimeoutError, NetworkError) as error:
-                log.debug("no lost peer was dialled: %r", error)
+            except NetworkError as error:
+                log.debug("no lost peer was dialled: %s", error)
             except Exception:  # a bug must not keep the swarm apart
                 log.warning("dialling lost peers failed; trying again", exc_info=True)
 
@@ -140,8 +140,8 @@ class SeedAnnouncer:
             try:
                 await self._host.find_seeds()
                 await self._report()
-            except (TimeoutError, NetworkError) as error:
-                log.debug("this node was not reported to the bootstrap nodes: %r", error)
+            except NetworkError as error:
+                log.debug("this node was not reported to the bootstrap nodes: %s", error)
             except Exception:  # a bug must not make this node unfindable
                 log.warning("reporting to the bootstrap nodes failed; trying again", exc_info=True)
 
@@ -163,8 +163,8 @@ class SeedAnnouncer:
                 if strangers:
                     self._host.remember(strangers)
                     await self._host.meet(strangers)
-            except (TimeoutError, NetworkError, MessageError) as error:
-                log.debug("this node was not reported to bootstrap node %s: %r", short(seed), error)
+            except (NetworkError, MessageError) as error:
+                log.debug("this node was not reported to bootstrap node %s: %s", short(seed), error)
 
     async def _announce(self, seed: str, addresses: Sequence[str], announced: Announcement) -> None:
         """Announce the swarm to a seed, after this node's record. Raises NetworkError or MessageError."""

@@ -150,19 +150,19 @@ class Bootstrapper:
         return [address for answer in answers if isinstance(answer, list) for address in answer]
 
     async def find_seeds(self) -> None:
-        """Try the bootstrap peers again that did not answer so far: one may have been down. Raises NetworkError, TimeoutError."""
+        """Try the bootstrap peers again that did not answer so far: a bootstrap node may have been down. Raises NetworkError."""
         missing = [address for address in self.bootstrap if address.rpartition("/p2p/")[2] not in self._classified]
         if missing and self._options.swarm is not None:
             daemon = self._supervisor.running()
-            reached, _ = await self._supervisor.unless_down(connections.connect_any(daemon, missing, 5.0), 6.0)
-            await self._supervisor.unless_down(self._ask_seeds(daemon, self._options.swarm, reached), SEED_S + 1.0)
+            reached, _ = await self._supervisor.unless_down(connections.connect_any(daemon, missing, 5.0))
+            await self._supervisor.unless_down(self._ask_seeds(daemon, self._options.swarm, reached))
 
     async def meet(self, addresses: Sequence[str]) -> None:
-        """Connect to peers by full multiaddrs, and let the DHT node meet those that are new. Raises NetworkError, TimeoutError."""
+        """Connect to peers by full multiaddrs, and let the DHT node meet those that it does not know. Raises NetworkError."""
         from shoal.swarm.p2p.hivemind_adapter import knows, ping
 
         daemon, dht = self._supervisor.running(), self._supervisor.running_dht()
-        reached, _ = await self._supervisor.unless_down(connections.connect_any(daemon, addresses, 10.0), 11.0)
+        reached, _ = await self._supervisor.unless_down(connections.connect_any(daemon, addresses, 10.0))
         self._known.learn(reached)
         for peer in reached:
             if peer not in self.seeds and not knows(dht, peer):
@@ -263,8 +263,8 @@ class DaemonSupervisor:
             raise NetworkError("the DHT is not ready; it is being restarted.")
         return self.dht
 
-    async def unless_down(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Await ``work``, but give it up the moment the daemon dies. Raises NetworkError or asyncio.TimeoutError."""
+    async def unless_down(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Await ``work``, but give it up the moment the daemon dies. Raises NetworkError; with ``timeout`` TimeoutError."""
         assert self._down is not None
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._down}

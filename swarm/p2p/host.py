@@ -435,17 +435,17 @@ class Host:
         try:
             async with running(*(daemon.connect(peer, addresses) for peer, addresses in peers if addresses)) as dials:
                 if dials:
-                    await self._supervisor.unless_down(asyncio.wait(dials, timeout=timeout), timeout + 1.0)
+                    await self._supervisor.unless_down(asyncio.wait(dials, timeout=timeout))
                 await self._supervisor.unless_down(daemon.peers(), timeout)
         except (TimeoutError, *DAEMON_GONE) as error:
             raise NetworkError(f"the daemon was not asked for its peers ({error}).") from None
 
     async def find_seeds(self) -> None:
-        """Try those bootstrap peers again that did not answer yet: they may be seeds. Raises NetworkError, TimeoutError."""
+        """Try those bootstrap peers again that did not answer so far: they may be bootstrap nodes. Raises NetworkError."""
         await self._supervisor.bootstrapper.find_seeds()
 
     async def meet(self, addresses: Sequence[str]) -> None:
-        """Connect to those of these peers that answer, and let the DHT know them. Raises NetworkError, TimeoutError."""
+        """Connect to those of these peers that answer, and let the DHT know them. Raises NetworkError."""
         await self._supervisor.bootstrapper.meet(addresses)
 
     async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:

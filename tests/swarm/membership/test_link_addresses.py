@@ -12,7 +12,6 @@ from shoal.swarm.access import Link
 from shoal.swarm.errors import LinkError, MessageError, NetworkError
 from shoal.swarm.identity import ID_HEADER, Identity, b58encode
 from shoal.swarm.manifest import Manifest, swarm_id
-from shoal.swarm.membership import swarm_list
 from shoal.swarm.membership.admission import MANIFEST_PROTOCOL, fetch_manifest, serve_manifest
 from shoal.swarm.membership.link_addresses import lasting_link
 from shoal.swarm.membership.swarm_list import FIRST, LONGEST, REDIAL_S, TRIED, Reconnector
@@ -244,19 +243,3 @@ def test_who_said_goodbye_is_left_in_peace_until_it_is_seen_again():
     scene.here.remove(PEERS[1])
     assert scene.reconnector.due(1010.0) == []
     assert scene.reconnector.due(1020.0) == [scene.known[1]]
-
-
-def test_dials_on_a_busy_machine_end_in_no_traceback(monkeypatch, caplog):
-    monkeypatch.setattr(swarm_list, "REDIAL_S", 0.0)
-    scene, dialled = Scene(2), []
-
-    async def meet(addresses):
-        dialled.append(addresses)
-        raise TimeoutError if len(dialled) == 1 else asyncio.CancelledError
-
-    scene.reconnector._host.meet = meet
-    monkeypatch.setattr(scene.reconnector, "due", lambda now: scene.known)
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(scene.reconnector.run())
-    assert dialled == [scene.known] * 2
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]

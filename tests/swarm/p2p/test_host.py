@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,8 +16,9 @@ from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p import daemon_supervisor, hivemind_adapter
 from shoal.swarm.p2p import host as host_module
+from shoal.swarm.p2p.addresses import Peerstore
 from shoal.swarm.p2p.daemon import DaemonError
-from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor
+from shoal.swarm.p2p.daemon_supervisor import DaemonSupervisor, HostOptions
 from shoal.swarm.p2p.host import Host
 from shoal.swarm.p2p.limits import MAX_HANDLERS_PER_PEER
 from shoal.swarm.seed import Seed
@@ -480,3 +482,27 @@ def test_a_peer_that_lost_answers_is_asked_again_before_records_expire(two):
         blacklist.register_failure("peer")
     (expires,) = (item.expiration_time for _, item in blacklist.banned_peers.items())
     assert expires - get_dht_time() < 10
+
+
+def test_dials_whose_time_is_over_while_the_machine_stands_still_reach_nobody_and_fail_nothing():
+    """Redialling, reports to bootstrap nodes and peer exchange expect a NetworkError at most: a TimeoutError was a traceback."""
+
+    async def meet(me, peer):
+        loop, stood, dialled = asyncio.get_running_loop(), [0.0], []
+        clock = loop.time
+        loop.time = lambda: clock() + stood[0]
+
+        async def connect(to, addresses):
+            dialled.append(to)
+            stood[0] += 60.0  # for so long nothing runs
+            await asyncio.Event().wait()
+
+        options = HostOptions((), (), (f"/ip4/192.0.2.1/tcp/1/p2p/{peer}",), None, False, "off", "a swarm", True)
+        supervisor = DaemonSupervisor(me, options, Peerstore(me.peer_id, None, "a swarm"), lambda peer, size: "")
+        supervisor.daemon, supervisor.dht, supervisor._down = SimpleNamespace(connect=connect), object(), loop.create_future()
+        await supervisor.bootstrapper.meet(options.bootstrap)
+        await supervisor.bootstrapper.find_seeds()
+        assert dialled == [peer, peer]
+        assert supervisor.bootstrapper.seeds == {}
+
+    asyncio.run(meet(Identity.ephemeral(), Identity.ephemeral().peer_id))
