@@ -102,7 +102,7 @@ def plural(count: int, noun: str) -> str:
 
 
 _GONE = {errno.EPIPE, errno.EIO, errno.ENXIO}  # of a pipe, and of a terminal
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT}  # a disk
 
 
 class _Lasting(io.FileIO):
@@ -120,7 +120,7 @@ class _Lasting(io.FileIO):
                 null = os.open(os.devnull, os.O_RDWR)
                 os.dup2(null, self.fileno())
                 os.close(null)
-            elif error.errno not in FULL or self.fileno() != 2:
+            elif error.errno not in {*FULL, errno.EFBIG} or self.fileno() != 2:
                 raise
         return memoryview(data).nbytes
 

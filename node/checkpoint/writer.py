@@ -137,7 +137,7 @@ def _shaped(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
 class CheckpointWriter:
     """Writer of one run's checkpoints; all calls come from its training thread.
 
-    A save that fails costs only the checkpoint: training goes on, the older ones stay, and ``notify`` is called once, and once more
+    A save that fails costs only the checkpoint: training goes on, the newest stays, and ``notify`` is called once, and once more
     when saving works again. But a state that no checkpoint can hold is an error at the first `turn`, before hours of training.
 
     Args:

@@ -1,11 +1,13 @@
 """Saving while training goes on: one copy, one writer; what is written is one moment's state; a full disk stops nothing."""
 
 import gc
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from errno import EFBIG, ENOSPC
 from pathlib import Path
 
 import pytest
@@ -229,14 +231,14 @@ def test_on_a_disk_that_is_full_older_checkpoints_give_way_but_not_the_newest(tm
     assert check(tmp_path) == 4
 
 
-@pytest.mark.parametrize(("copies", "kept"), [(True, [3, 2]), (False, [2, 1])])
-def test_weights_that_training_has_changed_since_are_not_written_once_more(tmp_path, monkeypatch, copies, kept):
+@pytest.mark.parametrize(("copies", "number", "kept"), [(True, ENOSPC, [3, 2]), (False, ENOSPC, [2, 1]), (True, EFBIG, [2, 1])])
+def test_weights_that_training_has_changed_or_no_room_helps_are_not_written_once_more(tmp_path, monkeypatch, copies, number, kept):
     full = []
 
     def sync(path):
         if full:
             full.pop()
-            raise OSError(28, "No space left on device")
+            raise OSError(number, os.strerror(number))
 
     run = Training(tmp_path, room=room_maker(tmp_path, 0.0), copies=lambda nbytes: copies)
     for _ in range(2):
