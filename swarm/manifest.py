@@ -5,9 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import struct
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 
 from shoal.optim.methods import ALONE, DEFAULT, DEFAULT_LAG, METHODS, OVERLAPPED, Method, methods_of, methods_with, one_of
 from shoal.swarm.errors import MessageError, printable
@@ -39,6 +49,15 @@ def _lag(value: object) -> object:
 
 
 Lag = Annotated[int | Literal["auto"] | None, BeforeValidator(_lag)]
+
+
+def _numbers(value: object) -> object:
+    """Read numbers that are packed as little-endian u16: a list of more than 16 is refused before its content is seen."""
+    if not isinstance(value, bytes):
+        return value
+    if len(value) % 2:
+        raise ValueError("must be numbers of two bytes")
+    return struct.unpack(f"<{len(value) // 2}H", value)
 
 
 def parse_round(text: str) -> tuple[Unit, float | None]:
@@ -390,11 +409,12 @@ class Manifest(Message):
     verify: VerifySettings = Field(default_factory=VerifySettings, description="What is claimed, and checked.")
     terms: Terms | None = Field(default=None, description="How claimed completions are made; none without claims.")
     model: Digest = Field(description="Hex SHA-256 of the shapes and types of the model's parameters.")
-    fragment_of: tuple[Annotated[int, Field(ge=0, lt=1024)], ...] = Field(
-        default=(),
-        max_length=8192,
-        description="Fragment of each parameter, in the model's order, if not by layer; empty: by layer.",
-    )
+    fragment_of: Annotated[
+        tuple[Annotated[int, Field(ge=0, lt=1024)], ...],
+        Field(max_length=8192, description="Fragment of each parameter, in the model's order, if not by layer; empty: by layer."),
+        BeforeValidator(_numbers),
+        PlainSerializer(lambda numbers: struct.pack(f"<{len(numbers)}H", *numbers)),
+    ] = ()
     start_when: int = Field(default=1, ge=1, le=65_536, description="Number of peers at which training begins.")
     shards: int = Field(default=1, ge=1, le=65_536, description="Parts that the training data is divided into.")
     invite_only: bool = Field(default=False, description="Whether only the creator, and whom it has invited, may be members.")

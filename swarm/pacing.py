@@ -449,7 +449,7 @@ class Ways:
 
     def rate(self) -> float:
         """Return the bytes a second of exchanges by the better way, the median of the peers; 0 while none is known."""
-        found = [max((rate for rate, _ in known.values()), default=0.0) for known in list(self._known.values())]
+        found = [max((rate for rate, _ in list(known.values())), default=0.0) for known in list(self._known.values())]
         return median(filter(None, found)) if any(found) else 0.0
 
 

@@ -124,16 +124,18 @@ class SeedRegistry:
             return error.reason
         if member.peer != peer or member.swarm != swarm:
             return "forged"
-        self._forget(swarm, peer)
         if member.state in GONE:
+            self._forget(swarm, peer)
             return ""
-        if self._places[peer] >= MAX_PLACES:
-            return "places"
-        if swarm not in self._swarms and not self._has_room(host, listed=False):
-            return "full"
+        if peer not in self._swarms.get(swarm, {}):  # who renews a record keeps the place, and its swarm that of a listed one
+            if self._places[peer] >= MAX_PLACES:
+                return "places"
+            if swarm not in self._swarms and not self._has_room(host, listed=False):
+                return "full"
+            self._places[peer] += 1
         members = self._swarms.setdefault(swarm, OrderedDict())
         members[peer] = _Place(self._clock(), record, host, range_of(host))
-        self._places[peer] += 1
+        members.move_to_end(peer)
         if len(members) > MAX_MEMBERS:
             crowded = _most(place.range for place in members.values())
             self._forget(swarm, next(other for other, place in members.items() if place.range == crowded))
@@ -419,7 +421,7 @@ class Seed:
     async def _answer(self, stream: Stream) -> None:
         request = unpack(await stream.receive(SeedRequest.LIMIT, SMALL_S), SeedRequest)
         answer = self.registry.answer(stream.peer_id, request, stream.origin)
-        if self.registry.has(request.swarm, stream.peer_id):
+        if self._relay and self.registry.has(request.swarm, stream.peer_id):
             self.forwarding.ask(request.swarm, request.topics, stream.origin)
         await stream.send(pack(answer), SMALL_S)
 

@@ -193,11 +193,11 @@ def room_for_copy(gigabytes: float) -> Callable[[int], bool]:
     """Return the function that decides whether a checkpoint may be written from a copy of so many bytes.
 
     With a bound (``gigabytes``) it may if this process stays within it, also in the next exchange, which takes what the last ones
-    took; else if that takes half of the free memory at most.
+    took; else if that takes a quarter of the free memory at most, for several nodes of one machine may ask at the same moment.
     """
     if gigabytes:
         return lambda nbytes: most_held() + nbytes <= gigabytes * GB
-    return lambda nbytes: 2 * nbytes <= free_memory()[0]
+    return lambda nbytes: 4 * nbytes <= free_memory()[0]
 
 
 def shares(gigabytes: float) -> tuple[int, int]:

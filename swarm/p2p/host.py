@@ -399,9 +399,8 @@ class Host:
     def usable(self, stream: Stream) -> bool:
         """Return whether an earlier stream of `open` is as good as a new one: open, to a peer not denied, by the way of choice."""
         peer = stream.peer_id
-        past = peer in self.puncher.reached and self.traffic.ways.choose(peer)
         denied = self.resource_manager.access_policy.denies(peer)
-        return stream.idle and not denied and past == (stream.way != peer)
+        return stream.idle and not denied and self.puncher.wanted(peer) == (stream.way != peer)
 
     @contextlib.asynccontextmanager
     async def _echo(self, way: str) -> AsyncIterator[Echo | None]:

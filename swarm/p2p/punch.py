@@ -116,6 +116,10 @@ class Puncher:
         """Return whether exchanges with any member go past its relay now."""
         return any(peer in self._ids and self._traffic.ways.best(peer) for peer in self.reached)
 
+    def wanted(self, peer: str) -> bool:
+        """Return whether the next stream to a member goes past its relay, as far as is known."""
+        return peer in self._ids and peer in self.reached and self._traffic.ways.choose(peer)
+
     def owner(self, its: str) -> str | None:
         return self._owners.get(its)
 
@@ -127,7 +131,7 @@ class Puncher:
             if its in await asyncio.wait_for(daemon.peers(), OPEN_S) and self._traffic.ways.choose(peer):
                 return Stream(peer, *await asyncio.wait_for(daemon.open(its, protocol), OPEN_S), self._traffic, way=its)
         except TimeoutError:
-            del self._ids[peer]  # relayed until this connection has ended and another is made
+            self._ids.pop(peer, None)  # relayed until this connection has ended and another is made
         except DAEMON_GONE as error:
             log.debug("no stream to %s past the relay: %r", short(peer), error)
         return None
@@ -270,8 +274,12 @@ class Puncher:
         daemon = await Daemon.launch(self._identity, listen=LISTEN, relay="off", light=True, idle="", timeout=20.0)
         self.daemon = daemon
         self._watching = asyncio.ensure_future(self._ended(daemon))
-        for protocol, incoming in list(self._supervisor.handlers.items()):
-            await self.serve(protocol, incoming)
+        try:
+            for protocol, incoming in list(self._supervisor.handlers.items()):
+                await self.serve(protocol, incoming)
+        except BaseException:
+            await self.end()  # it would be taken for one that serves them all
+            raise
         return daemon
 
     async def _ended(self, daemon: Daemon) -> None:

@@ -193,16 +193,8 @@ ENVELOPE = 160  # bytes that a seal adds to a packed message, at most
 
 # Containers in one message: no schema needs more, and every one that is announced costs memory.
 _ARRAY_LENGTH, _MAP_LENGTH, _ARRAYS, _MAPS = 16, 64, 64, 8
-MAX_DEPTH = 8  # containers inside each other: no schema has more than four
-MAX_ITEMS = 4096  # items that a diagnosis looks at: it must cost a hostile sender more than this node
 _HEAD = 96  # bytes that surely hold the kind and version
 _DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, msgpack.exceptions.UnpackException)
-
-# The first byte of an item -> bytes of the length that follows it, then (strings, binaries) that many bytes, or (containers) items;
-# or bytes of the value.
-_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 
 
 class Message(BaseModel):
@@ -263,7 +255,7 @@ def _opened(data: bytes, limit: int) -> tuple[str, bytes, bytes]:
     _check_size(data, limit + ENVELOPE)
     envelope = _decode(data, "signed message")
     if not isinstance(envelope, tuple) or [type(part) for part in envelope] != [str, bytes, bytes]:
-        raise _malformed("signed message", "it is not [peer id, message, signature]", diagnose(data))
+        raise _malformed("signed message", "it is not [peer id, message, signature]")
     return envelope[0], envelope[1], envelope[2]
 
 
@@ -288,9 +280,10 @@ def _kind(data: bytes, types: tuple[type[M], ...]) -> type[M]:
     try:
         length, name, version = unpacker.read_array_header(), unpacker.unpack(), unpacker.unpack()
     except _DECODE_ERRORS as error:
-        raise _malformed("message", "it does not start with a kind and version", diagnose(data)) from error
+        short = len(data) < _HEAD and isinstance(error, msgpack.exceptions.OutOfData)
+        raise _malformed("message", "it does not start with a kind and version", "truncated" if short else "malformed") from error
     if length != 3 or not isinstance(name, str) or type(version) is not int:
-        raise _malformed("message", "it is not [kind, version, fields]", diagnose(data))
+        raise _malformed("message", "it is not [kind, version, fields]")
     expected = " or ".join(sorted(kind.KIND for kind in types))
     kind = next((kind for kind in types if name == kind.KIND), None)
     if kind is None:
@@ -309,14 +302,14 @@ def _fields(data: bytes, kind: type[M]) -> M:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # Names and texts in it may come from the peer: cut them, without control codes.
         field = ascii(".".join(map(str, first["loc"])) or "fields")[:80]
-        reason = "oversized" if first["type"].endswith("too_long") else diagnose(data)
+        reason = "oversized" if first["type"].endswith("too_long") else "malformed"
         raise _malformed(kind.KIND, f"{field}: {first['msg'][:200]}", reason) from None
 
 
 def _content(data: bytes, what: str) -> dict[Any, Any]:
     content = _decode(data, what)
     if not isinstance(content, tuple) or len(content) != 3 or not isinstance(content[2], dict):
-        raise _malformed(what, "it is not [kind, version, fields]", diagnose(data))
+        raise _malformed(what, "it is not [kind, version, fields]")
     return content[2]
 
 
@@ -334,7 +327,7 @@ def _decode(data: bytes, what: str) -> Any:
             max_ext_len=0,
         )
     except _DECODE_ERRORS as error:
-        raise _malformed(what, "it does not decode within the limits", diagnose(data)) from error
+        raise _malformed(what, "it does not decode within the limits", _reason(error)) from error
 
 
 def _bounded(limit: int, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -359,40 +352,8 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return content
 
 
-def diagnose(data: bytes) -> Literal["truncated", "nested", "malformed"]:
-    """Classify the fault of ``data``, which did not decode as msgpack within the limits.
-
-    Walks over the items without building any; never raises, and stops after `MAX_ITEMS` of them.
-    """
-    at, open_items = 0, [1]  # items still to come in each open container, the innermost last
-    for _ in range(MAX_ITEMS):
-        while open_items and not open_items[-1]:
-            open_items.pop()
-        if not open_items:
-            return "malformed"  # it is whole, so the fault is another
-        if len(open_items) > MAX_DEPTH + 1:
-            return "nested"
-        if at >= len(data):
-            return "truncated"
-        head, at = data[at], at + 1
-        open_items[-1] -= 1
-        if head <= 0x7F or head >= 0xE0:  # a small integer
-            continue
-        if head <= 0x9F:  # a short map or array
-            open_items.append((head & 0x0F) * (2 if head <= 0x8F else 1))
-        elif head <= 0xBF:
-            at += head & 0x1F
-        elif head in _CONTAINERS:
-            width, per_item = _CONTAINERS[head]
-            open_items.append(int.from_bytes(data[at : at + width], "big") * per_item)
-            at += width
-        elif head in _SIZED:
-            width = _SIZED[head]
-            at += width + int.from_bytes(data[at : at + width], "big")
-        elif head in _FIXED:
-            at += _FIXED[head]
-        else:
-            return "malformed"  # extension types, and the byte that msgpack never uses
-        if at > len(data):
-            return "truncated"
-    return "malformed"
+def _reason(error: Exception) -> Literal["truncated", "nested", "malformed"]:
+    """Return the word for what msgpack says of data that did not decode."""
+    if isinstance(error, msgpack.exceptions.StackError):
+        return "nested"
+    return "truncated" if "incomplete" in str(error) else "malformed"

@@ -52,7 +52,7 @@ from shoal.swarm.membership.swarm_list import read_listed
 from shoal.swarm.p2p import addresses as multiaddr
 from shoal.swarm.topics.attestation import sign_record
 from shoal.swarm.topics.rollout import Rollout
-from shoal.swarm.wire.envelope import Message, diagnose, pack, peek, seal, unpack, unseal
+from shoal.swarm.wire.envelope import Message, pack, peek, seal, unpack, unseal
 from shoal.swarm.wire.messages import Announcement, GroupFormed, GroupReady, ListedSwarm, Member
 from shoal.verification.calibration import Calibration, CalibrationError, Honest, Pair, load_calibration, save_calibration
 from shoal.verification.consensus.participant import Log, decode_log
@@ -400,10 +400,6 @@ def decoders():
     """Return all of them."""
     return [
         *messages(),
-        one(
-            "diagnosis", "", diagnose, lambda: seal(member(), ME), MSGPACK,
-            sound=lambda said: said in ("truncated", "nested", "malformed"),
-        ),
         one(
             "sealed message", "swarm/wire/envelope.py:_decode", lambda data: unseal(data, Member), lambda: seal(member(), ME),
             MSGPACK, MessageError, tree=False,

@@ -129,13 +129,13 @@ OWN = {
 """Files and processes of the user's own: settings, data, a node's folder, the ranks of one job."""
 ELSEWHERE = {
     "swarm/p2p/host.py:Host._echo": "32 bytes of libp2p's ping: any are an echo",
+    "swarm/p2p/hivemind_adapter.py:_Calls.call_protobuf_handler": "tests/swarm/p2p/test_dial_backoff.py: a node id of 21 bytes",
     "swarm/p2p/reachability.py:_dial": "a token, compared whole",
     "swarm/p2p/stream.py:Stream._head": "test_fuzz_streams",
     "swarm/p2p/stream.py:Stream._receive": "test_fuzz_streams",
     "swarm/p2p/daemon.py:read_message": "frames of the daemon on this machine; what strangers say in them is opened elsewhere",
     "swarm/exchange/group/reduction.py:AllReduce._received": "all-reduce: sizes follow from the shapes",
     "swarm/state/selection.py:_sample": "tests/swarm/state: a piece whose size and digest are known",
-    "swarm/wire/envelope.py:diagnose": "diagnosis",
     "swarm/topics/rollout.py:_parts": "message rollout, and test_message_fields",
     "swarm/topics/rollout.py:_tensor": "message rollout, and test_message_fields",
     "swarm/wire/envelope.py:_shapes": "message offer, and test_message_fields",

@@ -153,6 +153,10 @@ def test_the_fragment_of_each_parameter_is_in_the_manifest_of_a_swarm_not_cut_by
     two = {"outer": OuterSettings(fragments=2, lag=0)}
     sealed = seal(manifest(fragment_of=(1, 0, 1), **two), ME)
     assert open_manifest(sealed).fragment_of == (1, 0, 1)
+    many = tuple(at % 2 for at in range(8192))
+    assert open_manifest(seal(manifest(fragment_of=many, **two), ME)).fragment_of == many
+    with pytest.raises(MessageError, match=r"fragment_of.* numbers of two bytes"):
+        open_manifest(sealed_unchecked(fragment_of=b"\1\0\0"))
     for wrong in ((0, 0), (0, 2), (0, 1, 2), (-1, 0, 1)):
         with pytest.raises(ValueError, match=r"fragment_of|fragments are others"):
             manifest(fragment_of=wrong, **two)

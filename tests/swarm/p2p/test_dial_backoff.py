@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.proto.dht_pb2 import NodeInfo, PingResponse
 
 from bench._link import LinkError, Namespaces
 from shoal.swarm.identity import Identity
@@ -190,6 +192,34 @@ def test_the_nearest_nodes_are_asked_twice_as_many_as_hold_a_record(monkeypatch)
     assert asyncio.run(node.get("key", latest=True)) == "found"
     assert asyncio.run(node.get("key", latest=True, beam_size=3)) == "found"
     assert asked == [(("key",), {"latest": True, "beam_size": 2 * 5}), (("key",), {"latest": True, "beam_size": 3})]
+
+
+async def test_a_node_id_that_is_none_counts_as_no_answer():
+    """hivemind reads it outside of what catches errors: a stranger that is pinged ended a join with an AssertionError."""
+    answers = [bytes(19) + b"\1", b"\1" * 21]
+
+    class Client:
+        async def call_unary_handler(self, peer, name, data):
+            return PingResponse(peer=NodeInfo(node_id=answers.pop(0))).SerializeToString()
+
+        def close(self):
+            pass
+
+    calls = adapter._Calls(OWN, lambda peer, nbytes: "")
+    calls._client = Client()
+    protocol, noted = object.__new__(DHTProtocol), []
+
+    async def update(node_id, peer, responded):
+        noted.append((node_id, responded))
+
+    vars(protocol).update(
+        p2p=calls, authorizer=None, rpc_semaphore=asyncio.Semaphore(1), wait_timeout=3.0, client_mode=True, node_info=NodeInfo(),
+        update_routing_table=update,
+    )  # fmt: skip
+    for found, responded in ((1, True), (None, False)):
+        assert await protocol.call_ping(adapter.PeerID.from_base58(OTHER)) == found
+        await asyncio.sleep(0)
+        assert noted.pop() == (found, responded)
 
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -300,14 +300,35 @@ async def test_where_nobody_answers_the_member_stays_relayed_and_is_asked_again_
 
 
 async def test_a_connection_that_opens_no_stream_is_left_for_the_relay(world, monkeypatch):
+    """Two streams may be opened at once, as the two of a download are."""
     monkeypatch.setattr(punch, "OPEN_S", 0.01)
 
     await world.puncher._try(SECOND)
     assert await world.puncher.open(SECOND, "/x/1")
+    assert world.puncher.wanted(SECOND)
     world.started[0].hangs = True
-    assert await world.puncher.open(SECOND, "/x/1") is None
+    assert await asyncio.gather(*(world.puncher.open(SECOND, "/x/1") for _ in range(2))) == [None, None]
     world.started[0].hangs = False
     assert await world.puncher.open(SECOND, "/x/1") is None
+    assert SECOND in world.puncher.reached, "still connected, so it is not asked again"
+    assert not world.puncher.wanted(SECOND)
+
+
+async def test_a_second_daemon_that_serves_not_all_is_ended(world, monkeypatch):
+    """The next member to be asked had found it up, and what it did not serve had gone by relays as long as it lived."""
+
+    async def too_slow(daemon, protocol, incoming):
+        raise DaemonError("no answer within 10 s")
+
+    served = FakeDaemon.serve
+    monkeypatch.setattr(FakeDaemon, "serve", too_slow)
+    world.supervisor.handlers["/x/1"] = None
+    with pytest.raises(DaemonError):
+        await world.puncher._offer(SECOND)
+    monkeypatch.setattr(FakeDaemon, "serve", served)
+    assert world.started[0].gone.is_set()
+    await world.puncher._offer(SECOND)
+    assert "/x/1" in world.started[1].served
 
 
 @pytest.mark.parametrize(("me", "other"), [(FIRST, SECOND), (SECOND, FIRST)], ids=["asks", "answered"])

@@ -147,6 +147,24 @@ def test_public_swarms_take_no_room_of_private_ones(monkeypatch):
     assert place.says(people[9], sealed) == "", "places of the silent are free again"
 
 
+def test_a_listed_swarm_of_one_member_stays_when_that_renews_its_record(monkeypatch):
+    """Forgotten and noted anew, it had asked for a private place, of which none was left."""
+    monkeypatch.setattr("shoal.swarm.seed.MAX_SWARMS", 2)
+    place, ada = Place(), Identity.ephemeral()
+    sealed = manifest(ada)
+    place.joins(ada, swarm_id(sealed), "10.1.0.1")
+    assert place.says(ada, sealed) == ""
+    for number in (2, 3):
+        place.joins(Identity.ephemeral(), "ab"[number - 2] * 51 + "a", f"10.{number}.0.1")
+    place.joins(ada, swarm_id(sealed), "10.1.0.1")
+    assert [found.swarm for found in place.listed()[0]] == [swarm_id(sealed)]
+    assert place.registry._places[ada.peer_id] == 1
+    place.now += TTL / 2
+    place.joins(ada, swarm_id(sealed), "10.1.0.1")
+    place.now += TTL / 2 + 1
+    assert place.registry.has(swarm_id(sealed), ada.peer_id), "renewed"
+
+
 def test_pages_have_all_swarms_once():
     place, people = Place(), [Identity.ephemeral() for _ in range(2 * MAX_LISTED + 1)]
     made = [manifest(who, f"s{number}") for number, who in enumerate(people)]

@@ -16,7 +16,8 @@ from shoal.optim.exchange.base import RoundKey
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.robust import DistanceScreen
-from shoal.swarm.manifest import OuterSettings
+from shoal.swarm.identity import Identity
+from shoal.swarm.manifest import OuterSettings, open_manifest
 from shoal.swarm.training import session_setup
 from shoal.swarm.training.factories import make_exchange, make_screen
 from shoal.swarm.training.session import Session
@@ -24,6 +25,13 @@ from shoal.swarm.training.session_setup import ALONE_S, LOOK_S, OWN_LOOP, PATIEN
 from shoal.swarm.training.shard import Shard, least_used, settled
 
 ME, CREATOR = "me", "creator"
+
+
+def test_a_list_of_many_tensors_makes_a_swarm_that_can_be_joined():
+    """With more than 16 of them nobody could open the manifest, its creator included."""
+    identity, params = Identity.ephemeral(), [nn.Parameter(torch.zeros(2)) for _ in range(40)]
+    made = open_manifest(session_setup.new_swarm(identity, params, seed=0, outer={"fragments": 2}, name="many"))
+    assert (made.outer.fragments, made.fragment_of) == (2, (0, 1) * 20)
 
 
 class Swarm:
