@@ -140,6 +140,7 @@ class TrainingNode:
         self._seen: set[str] | None = None  # the members when this node chose its shard; None: it did not choose
         self._newcomer = False  # begins with the weights of a swarm that is under way
         self._refused: dict[str, int] = {}
+        self._bound = 0.0 if node.slow_folder else node.ram  # until it is passed; pages of files would count too
 
     # -- building ----------------------------------------------------------------------------------------------------------
 
@@ -423,6 +424,9 @@ class TrainingNode:
         record = RoundRecord.of(info, report, opt, self._rates, partner=named, loss=loss, weights=weights)
         self.metrics.round(record)
         self.member.report_round(info, report, loss)
+        if self._bound and (said := resources.beyond(self._bound)):
+            self.display.message(said)
+            self._bound = 0.0
         if self.verification is not None:
             self.status.verified(counted := self.verification.counted())
             self.metrics.live("checks", **counted)

@@ -200,6 +200,16 @@ def room_for_copy(gigabytes: float) -> Callable[[int], bool]:
     return lambda nbytes: 4 * nbytes <= free_memory()[0]
 
 
+def beyond(gigabytes: float) -> str:
+    """Return a sentence if this process has had more memory than the bound, which is checked with an estimate; else nothing."""
+    if not gigabytes or most_held() <= gigabytes * GB:
+        return ""
+    return (
+        f"this node has held {most_held() / GB:.2f} GB of memory, where --ram allows {gigabytes:g}: what the steps take is not known "
+        "before, so raise train.accumulate, set train.recompute, or allow more"
+    )
+
+
 def shares(gigabytes: float) -> tuple[int, int]:
     """Return the bytes for others' rollouts that wait to be learnt from, and for own bodies that others fetch."""
     if not gigabytes:

@@ -148,6 +148,21 @@ def test_a_joiner_must_have_the_task_of_the_swarm(shared, swarm):
 # -- a swarm at work -----------------------------------------------------------------------------------------------------
 
 
+def test_a_node_that_takes_more_memory_than_ram_says_so_once(shoal):
+    """The estimate before training has no activations. These are 1.2 GB, in every step."""
+    task, name = hooks(shoal).rsplit(":", 1)
+    with open(task, encoding="utf-8") as file:
+        text = file.read()
+    with open(task, "w", encoding="utf-8") as file:
+        file.write(text.replace("return (model", "return 0 * torch.ones(300_000_000).amax() + (model"))
+    train = {"steps": 4, "seed": 1}
+    file = shoal.toml(task={"hooks": f"{task}:{name}"}, outer={"every": 2, "wait_s": 0.5}, train=train)
+    node = shoal.start("up", file, *shoal.own("greedy"), "--ram", "1")
+    assert node.wait() == 0, node.said()
+    said = [line for line in node.said().splitlines() if "GB of memory, where --ram allows 1:" in line]
+    assert len(said) == 1, said
+
+
 def test_status_and_a_late_joiner_that_takes_over_the_weights_and_exchanges(shared, swarm, eventually):
     _, link = swarm
     at = len(shared.rounds("first"))

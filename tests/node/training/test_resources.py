@@ -123,6 +123,12 @@ def test_a_checkpoint_is_copied_only_where_that_leaves_memory(monkeypatch):
     assert (free(GB // 4), free(GB // 4 + 1)) == (True, False)  # four nodes that ask at once: none is killed
 
 
+def test_what_was_held_is_compared_with_the_bound(monkeypatch):
+    monkeypatch.setattr(memory, "most_held", lambda: 2 * GB)
+    assert (memory.beyond(0.0), memory.beyond(2.0)) == ("", "")
+    assert memory.beyond(1.5).startswith("this node has held 2.00 GB of memory, where --ram allows 1.5: ")
+
+
 def test_queues_follow_from_the_budget():
     assert shares(0.0) == (POOL, BODIES)
     assert shares(0.64) == (20_000_000, 10_000_000)
