@@ -31,8 +31,6 @@ from shoal.node.user_code import device_failed, out_of_memory
 from shoal.optim.device import copies_beside, give_pinned_back, pinned_bytes, pinned_like, wait_for
 from shoal.swarm.errors import Repeats
 
-# The disk budget of a run's folder. Only older checkpoints are removed to make room for the next one.
-
 GB = 10**9
 SPARE = 1 << 20  # bytes beside the tensors of a checkpoint
 
@@ -45,30 +43,6 @@ def used(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):  # it was replaced meanwhile
                 total += os.lstat(os.path.join(where, name)).st_size
     return total
-
-
-def room_maker(folder: Path, gigabytes: float) -> Callable[[int, bool], bool]:
-    """Return the ``room`` of a `CheckpointWriter`. 0 gigabytes: no budget.
-
-    It removes checkpoints, oldest first but never the last, until so many more bytes fit, or all of them if the disk is full, and
-    returns whether there were any. Raises CheckpointError if the budget is too small.
-    """
-
-    def make_room(nbytes: int, full: bool) -> bool:
-        # By time: another run may have left higher steps.
-        there = (path for step in set(steps(folder)) if (path := path_of(folder, step)).is_dir())
-        older = sorted(there, key=lambda path: path.stat().st_mtime)[:-1]
-        found = bool(older)
-        while (full and older) or (gigabytes and used(folder) + nbytes + SPARE > gigabytes * GB):
-            if not older:
-                raise CheckpointError(
-                    f"The next checkpoint of {(nbytes + SPARE) / GB:.3g} GB does not fit into the {gigabytes:.3g} GB that "
-                    f"node.disk allows for {str(folder)!r}, besides the newest one: allow more."
-                )
-            shutil.rmtree(older.pop(0), ignore_errors=True)
-        return found
-
-    return make_room
 
 
 PATIENCE_S = 60.0  # seconds that the last save may take, besides ...
@@ -144,8 +118,7 @@ class CheckpointWriter:
         keep: number of checkpoints to keep.
         state: returns the state to save; called between two steps. Its tensors are copied before it is called again.
         at: called with each of `shoal.node.checkpoint.store.POINTS`, in the writing thread.
-        room: called in that thread with the bytes of a checkpoint before it is written, and again (True) if the disk was full,
-            when it returns whether to try again; raises CheckpointError without room.
+        gigabytes: budget of the folder's files; 0: none. Only older checkpoints are removed to make room for the next.
         copies: called with the bytes of memory that a copy would take, returns whether it may.
     """
 
@@ -157,11 +130,11 @@ class CheckpointWriter:
         state: Callable[[], Any],
         notify: Callable[[str], None],
         at: Callable[[str], None] = lambda point: None,
-        room: Callable[[int, bool], bool] = lambda nbytes, full: False,
+        gigabytes: float = 0.0,
         copies: Callable[[int], bool] = lambda nbytes: True,
     ) -> None:
         self._folder, self._keep, self._state, self._notify, self._at = folder.absolute(), keep, state, notify, at
-        self._room, self._copies = room, copies
+        self._budget, self._copies = gigabytes * GB, copies
         self._size = 0
         """Bytes of the tensors of the last save."""
         self._free, self._given_up = threading.Event(), threading.Event()
@@ -189,7 +162,8 @@ class CheckpointWriter:
 
         It waits for the disk only where there is no memory for a copy, 60 s and 50 s for each GB at most.
 
-        Raises CheckpointError: at the first call: a checkpoint cannot hold the state; the sentence names who keeps what.
+        Raises CheckpointError: at the first call: a checkpoint cannot hold the state, and the sentence names who keeps what; or the
+        budget cannot hold two of them.
         """
         if self.busy:
             return
@@ -204,6 +178,12 @@ class CheckpointWriter:
                 if not out_of_memory(error):
                     raise
                 self._tried = True  # a later save says so
+            else:
+                least = 2 * (_nbytes(packed) + SPARE)  # the newest stays until the next is whole
+                if self._budget and least > self._budget:
+                    raise CheckpointError(
+                        f"node.disk allows {self._budget / GB:.3g} GB, and two checkpoints take {least / GB:.3g}: allow more."
+                    )
         if self.due:
             self.due = False
             self._begin(step, packed)
@@ -236,7 +216,7 @@ class CheckpointWriter:
         """Begin a save, of ``packed`` if given. The ``last`` needs no copy and is not waited for here, for no step follows it."""
         try:
             packed = packed or self._pack()
-            self._size = sum(tensor.nbytes for tensor in packed.tensors.values())
+            self._size = _nbytes(packed)
             copied = not last and self._copies(max(self._size - self._snapshots.nbytes, 0))
             if copied:
                 packed = self._snapshots.take(packed)
@@ -272,19 +252,37 @@ class CheckpointWriter:
 
         write = partial(save, self._folder, step, packed, keep=self._keep, at=at, hash_later=not copied)
         try:
-            self._room(self._size, False)
+            self._make_room(full=False)
             try:
                 write()
             except CheckpointError as error:
                 full = isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL
                 changed = free.is_set() and not copied  # by training, since they were written
-                if not full or changed or not self._room(self._size, True):
+                if not full or changed or not self._make_room(full=True):
                     raise
                 write()
         except Exception as error:  # whatever it is: a thread that ends without a word would look like a save that went well
             self._failure = _as_failure(error)
         finally:
             free.set()
+
+    def _make_room(self, *, full: bool) -> bool:
+        """Remove checkpoints, oldest first but never the last, until the next one fits, or all of them if the disk is ``full``.
+
+        Return whether there were any. Raises CheckpointError: it does not fit into the budget.
+        """
+        # By time: another run may have left higher steps.
+        there = (path for step in set(steps(self._folder)) if (path := path_of(self._folder, step)).is_dir())
+        older = sorted(there, key=lambda path: path.stat().st_mtime)[:-1]
+        found = bool(older)
+        while (full and older) or (self._budget and used(self._folder) + self._size + SPARE > self._budget):
+            if not older:
+                raise CheckpointError(
+                    f"The next checkpoint of {(self._size + SPARE) / GB:.3g} GB does not fit into the {self._budget / GB:.3g} GB "
+                    f"that node.disk allows for {str(self._folder)!r}, besides the newest one: allow more."
+                )
+            shutil.rmtree(older.pop(0), ignore_errors=True)
+        return found
 
     def _report(self, said: bool = False) -> None:
         """Report how the save that is over ended. ``said``: the caller says it if it failed."""
@@ -295,6 +293,10 @@ class CheckpointWriter:
             self._notify("Checkpoints can be saved again.")
         elif failure is not None and self._said.due("failed") and not said:
             self._notify(f"{str(failure).rstrip('.')}; training goes on, and the next save is tried as usual.")
+
+
+def _nbytes(packed: Packed) -> int:
+    return sum(tensor.nbytes for tensor in packed.tensors.values())
 
 
 def _as_failure(error: Exception) -> CheckpointError:

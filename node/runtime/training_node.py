@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shoal.node.checkpoint.folder import CheckpointError
-from shoal.node.checkpoint.writer import CheckpointWriter, room_maker
+from shoal.node.checkpoint.writer import CheckpointWriter
 from shoal.node.config.device import make_current, resolve_device
 from shoal.node.config.settings import Settings
 from shoal.node.metrics.log import Metrics, RoundRecord, Sinks, progress_fields
@@ -132,8 +132,8 @@ class TrainingNode:
         self.settings = options.settings
         """The user's; once there is a trainer, with the swarm's in place of the outer, train and task settings."""
         self.folder, node, copies = options.folder, self.settings.node, resources.room_for_copy(self.settings.node.ram)
-        room, notify = room_maker(self.folder, node.disk), self.display.message
-        self.saver = CheckpointWriter(self.folder, keep=KEEP, state=self._state, notify=notify, room=room, copies=copies)
+        notify, budget = self.display.message, node.disk
+        self.saver = CheckpointWriter(self.folder, keep=KEEP, state=self._state, notify=notify, gigabytes=budget, copies=copies)
         self._identity, self._saved, self._sinks, self.metrics, self._activity = identity, saved, sinks, metrics, activity
         self._rates = Rates()
         self._loss: float | None = None

@@ -205,7 +205,7 @@ def beyond(gigabytes: float) -> str:
     if not gigabytes or most_held() <= gigabytes * GB:
         return ""
     return (
-        f"this node has held {most_held() / GB:.2f} GB of memory, where --ram allows {gigabytes:g}: what the steps take is not known "
+        f"this node has held {most_held() / GB:.2f} GB of memory, where --ram allows {gigabytes:g}: what steps take is not known "
         "before, so raise train.accumulate, set train.recompute, or allow more"
     )
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, check_writable, lock, path_of, steps
 from shoal.node.checkpoint.store import STATE, TENSORS, UnpackableError, load, outline, save
-from shoal.node.checkpoint.writer import GB, SPARE, CheckpointWriter, room_maker, used
+from shoal.node.checkpoint.writer import GB, SPARE, CheckpointWriter, used
 from shoal.swarm.file_lock import InUseError
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -306,8 +306,12 @@ def test_check_writable(tmp_path):
 BUDGET_STATE = {"weights": torch.zeros(100_000)}  # 0.4 MB
 
 
-def budget(nbytes):
-    return nbytes / GB
+def budgeted(folder, nbytes, said=None):
+    """A writer of so many bytes; its next checkpoint takes 400 kB."""
+    notify = (said if said is not None else []).append
+    saver = CheckpointWriter(folder, keep=3, state=lambda: BUDGET_STATE, notify=notify, gigabytes=nbytes / GB)
+    saver._size = 400_000
+    return saver
 
 
 def test_older_checkpoints_give_way_and_nothing_else(tmp_path):
@@ -317,12 +321,12 @@ def test_older_checkpoints_give_way_and_nothing_else(tmp_path):
         save(tmp_path, step, BUDGET_STATE, keep=9)
         os.utime(path_of(tmp_path, step), (step, step))
     now = used(tmp_path)
-    room_maker(tmp_path, budget(now + 400_000 + SPARE))(400_000, False)
+    budgeted(tmp_path, now + 400_000 + SPARE)._make_room(full=False)
     assert sorted(steps(tmp_path)) == [1, 2, 3]
-    room_maker(tmp_path, budget(now + SPARE + 1000))(400_000, False)
+    budgeted(tmp_path, now + SPARE + 1000)._make_room(full=False)
     assert sorted(steps(tmp_path)) == [2, 3]
     with pytest.raises(CheckpointError, match=r"does not fit into the .* that node.disk allows for .*: allow more"):
-        room_maker(tmp_path, budget(SPARE))(400_000, False)
+        budgeted(tmp_path, SPARE)._make_room(full=False)
     assert sorted(steps(tmp_path)) == [3]
     assert load(tmp_path)[0] == 3
     assert (tmp_path / "mine.txt").exists()
@@ -331,19 +335,26 @@ def test_older_checkpoints_give_way_and_nothing_else(tmp_path):
 
 def test_without_a_budget_nothing_goes(tmp_path):
     save(tmp_path, 1, BUDGET_STATE)
-    assert not room_maker(tmp_path, 0.0)(10**15, False)
-    assert not room_maker(tmp_path, 0.0)(10**15, True)  # the newest stays
+    assert not budgeted(tmp_path, 0)._make_room(full=False)
+    assert not budgeted(tmp_path, 0)._make_room(full=True)  # the newest stays
     assert steps(tmp_path) == [1]
+
+
+def test_a_budget_that_cannot_hold_two_checkpoints_ends_the_run_after_its_first_step(tmp_path):
+    """Else its end is never saved: a run of 400 steps said so at the last of them."""
+    least = 2 * (400_000 + SPARE)
+    with pytest.raises(CheckpointError, match=r"node.disk allows 0\.0029 GB, and two .* take 0\.0029: allow more"):
+        budgeted(tmp_path, least - 1).turn(1)
+    budgeted(tmp_path, least).turn(1)
 
 
 def test_a_run_over_its_budget_says_so_once_and_goes_on(tmp_path):
     said = []
-    saver = CheckpointWriter(
-        tmp_path, keep=3, state=lambda: BUDGET_STATE, notify=said.append, room=room_maker(tmp_path, budget(SPARE + 600_000))
-    )
+    saver = budgeted(tmp_path, 2 * (400_000 + SPARE), said)
     saver.due = True
     saver.turn(1)
     saver._wait(time.monotonic() + 30.0)
+    (tmp_path / "mine.txt").write_text("mine" * 500_000)
     for step in (2, 3):
         saver.due = True
         saver.turn(step)

@@ -16,7 +16,7 @@ import torch
 from shoal.node.checkpoint import store as checkpoint
 from shoal.node.checkpoint.folder import CheckpointError, lock, steps
 from shoal.node.checkpoint.store import POINTS, load, pack, write_tensors
-from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots, room_maker
+from shoal.node.checkpoint.writer import CheckpointWriter, Snapshots
 from shoal.optim.device import give_pinned_back
 
 LONG = 30.0
@@ -217,7 +217,7 @@ def holding(folder, count):
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_on_a_disk_that_is_full_older_checkpoints_give_way_but_not_the_newest(tmp_path, monkeypatch, copies):
-    run = Training(tmp_path, room=room_maker(tmp_path, 0.0), copies=lambda nbytes: copies)
+    run = Training(tmp_path, copies=lambda nbytes: copies)
     monkeypatch.setattr(checkpoint, "write_tensors", holding(tmp_path, 2))
     for _ in range(4):
         run.train(due=True)
@@ -240,7 +240,7 @@ def test_weights_that_training_has_changed_or_no_room_helps_are_not_written_once
             full.pop()
             raise OSError(number, os.strerror(number))
 
-    run = Training(tmp_path, room=room_maker(tmp_path, 0.0), copies=lambda nbytes: copies)
+    run = Training(tmp_path, copies=lambda nbytes: copies)
     for _ in range(2):
         run.train(due=True)
         run.written()
