@@ -85,14 +85,14 @@ def _most(ranges: Iterable[str]) -> str:
 
 
 class SeedRegistry:
-    """A register of members that answers requests; not for several threads. ``clock`` in seconds."""
+    """The members of swarms, and of the public ones what is announced; not for several threads. ``clock`` in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, chance: random.Random | None = None) -> None:
         self._clock = clock
         self._chance = chance or random.Random()
         self._swarms: dict[str, OrderedDict[str, _Place]] = {}  # swarm -> peer, the one heard of longest ago first
         self._places: Counter[str] = Counter()
-        self._listed: set[str] = set()
+        self._listed: dict[str, tuple[float, str, bytes]] = {}  # swarm -> when heard, of whom, the sealed announcement
 
     def answer(self, peer: str, request: SeedRequest, host: str = "") -> SeedReply:
         """Reply to ``peer``, which called from the IP address ``host``, after noting its record if it brought one."""
@@ -109,11 +109,6 @@ class SeedRegistry:
     def has(self, swarm: str, peer: str) -> bool:
         self._forget_silent()
         return peer in self._swarms.get(swarm, {})
-
-    def sample(self, swarm: str, most: int) -> tuple[int, tuple[bytes, ...]]:
-        """Return how many members of ``swarm`` are noted, at most MAX_MEMBERS, and the sealed records of ``most`` of them."""
-        self._forget_silent()
-        return len(self._swarms.get(swarm, {})), self._named(swarm, most)
 
     def _note(self, peer: str, swarm: str, record: bytes, host: str) -> str:
         """Note a record; return why not, if it is refused."""
@@ -141,13 +136,40 @@ class SeedRegistry:
             self._forget(swarm, next(other for other, place in members.items() if place.range == crowded))
         return ""
 
-    def enlist(self, swarm: str, peer: str) -> bool:
-        """Move ``swarm``, which has the member ``peer``, to the places of those that are listed; if none is left, forget it."""
-        if swarm not in self._listed and not self._has_room(self._swarms[swarm][peer].host, listed=True):
-            self._forget_swarm(swarm)
-            return False
-        self._listed.add(swarm)
-        return True
+    def listing(self, peer: str, request: SwarmsRequest) -> SwarmsReply:
+        """Reply to ``peer``, which asks for public swarms, after noting its announcement if it brought one."""
+        self._forget_silent()
+        reason = "" if request.announcement is None else self._note_public(peer, request.announcement)
+        behind = [swarm for swarm in sorted(self._listed) if request.after is None or swarm > request.after]
+        swarms = tuple(self._packed(swarm) for swarm in behind[:MAX_LISTED])
+        return SwarmsReply(swarms=swarms, more=len(behind) > MAX_LISTED, reason=reason)
+
+    def _packed(self, swarm: str) -> bytes:
+        announcement, peers = self._listed[swarm][2], len(self._swarms[swarm])
+        return pack(ListedSwarm(announcement=announcement, peers=peers, contacts=self._named(swarm, MAX_CONTACTS)))
+
+    def _note_public(self, peer: str, sealed: bytes) -> str:
+        """Note an announcement; return why not, if it is refused."""
+        try:
+            _, said = unseal(sealed, Announcement)
+            if said.peer != peer or swarm_id(said.manifest) != said.swarm:
+                return "forged"
+            if not is_public(said.manifest):
+                return "private"
+        except MessageError as error:
+            log.debug("the announcement of peer %s was refused: %s", short(peer), error)
+            return error.reason
+        place = self._swarms.get(said.swarm, OrderedDict()).get(peer)
+        if place is None:
+            return "unknown"  # the member's record comes first
+        before = self._listed.get(said.swarm)
+        if before is None and not self._has_room(place.host, listed=True):
+            for member in list(self._swarms[said.swarm]):
+                self._forget(said.swarm, member)
+            return "full"
+        if before is None or peer in (before[1], peek(said.manifest, Manifest.LIMIT).get("creator")):
+            self._listed[said.swarm] = (self._clock(), peer, sealed)
+        return ""
 
     def _has_room(self, host: str, *, listed: bool) -> bool:
         """Return whether a place is free, or make one: the range that has most gives one up, unless ``host``'s would have as many.
@@ -166,12 +188,10 @@ class SeedRegistry:
         if taken[crowded] <= taken[range_of(host)] + 1:
             return False
         theirs = [swarm for swarm in here if ranges[swarm] == crowded]
-        self._forget_swarm(min(theirs, key=lambda swarm: next(reversed(here[swarm].values())).heard))
+        gone = min(theirs, key=lambda swarm: next(reversed(here[swarm].values())).heard)
+        for peer in list(here[gone]):
+            self._forget(gone, peer)
         return True
-
-    def _forget_swarm(self, swarm: str) -> None:
-        for peer in list(self._swarms[swarm]):
-            self._forget(swarm, peer)
 
     def _forget(self, swarm: str, peer: str) -> None:
         members = self._swarms.get(swarm, OrderedDict())
@@ -182,7 +202,7 @@ class SeedRegistry:
             del self._places[peer]
         if not members:
             del self._swarms[swarm]
-            self._listed.discard(swarm)
+            self._listed.pop(swarm, None)
 
     def _forget_silent(self) -> None:
         oldest = self._clock() - TTL
@@ -191,53 +211,7 @@ class SeedRegistry:
                 if place.heard >= oldest:
                     break  # members are in the order in which they were heard of
                 self._forget(swarm, peer)
-
-
-class AnnouncementBoard:
-    """Answers requests for public swarms; not for several threads. ``clock`` in seconds, the registry's."""
-
-    def __init__(self, registry: SeedRegistry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._registry, self._clock = registry, clock
-        self._listed: dict[str, tuple[float, str, bytes]] = {}  # swarm -> when heard, of whom, the sealed announcement
-
-    def answer(self, peer: str, request: SwarmsRequest) -> SwarmsReply:
-        """Reply to ``peer``, after noting its announcement if it brought one."""
-        self._forget_silent()
-        reason = "" if request.announcement is None else self._note(peer, request.announcement)
-        behind = [swarm for swarm in sorted(self._listed) if request.after is None or swarm > request.after]
-        swarms = tuple(self._packed(swarm) for swarm in behind[:MAX_LISTED])
-        return SwarmsReply(swarms=swarms, more=len(behind) > MAX_LISTED, reason=reason)
-
-    def _note(self, peer: str, sealed: bytes) -> str:
-        """Note an announcement; return why not, if it is refused."""
-        try:
-            _, said = unseal(sealed, Announcement)
-            if said.peer != peer or swarm_id(said.manifest) != said.swarm:
-                return "forged"
-            if not is_public(said.manifest):
-                return "private"
-        except MessageError as error:
-            log.debug("the announcement of peer %s was refused: %s", short(peer), error)
-            return error.reason
-        if not self._registry.has(said.swarm, peer):
-            return "unknown"  # the member's record comes first
-        if not self._registry.enlist(said.swarm, peer):
-            return "full"
-        before = self._listed.get(said.swarm)
-        if before is None or peer in (before[1], peek(said.manifest, Manifest.LIMIT).get("creator")):
-            self._listed[said.swarm] = (self._clock(), peer, sealed)
-        return ""
-
-    def _packed(self, swarm: str) -> bytes:
-        sealed = self._listed[swarm][2]
-        peers, contacts = self._registry.sample(swarm, MAX_CONTACTS)
-        return pack(ListedSwarm(announcement=sealed, peers=peers, contacts=contacts))
-
-    def _forget_silent(self) -> None:
-        oldest = self._clock() - TTL
-        for swarm, (heard, *_) in list(self._listed.items()):
-            if heard < oldest or not self._registry.sample(swarm, 0)[0]:
-                del self._listed[swarm]
+        self._listed = {swarm: said for swarm, said in self._listed.items() if said[0] >= oldest}
 
 
 MAX_TOPICS, MAX_ASKED = 256, 64  # that are forwarded at once, and asked for from one address range
@@ -344,7 +318,6 @@ class Seed:
         on_ready: Callable[[tuple[str, ...]], None] = lambda addresses: None,
     ) -> None:
         self.registry = SeedRegistry()
-        self.board = AnnouncementBoard(self.registry)
         self.forwarding = GossipForwarding()
         self._identity, self._relay, self._on_ready = identity, relay, on_ready
         self._listen, self._announce = tuple(listen), tuple(announce)
@@ -427,7 +400,7 @@ class Seed:
 
     async def _list(self, stream: Stream) -> None:
         request = unpack(await stream.receive(SwarmsRequest.LIMIT, SMALL_S), SwarmsRequest)
-        await stream.send(pack(self.board.answer(stream.peer_id, request)), SMALL_S)
+        await stream.send(pack(self.registry.listing(stream.peer_id, request)), SMALL_S)
 
     async def _limited(self, stream: Stream, answer: Callable[[Stream], Awaitable[None]]) -> None:
         if self._places.peers[stream.peer_id] >= MAX_STREAMS_PER_PEER or not self._places.take(stream):

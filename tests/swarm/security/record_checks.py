@@ -31,7 +31,7 @@ from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.peer_exchange import PeerExchange
 from shoal.swarm.p2p.stream import Stream
 from shoal.swarm.pacing import TrafficMeter
-from shoal.swarm.seed import AnnouncementBoard, SeedRegistry
+from shoal.swarm.seed import SeedRegistry
 from shoal.swarm.topics.attestation import Attestations
 from shoal.swarm.topics.rollout import RolloutPool
 from shoal.swarm.topics.status import Status
@@ -455,10 +455,10 @@ class Boards(Court):
         for who in (HONEST, LIAR):  # membership proves nothing: anybody may be a member
             record = seal(member(swarm=PUBLIC, peer=who.peer_id), who)
             assert registry.answer(who.peer_id, SeedRequest(swarm=PUBLIC, record=record)).reason == ""
-        self.board = AnnouncementBoard(registry)
+        self.registry = registry
 
     def judge(self, sealed, sender):
-        return self.board.answer(sender.peer_id, SwarmsRequest(announcement=sealed)).reason
+        return self.registry.listing(sender.peer_id, SwarmsRequest(announcement=sealed)).reason
 
 
 ANNOUNCEMENTS = {"`announcement`, at a bootstrap node": Boards}

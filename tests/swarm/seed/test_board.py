@@ -6,7 +6,7 @@ from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, Title, swarm_id
 from shoal.swarm.membership.swarm_list import PublicSwarm, merged, read_listed
-from shoal.swarm.seed import MAX_MEMBERS, TTL, AnnouncementBoard, SeedRegistry
+from shoal.swarm.seed import MAX_MEMBERS, TTL, SeedRegistry
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from shoal.swarm.wire.messages import MAX_LISTED, Announcement, ListedSwarm, SeedRequest, SwarmsRequest
 from tests.records import member_of
@@ -29,12 +29,11 @@ def member(who, swarm):
 
 
 class Place:
-    """A bootstrap node's two lists, on one clock."""
+    """A bootstrap node's register, on a clock of the test's."""
 
     def __init__(self):
         self.now = 0.0
         self.registry = SeedRegistry(lambda: self.now)
-        self.board = AnnouncementBoard(self.registry, lambda: self.now)
 
     def joins(self, who, swarm, host=""):
         reply = self.registry.answer(who.peer_id, SeedRequest(swarm=swarm, record=seal(member(who, swarm), who)), host)
@@ -42,10 +41,10 @@ class Place:
 
     def says(self, who, sealed, **fields):
         """Return why the announcement was refused."""
-        return self.board.answer(who.peer_id, SwarmsRequest(announcement=announcement(who, sealed, **fields))).reason
+        return self.registry.listing(who.peer_id, SwarmsRequest(announcement=announcement(who, sealed, **fields))).reason
 
     def listed(self, after=None):
-        reply = self.board.answer("somebody", SwarmsRequest(after=after))
+        reply = self.registry.listing("somebody", SwarmsRequest(after=after))
         return [read_listed(packed, SEED) for packed in reply.swarms], reply.more
 
 
@@ -70,9 +69,13 @@ def test_only_members_may_announce_and_only_what_its_creator_made_public():
     assert place.says(ada, private) == "private"
     assert place.says(eve, public) == "unknown"
     stolen = announcement(ada, public)
-    assert place.board.answer(eve.peer_id, SwarmsRequest(announcement=stolen)).reason == "forged"
+    assert place.registry.listing(eve.peer_id, SwarmsRequest(announcement=stolen)).reason == "forged"
     assert place.says(ada, public, swarm=swarm_id(private)) == "forged"
-    assert place.board.answer(ada.peer_id, SwarmsRequest(announcement=stolen[:-1])).reason in ("truncated", "malformed", "forged")
+    assert place.registry.listing(ada.peer_id, SwarmsRequest(announcement=stolen[:-1])).reason in (
+        "truncated",
+        "malformed",
+        "forged",
+    )
     assert place.listed() == ([], False)
 
 
@@ -208,7 +211,7 @@ def test_the_largest_answer_fits():
         sealed = manifest(who, task_options=options)
         place.joins(who, swarm_id(sealed))
         assert place.says(who, sealed) == ""
-    reply = place.board.answer("somebody", SwarmsRequest())
+    reply = place.registry.listing("somebody", SwarmsRequest())
     assert len(reply.swarms) == MAX_LISTED
     assert unpack(pack(reply), type(reply)) == reply
 
