@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from shoal.swarm.errors import MessageError, NetworkError, StartupError
 from shoal.swarm.identity import Identity
-from shoal.swarm.manifest import Manifest, is_public, swarm_id
+from shoal.swarm.manifest import Manifest, is_public, swarm_id, title_of
 from shoal.swarm.p2p.addresses import by_turns, range_of
 from shoal.swarm.p2p.connections import beside, check_announced, check_free, fixed_ports, launch_relay, obtain_ports
 from shoal.swarm.p2p.daemon import ANSWER_S, DAEMON_GONE, Daemon, Incoming
@@ -156,6 +156,7 @@ class SeedRegistry:
                 return "forged"
             if not is_public(said.manifest):
                 return "private"
+            title_of(said.manifest)
         except MessageError as error:
             log.debug("the announcement of peer %s was refused: %s", short(peer), error)
             return error.reason

@@ -49,7 +49,8 @@ class RolloutSharing:
         assert isinstance(task, RLTask)  # `make_task` made it
         self._task, self._write, self._notify, self._quiet = task, write, notify, time.monotonic()
         limits = PoolLimits(ttl=TTL_S, nbytes=shares(ram)[0])
-        self._pool = RolloutPool(membership.gossip, task.env.knows, limits=limits, barred=membership.directory.is_barred)
+        now, barred = membership.directory.now, membership.directory.is_barred
+        self._pool = RolloutPool(membership.gossip, task.env.knows, limits=limits, clock=now, barred=barred)
         task.connect(self._pool, membership.host.peer_id, self._on_round)
 
     def _on_round(self, round: RLRound) -> None:

@@ -128,7 +128,7 @@ class Directory:
         """Who can dial this node without a relay, as peers found that were asked (`shoal.swarm.p2p.reachability.reach_of`)."""
         self.ways: Callable[[], tuple[bool, float]] = lambda: (False, 0.0)
         """Returns whether exchanges go past a relay (`shoal.swarm.p2p.punch`), and the bytes a second that they move."""
-        dates: dict[str, Callable[..., float]] = {"clock": self._now, "issued": lambda member: member.issued}
+        dates: dict[str, Callable[..., float]] = {"clock": self.now, "issued": lambda member: member.issued}
         self._index = Index(swarm, identity.peer_id, bucket=bucket, epoch_s=epoch_s, cap=cap, limit=limit, breadth=breadth, **dates)
         self._met = {} if met is None else met
         self._room = Room(self._met, limit)
@@ -271,11 +271,12 @@ class Directory:
         self._closed = True
         self._run_future.cancel()
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Return Unix seconds by the others' clock."""
         return time.time() + self.skew
 
     def _live(self) -> dict[str, Member]:
-        oldest = self._now() - self._ttl
+        oldest = self.now() - self._ttl
         with self._changed:
             seen = {
                 peer: member for peer, member in self._seen.items() if member.issued >= oldest and self.access_policy.admits(peer)
@@ -299,7 +300,7 @@ class Directory:
             peer=self._identity.peer_id,
             addresses=self._host.addresses()[:MAX_ADDRESSES],
             **self.reach(),
-            issued=self._now(),
+            issued=self.now(),
             admission=self.access_policy.ticket,
             **fields,
         )
@@ -381,7 +382,7 @@ class Directory:
         keys = await self._index.read(under, now=self._prefix, known=known)
         self._keys = {prefix: dict.fromkeys(names) for prefix, names in keys.items()}
         found = [member for names in keys.values() for member in names.values() if isinstance(member, Member)]
-        oldest = self._now() - self._ttl
+        oldest = self.now() - self._ttl
         with self._changed:
             seen = {peer: member for peer, member in self._seen.items() if member.issued >= oldest}
             for member in found:
@@ -400,7 +401,7 @@ class Directory:
         member = record.member
         if member.peer != peer or member.swarm != self._swarm or record.prefix != prefix:
             return False
-        if member.issued > self._now() + CLOCK:
+        if member.issued > self.now() + CLOCK:
             if self._said.due(peer):
                 log.warning("peer %s is ignored: its clock, or ours, is wrong by more than %g s", short(peer), CLOCK)
             return False
@@ -414,9 +415,8 @@ class Directory:
             if fields is None:
                 return False
             me = self._identity.peer_id
-            member = self._member(fields)
             for prefix in self._index.places(self._prefix, self._keys):
-                value = make_record(prefix, member, self._identity)
+                value = make_record(prefix, self._member(fields), self._identity)  # each dated: a store may take seconds
                 if not await self._host.store(key_of(self._swarm, prefix), me, value, self._ttl + self.skew):
                     raise NetworkError("no node of the swarm took this node's record.")
                 self._prefix = prefix

@@ -233,5 +233,5 @@ def _membership(
     host.resource_manager.known = directory.knows
     directory.ways = lambda: (host.puncher.punched(), host.traffic.ways.rate())
     announcer = SeedAnnouncer(host, directory, identity, swarm)
-    peers = PeerExchange(host, directory, identity, swarm)
+    peers = PeerExchange(host, directory, identity, swarm, directory.now)
     return Membership(identity, host, directory, swarm, sealed, manifest, announcer, peers, network, ClockCheck(host, directory))

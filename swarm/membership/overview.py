@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.manifest import Manifest
 from shoal.swarm.membership.dht import AHEAD
-from shoal.swarm.p2p.addresses import by_peer
+from shoal.swarm.p2p.addresses import by_peer, host_of, known_first, of_ranges
 from shoal.swarm.p2p.reachability import DIAL_PROTOCOL, DialBackView, ask, dialled_port, reach_of
 from shoal.swarm.wire.envelope import Failure
 from shoal.swarm.wire.messages import Member
@@ -44,22 +44,23 @@ SOON_S, LATER_S = 60.0, 600.0  # seconds to the next one while this node is alon
 log = logging.getLogger(__name__)
 
 
-def clock_skew(seen: Sequence[DialBackView]) -> float:
+def clock_skew(seen: Sequence[DialBackView], met: Mapping[str, str] | None = None) -> float:
     """Return the seconds that this machine's clock is behind that of the peers that answered; 0.0 if that does no harm.
 
-    Of two that differ that one counts which is nearer to this machine: two against one are more than one against one.
+    Of two that differ that one counts which is nearer to this machine: two against one are more than one against one. ``met``: the
+    hosts of peers, of which each address range has one voice, because keys cost nothing.
     """
     if not seen:
         return 0.0
-    skews = [view.skew for view in seen]
+    skews = of_ranges(((view.peer, view.skew) for view in seen), met or {})
     low, high = median_low(skews), median_high(skews)
     skew = 0.0 if low < 0 < high else min(low, high, key=abs)
     return 0.0 if abs(skew) <= CLOCK_S + max(view.error for view in seen) else skew
 
 
-def clock_problem(seen: Sequence[DialBackView]) -> str:
+def clock_problem(seen: Sequence[DialBackView], met: Mapping[str, str] | None = None) -> str:
     """Return one sentence if this machine's clock is not that of the peers that answered; else, or without answers, nothing."""
-    if not (skew := clock_skew(seen)):
+    if not (skew := clock_skew(seen, met)):
         return ""
     off, way = f"{min(abs(skew), 1e9):.1f} s", "behind" if skew > 0 else "ahead of"
     if len(seen) == 1:
@@ -119,7 +120,9 @@ class ClockCheck:
         while True:
             addresses = self._host.addresses()
             try:
-                others = set(self._directory.everyone()) - {self._host.peer_id}
+                members = self._directory.everyone().items()
+                claimed = [(peer, host_of(next(iter(member.addresses), ""))) for peer, member in members]
+                others = known_first(((peer, host) for peer, host in claimed if peer != self._host.peer_id), self._host.met)
                 asked = [*others, *self._host.entry(), *by_peer(self._host.known())]  # with a wrong clock no member is listed
                 seen = await compare_clocks(self._host, asked, dialled_port(addresses))
                 self._directory.dialled = reach_of(seen, addresses) or self._directory.dialled
@@ -134,7 +137,7 @@ class ClockCheck:
 
     def _take(self, seen: Sequence[DialBackView]) -> bool:
         """Keep what to say of a comparison, go by the clock of the majority, and return whether this machine's is wrong."""
-        problem, skew = clock_problem(seen), clock_skew(seen)
+        problem, skew = clock_problem(seen, self._host.met), clock_skew(seen, self._host.met)
         self._unread = f"This node cannot meet the others: {problem}" if problem else ""
         if len(seen) < ASKED and skew:  # one or two peers are no majority
             return True

@@ -236,12 +236,13 @@ async def _listed_by(daemon: Daemon, seed: str) -> list[PublicSwarm]:
     for _ in range(MAX_PAGES):
         stream = Stream(peer, *await daemon.open(peer, SWARMS_PROTOCOL), TrafficMeter())
         reply = await _asked(stream, SwarmsRequest(after=after))
+        last = after
         for packed in reply.swarms:
             try:
+                last = unseal(unpack(packed, ListedSwarm).announcement, Announcement)[1].swarm
                 found.append(read_listed(packed, seed))
             except MessageError as error:
                 log.debug("bootstrap node %s listed something wrong: %s", short(peer), error)
-        last = found[-1].swarm if found else None
         if not reply.more or last == after:
             break
         after = last

@@ -341,14 +341,18 @@ class ChunkServer:
     async def _serve(self, stream: Stream) -> None:
         with ExitStack() as download:
             reading: bytes | None = None
+            left: int | None = None  # bytes: a stream is for one download, which is what `models_per_hour` counts
             while True:
                 # When the caller has all it wants it ends the stream, and this raises NetworkError.
                 request = unpack(await stream.receive(ChunkRequest.LIMIT, IDLE_S), ChunkRequest)
                 snapshot = self._kept.get(request.snapshot) if request.swarm == self._swarm else None
                 data = None if snapshot is None else _chunk(snapshot, request.chunk)
-                if data is None:
+                if snapshot is None or data is None:
                     await stream.send(pack(ChunkReply(nbytes=0, reason="this peer does not hold it")), SMALL_S)
                     continue
+                left = (snapshot.header.nbytes + len(snapshot.digests) if left is None else left) - len(data)
+                if left < 0:
+                    raise NetworkError(f"peer {short(stream.peer_id)} asked for more than the model on one stream.", "refused")
                 if request.chunk is not None and request.snapshot != reading:  # the digests are fetched before the download begins
                     download.close()
                     download.enter_context(self._kept.read(reading := request.snapshot))

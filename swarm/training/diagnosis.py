@@ -25,6 +25,7 @@ from shoal.swarm.exchange.cost import BUSY
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.membership.directory import Directory
 from shoal.swarm.membership.overview import FAILED, PARTNERLESS
+from shoal.swarm.p2p.limits import Newest
 from shoal.swarm.p2p.stream import short
 from shoal.swarm.wire.envelope import Sketch
 from shoal.swarm.wire.messages import MAX_MISSING, Member
@@ -73,7 +74,7 @@ class PartitionDetector:
 
     def __init__(self, me: str) -> None:
         self._me = me
-        self._seen: dict[str, _LastSign] = {}
+        self._seen = Newest[str, _LastSign](4096)  # anybody may publish records, and renew none
         self.suspected: SuspectedPartition | None = None
 
     def look(
@@ -109,10 +110,12 @@ class PartitionDetector:
 
     def _suspect(self, members: Mapping[str, Member], now: float) -> SuspectedPartition | None:
         missing = sorted((seen for seen in self._seen.values() if self._confirmed(seen, now)), key=lambda seen: seen.heard)
-        together: list[_LastSign] = []
-        for first, earliest in enumerate(missing):
-            these = [seen for seen in missing[first:] if seen.heard - earliest.heard <= WITHIN]
-            together = max(together, these, key=len)
+        first, longest = 0, slice(0)
+        for last, seen in enumerate(missing):
+            while seen.heard - missing[first].heard > WITHIN:
+                first += 1
+            longest = max(longest, slice(first, last + 1), key=lambda part: part.stop - (part.start or 0))
+        together = missing[longest]
         alone = not members.keys() - {self._me}
         if len(together) < 2 and not (together and alone):
             return None

@@ -51,12 +51,23 @@ def test_the_median_decides(seen, says):
 ])  # fmt: skip
 def test_the_directory_goes_by_the_clock_of_the_majority(skews, followed, says):
     directory = SimpleNamespace(skew=7.0)
-    check = ClockCheck(Quiet(), directory)
+    host = Quiet()
+    host.met = {}
+    check = ClockCheck(host, directory)
     check._take(views(*skews))
     assert directory.skew == followed
     said = check.news()
     assert (says in said) if says else not said
     assert not check.news()
+
+
+def test_an_address_range_has_one_voice():
+    """Keys cost nothing: with five of one machine the node went by its clock, ten minutes off, and saw nobody."""
+    directory, host = SimpleNamespace(skew=0.0), Quiet()
+    host.met = {"seed": "198.51.100.1", "honest": "203.0.113.1", **{f"liar-{n}": "192.0.2.7" for n in range(5)}}
+    check = ClockCheck(host, directory)
+    check._take([DialBackView(peer, "", 590.0 if peer.startswith("liar") else 0.1, 0.1) for peer in host.met])
+    assert (directory.skew, check.news()) == (0.0, "")
 
 
 @pytest.fixture
@@ -84,6 +95,9 @@ def behind(tmp_path, monkeypatch):
 
 def test_a_node_hears_of_its_wrong_clock_for_as_long_as_it_is_wrong(behind):
     node, link = behind
+    node.directory.skew = 60.0
+    assert 59.0 < node.peers._clock() - time.time() <= 60.0, "or the records that others hand over are from the future"
+    node.directory.skew = 0.0
     found = [until(node.news) for _ in range(3)]
     # Measured to half a round trip, which a busy machine makes long.
     wrong = r"his machine's clock is (59|60)\.\d s behind that of the only peer that answered, so yours or theirs is wrong"

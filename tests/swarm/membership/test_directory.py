@@ -18,7 +18,8 @@ from shoal.swarm.membership import dht
 from shoal.swarm.membership import directory as directory_module
 from shoal.swarm.membership.dht import AHEAD, MAX_TTL, MemberValidator, bits_of, key_of, make_record, open_record
 from shoal.swarm.membership.directory import Directory
-from shoal.swarm.wire.envelope import seal
+from shoal.swarm.wire.envelope import seal, unseal
+from shoal.swarm.wire.messages import Member
 from tests.clocks import LoopThread, until
 from tests.records import ABOUT, member_of
 from tests.swarm.membership.conftest import Node, Quiet
@@ -489,6 +490,24 @@ def test_what_took_long_is_followed_by_a_rest_so_that_peers_in_haste_do_not_star
     finally:
         board.close()
     assert {seconds for seconds in rests if seconds > directory_module.GAP} == expected
+
+
+def test_each_place_gets_a_record_of_the_moment(monkeypatch):
+    """The DHT refuses what expires later than its date allows: a first store that took two seconds spoiled the second."""
+    now, issued = [1000.0], []
+    directory = Directory(Quiet(), Identity.ephemeral(), "a" * 52)
+    directory.announce(**ABOUT)
+    monkeypatch.setattr(directory, "now", lambda: now[0])
+    monkeypatch.setattr(directory._index, "places", lambda prefix, keys: ["0", "1"])
+
+    async def store(key, subkey, value, seconds):
+        issued.append(unseal(msgpack.unpackb(value)[1], Member)[1].issued)
+        now[0] += 2.0
+        return True
+
+    monkeypatch.setattr(directory._host, "store", store)
+    assert asyncio.run(directory._publish())
+    assert issued == [1000.0, 1002.0]
 
 
 def test_an_announcement_is_urgent_until_it_is_published():

@@ -1,15 +1,20 @@
 """The list of public swarms at a bootstrap node: what is listed, for how long, and what is refused."""
 
+import asyncio
+
+import msgpack
 import pytest
 
 from shoal.swarm.errors import MessageError
 from shoal.swarm.identity import Identity
 from shoal.swarm.manifest import Manifest, Title, swarm_id
+from shoal.swarm.membership import swarm_list
 from shoal.swarm.membership.swarm_list import PublicSwarm, merged, read_listed
 from shoal.swarm.seed import MAX_MEMBERS, TTL, SeedRegistry
 from shoal.swarm.wire.envelope import pack, seal, unpack
 from shoal.swarm.wire.messages import MAX_LISTED, Announcement, ListedSwarm, SeedRequest, SwarmsRequest
 from tests.records import member_of
+from tests.sim.memory_stream import stream_pair
 
 SEED = "/ip4/203.0.113.9/tcp/4001/p2p/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 
@@ -67,6 +72,9 @@ def test_only_members_may_announce_and_only_what_its_creator_made_public():
     for sealed in (public, private):
         place.joins(ada, swarm_id(sealed))
     assert place.says(ada, private) == "private"
+    unread = msgpack.packb([ada.peer_id, msgpack.packb(["manifest", 1, {"public": True}]), b""])
+    place.joins(ada, swarm_id(unread))
+    assert place.says(ada, unread) == "malformed", "nobody can read what it is"
     assert place.says(eve, public) == "unknown"
     stolen = announcement(ada, public)
     assert place.registry.listing(eve.peer_id, SwarmsRequest(announcement=stolen)).reason == "forged"
@@ -214,6 +222,37 @@ def test_the_largest_answer_fits():
     reply = place.registry.listing("somebody", SwarmsRequest())
     assert len(reply.swarms) == MAX_LISTED
     assert unpack(pack(reply), type(reply)) == reply
+
+
+def test_entries_that_cannot_be_read_hide_none_of_the_next_page(monkeypatch):
+    """With a first page of them only, the client ended there."""
+    place, people = Place(), [Identity.ephemeral() for _ in range(MAX_LISTED + 1)]
+    for who in people:
+        sealed = manifest(who, who.peer_id[-8:])
+        place.joins(who, swarm_id(sealed))
+        place.says(who, sealed)
+    bad = sorted(place.registry._listed)[:MAX_LISTED]
+    checked = swarm_list.title_of
+
+    def title(sealed):
+        if swarm_id(sealed) in bad:
+            raise MessageError("A malformed manifest was refused: it names no task and method.")
+        return checked(sealed)
+
+    async def asked(stream, request):
+        return place.registry.listing("somebody", request)
+
+    class Daemon:
+        async def connect(self, peer, addresses):
+            pass
+
+        async def open(self, peer, protocol):
+            return stream_pair()[0]
+
+    monkeypatch.setattr(swarm_list, "title_of", title)
+    monkeypatch.setattr(swarm_list, "_asked", asked)
+    (found,) = asyncio.run(swarm_list._listed_by(Daemon(), SEED))
+    assert found.swarm == max(place.registry._listed)
 
 
 def test_several_seeds_are_merged():

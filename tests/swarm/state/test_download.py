@@ -1,6 +1,7 @@
 """Chunks from several peers at once: which is asked of whom, wrong ones, peers that die, and going on where it stopped."""
 
 import asyncio
+import contextlib
 
 import pytest
 import torch
@@ -129,6 +130,24 @@ def test_a_snapshot_comes_from_all_who_hold_it(network):
     sink, wrong = take(network, wanted, sources)
     assert (sink.have, wrong) == (set(range(6)), set())
     assert torch.equal(sink.content, wanted.content)
+
+
+def test_a_stream_serves_a_model_once(network):
+    """`models_per_hour` counts downloads: one stream that never ended took as many as the uplink could send."""
+    wanted = made()
+    server, me = Server(network, wanted), network.host()
+
+    async def work():
+        source, room, taken = snapshot.ChunkSource(me, SWARM, wanted.id, *server.source), bytearray(CHUNK), 0
+        await source.take(None, memoryview(bytearray(len(wanted.digests))))
+        with contextlib.suppress(NetworkError):
+            while taken < 50:
+                await source.take(0, memoryview(room))
+                taken += 1
+        return taken
+
+    assert asyncio.run_coroutine_threadsafe(work(), network.loop).result(60) == 5
+    assert not server.kept._held[wanted.id].readers
 
 
 def test_a_wrong_chunk_is_fetched_elsewhere_and_its_giver_is_named(network, caplog):

@@ -10,7 +10,17 @@ from shoal.swarm.exchange.contribution import RECENT, ExchangeStats
 from shoal.swarm.exchange.robust import RejectedUpdate
 from shoal.swarm.identity import Identity
 from shoal.swarm.p2p.stream import short
-from shoal.swarm.training.diagnosis import AGAIN_S, CONFIRM, FULL, PARTNERLESS, REFUSED_S, SEVERAL, Diagnosis, LagReport
+from shoal.swarm.training.diagnosis import (
+    AGAIN_S,
+    CONFIRM,
+    FULL,
+    PARTNERLESS,
+    REFUSED_S,
+    SEVERAL,
+    Diagnosis,
+    LagReport,
+    PartitionDetector,
+)
 from tests.clocks import Clock
 from tests.records import member_of
 
@@ -49,6 +59,16 @@ def test_the_record_holds_what_went_wrong_and_who_is_missing():
     assert (record.wait_s, record.failures, record.blamed) == (0.5, (("timeout", 1),), ((ANNA, "timeout", 1),))
     assert (record.missing, record.missing_of, record.missing_names) == (2, 3, ("anna", "bert"))
     assert record.sketch == (3, 0, (1.0, 2.0, 3.0, 4.0))
+
+
+def test_strangers_that_vanish_are_forgotten_beyond_a_number():
+    """Records cost nothing, and renewing none makes them missing: all pairs of 20,000 were compared once a second."""
+    detector = PartitionDetector(ME)
+    flood = {f"stranger-{n}": member(ANNA) for n in range(5000)}
+    detector.look({ME: member(ME), **flood}, (), 0.0)
+    detector.look({ME: member(ME)}, (), 1.0)
+    detector.look({ME: member(ME)}, (), 1.0 + CONFIRM)
+    assert len(detector._seen) == 4096 == len(detector.suspected.names) + 1  # this node
 
 
 def test_it_looks_at_most_once_a_second():
