@@ -266,7 +266,7 @@ class Distributed(Exchange):
             # The bytes arrive at about the same time everywhere, so a member that votes much later is dead.
             limit = min(CONFIRM_S, self._timeout) + time.monotonic() - began
             counts = consensus.agree(ticket, members, isinstance(mean, Mean), limit)
-            if not counts:
+            if not counts or 2 < self._size < len(self._peers):  # such members hardly ever meet again, and each group has sockets
                 self._gloo.drop(members)
         if isinstance(mean, Mean) and counts:
             if (pairs := for_pairs(round.payload.codec)) and round.payload.message and round.payload.read:

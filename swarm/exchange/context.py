@@ -414,10 +414,10 @@ class RoundEvidence:
         rounds = self._alone // self._fragments
         if rounds < 1 or not self._behind:
             return None
-        behind, others = dict(self._behind), self._others()  # the host's loop goes on meanwhile
+        behind, met, others = dict(self._behind), dict(self._met), self._others()  # the host's loop goes on meanwhile
         last = self._shared if rounds < 2 * ALONE else {}
-        callers = {peer: max(at, last.get(peer, 0)) for peer, at in behind.items() if peer in self._met}
-        if not callers and (rounds >= 2 * ALONE or self._met.keys().isdisjoint(others)):
+        callers = {peer: max(at, last.get(peer, 0)) for peer, at in behind.items() if peer in met}
+        if not callers and (rounds >= 2 * ALONE or met.keys().isdisjoint(others)):
             callers = behind
         if not callers:
             return None
@@ -429,7 +429,7 @@ class RoundEvidence:
         self._behind.clear()
         self._begins.clear()
         # What they stated is as old as this node's way here, but who stated more than that was no guide.
-        self._met = {peer: at if at > round else 0 for peer, at in self._met.items()}
+        self._met = {peer: at if at > round else 0 for peer, at in met.items()}
         self._said.clear()
         self._newest = round - distance // self._fragments * self._fragments
         return self._newest

@@ -99,7 +99,7 @@ class _Bound:
         self._seen: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=LAST))
 
     def passes(self, fragment: int, change: float, loss: float) -> bool:
-        seen = self._seen[fragment]
+        seen, loss = self._seen[fragment], abs(loss)  # that of a density may be below 0
         usual = median(seen) if len(seen) >= FIRST else None
         bound = self._first * loss if usual is None else max(self._least * loss, self._times * usual)
         seen.append(min(abs(change), self._first * loss / 3 if usual is None else WIDER * usual))
@@ -138,7 +138,8 @@ class LossCheck:
         return f"with it the loss on this node's own batches is {alone:.4g}, averaged with it {mean:.4g}, in place of {mine:.4g}"
 
     def _tolerates(self, change: float, mine: float) -> bool:
-        return change <= TOLERATED * median(self._changes) and mine + change <= TOLERATED * min(*self._own, mine)
+        least = min(*self._own, mine)
+        return change <= TOLERATED * median(self._changes) and mine + change <= least + (TOLERATED - 1) * abs(least)
 
     def forget(self) -> None:
         """Forget what was usual: this node has taken over others' weights."""

@@ -237,6 +237,10 @@ class GroupExchange(ExchangeBase):
             before: Roster | None = None
             while isinstance(formed, GroupFormed):
                 group = open_roster(formed, leader, sealed, self._largest)
+                if before is not None and (before.reduction, group.reduction) != ("allreduce", "gather"):
+                    raise MessageError(f"a group from peer {short(leader)} was refused: it asks for attempts without end.")
+                if leader != self._context.me and self._decisions.leads(group.nonce):
+                    raise MessageError(f"a group from peer {short(leader)} was refused: its nonce is that of a group led here.")
                 barred = self._view.barred(group.members) if before is None else ()
                 if barred:  # the next leader may know better; a member barred later ends what it has begun
                     raise MessageError(f"a group from peer {short(leader)} was refused: its member {short(barred[0])} is banned.")

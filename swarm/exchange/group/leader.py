@@ -69,6 +69,10 @@ class DecisionLog:
         """Note that this node leads the group and will decide: a peer that asks earlier waits for it."""
         self._pending[nonce] = asyncio.Event()
 
+    def leads(self, nonce: bytes) -> bool:
+        """Return whether this node's decision on the group is due. A member of it knows the nonce."""
+        return nonce in self._pending
+
     def settle(self, nonce: bytes, mean: int) -> bytes:
         if nonce not in self._sealed:
             self.remember(nonce, seal(GroupDecision(swarm=self._swarm, nonce=nonce, mean=mean), self._identity))

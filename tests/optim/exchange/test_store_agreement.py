@@ -1,12 +1,15 @@
 """All processes agree on members and outcome, whichever gives up at any time. In threads, over a store in memory."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.optim import FLOAT32, Distributed
+from shoal.optim.exchange.base import Mean
 from shoal.optim.exchange.gloo_groups import ProcessCoordinates, RoundTicket, StoreConsensus, StoreOffer
 
 PEERS, SHARDS = 3, 2
@@ -128,3 +131,20 @@ def test_what_is_over_leaves_nothing_in_the_store():
 
     assert set(together(behave, store=store).values()) == {True}
     assert store.num_keys() == PEERS  # how often each has come
+
+
+@pytest.mark.parametrize(("size", "dropped"), [(0, 0), (2, 0), (3, 1), (6, 0)])
+def test_a_group_that_hardly_ever_meets_again_is_not_kept(size, dropped):
+    """Each has sockets and threads: with groups drawn anew in each round a process ran out of them."""
+    mean, gone, offer = Mean([], 1.0, ("0", "1", "2")), [], SimpleNamespace(what="same", weight=1.0, state=())
+    exchange = object.__new__(Distributed)
+    consensus = SimpleNamespace(
+        arrive=lambda *_: None, members=lambda _: (0, 1, 2), offers=lambda *_: [offer], over=None, agree=lambda *_: True
+    )
+    vars(exchange).update(
+        _consensus=consensus, _gloo=SimpleNamespace(mean=lambda *_: mean, drop=gone.append), _process=SimpleNamespace(peer=0),
+        _size=size, _peers=list("012345"), _timeout=1.0, _forget=lambda round: None,
+    )  # fmt: skip
+    ticket, payload = SimpleNamespace(expected=(0, 1, 2), closed=threading.Event()), SimpleNamespace(codec=FLOAT32, message=None)
+    assert exchange._meet(SimpleNamespace(ticket=ticket, offer=offer, payload=payload)) is mean
+    assert len(gone) == dropped

@@ -221,6 +221,21 @@ def test_then_6_times_what_is_usual_with_the_mean_and_8_times_with_the_partner_a
     assert taught().verdict(1.0, 1.0, 1.161) is not None
 
 
+def test_a_loss_below_0_is_judged_by_its_size():
+    """Of a density's negative logarithm: bounds below 0 refused every partner, so that each node trained alone."""
+    check = Check()
+    assert check.verdict(-2.0, -1.91, -1.81) is None
+    assert check.verdict(-2.0, -1.89, -2.0) is not None
+    check = Check()
+    for number in range(40):
+        change = (-1) ** number * 0.01
+        assert check.verdict(-3.0, -3.0 + change, -3.0 + 2 * change) is None
+    assert check.verdict(-3.0, -2.8, -3.0) is not None
+    for _ in range(40):
+        check.verdict(-3.0, -2.8, -2.5)
+    assert check.verdict(-3.0, 0.1, -2.5) is not None, "more than the odd one takes"
+
+
 def test_partners_that_change_nothing_leave_room_of_1_and_2_per_cent():
     check = taught(0.0, 0.0)
     assert check.verdict(1.0, 1.009, 1.019) is None

@@ -16,6 +16,7 @@ from shoal.optim.exchange.base import Contribution
 from shoal.swarm.errors import NetworkError
 from shoal.swarm.exchange.contribution import encode_contribution
 from shoal.swarm.exchange.group import leader as group_lead
+from shoal.swarm.exchange.group.exchange import GroupExchange
 from shoal.swarm.exchange.group.leader import DECISION_PROTOCOL, LEADER_PROTOCOL, DecisionLog, GroupCommit, MemberState
 from shoal.swarm.exchange.group.reduction import PAYLOAD_PROTOCOL, AllGather, AllReduce, Gathered
 from shoal.swarm.exchange.group.roster import encode_roster, ready_message
@@ -386,6 +387,35 @@ def test_a_leader_cannot_speak_for_another_member(school, monkeypatch):
     assert means[min(means)] is None  # whose place was taken
     for mean in means.values():
         assert mean is None or (set(mean.members) < set(means) and mean.weight == len(mean.members))
+
+
+def test_a_leader_gets_one_more_attempt_not_one_after_another(school, monkeypatch):
+    """Each attempt has a deadline of its own, so training had been held for half an hour."""
+
+    async def endless(commit):
+        for _ in range(9):
+            await commit._try_reduction("allreduce", commit._began + commit._timeout)
+
+    reductions, reduce = [], GroupExchange._reduce
+
+    async def counted(exchange, channel, group, *rest):
+        reductions.append((exchange._context.me, group.reduction))
+        return await reduce(exchange, channel, group, *rest)
+
+    monkeypatch.setattr(GroupExchange, "_reduce", counted)
+    monkeypatch.setattr(GroupCommit, "_everybody", lambda commit, nonce: 0)
+    monkeypatch.setattr(GroupCommit, "run", endless)
+    assert [handle.result() for handle in start(school.peers(3, wait=1.0), FLOAT32)] == [None] * 3
+    assert len(reductions) == len(set(reductions)) == 3
+
+
+def test_a_nonce_of_a_group_that_this_node_leads_is_refused(school, monkeypatch):
+    """A member of it knows the nonce: with a group of the same it would answer for this node's decision."""
+    monkeypatch.setattr(group_lead, "fresh_nonce", lambda: bytes(16))
+    peers = school.peers(3, wait=1.0)
+    for peer in peers:
+        peer.exchange._decisions.expect(bytes(16))
+    assert [handle.result() for handle in start(peers, FLOAT32)] == [None] * 3
 
 
 def test_a_forged_decision_is_not_believed(school, monkeypatch):
