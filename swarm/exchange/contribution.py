@@ -24,7 +24,6 @@ import itertools
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -49,12 +48,19 @@ if TYPE_CHECKING:
     from shoal.swarm.p2p.host import Host
 
 
-class Payload(ABC):
-    """Payload that is read from its beginning to its end, as often as wanted, also by several readers at once."""
+class Payload:
+    """Payload that is read from its beginning to its end, as often as wanted, also by several readers at once.
 
-    nbytes: int
+    Args:
+        message: what reads the partner's payload, if the codec is one for pairs; this one is written when it is first read.
+    """
+
     message: PairMessage | None = None
-    """What reads the partner's payload, if the codec is one for pairs."""
+
+    def __init__(
+        self, nbytes: int, whole: Callable[[], Tensor], tensors: Callable[[], Sequence[Tensor]], message: PairMessage | None = None
+    ) -> None:
+        self.nbytes, self._whole, self._decoded, self.message = nbytes, whole, tensors, message
 
     @functools.cached_property
     def sha256(self) -> bytes:
@@ -65,41 +71,13 @@ class Payload(ABC):
         """Return its chunks of 1 MiB, the last shorter."""
         return chunks(self.whole().numpy().data)
 
-    @abstractmethod
     def whole(self) -> Tensor:
         """Return all bytes as one flat tensor, which nobody may change."""
+        return self._whole()
 
-    @abstractmethod
     def tensors(self) -> Sequence[Tensor]:
         """Return what the others decode, float32; `OnDemand`, or tensors that may be views into the payload."""
-
-
-class EncodedPayload(Payload):
-    """Payload that ``codec`` has made of tensors of ``shapes``."""
-
-    def __init__(self, payload: Tensor, codec: Codec, shapes: Sequence[Shape]) -> None:
-        self._payload, self._codec, self._shapes, self.nbytes = payload, codec, shapes, payload.numel()
-
-    def whole(self) -> Tensor:
-        return self._payload
-
-    def tensors(self) -> Sequence[Tensor]:
-        return self._codec.decode(self._payload, self._shapes)
-
-
-class PairPayload(Payload):
-    """Payload that a partner reads by its own weights, as ``message`` reads the partner's. It is written when it is first read."""
-
-    message: PairMessage
-
-    def __init__(self, message: PairMessage) -> None:
-        self.message, self.nbytes = message, message.nbytes
-
-    def whole(self) -> Tensor:
-        return self.message.payload
-
-    def tensors(self) -> Sequence[Tensor]:
-        return self.message.tensors()
+        return self._decoded()
 
 
 class BorrowedPayload(Payload):
@@ -197,16 +175,16 @@ def encode_contribution(swarm: str, contribution: Contribution) -> EncodedContri
     if key.run != swarm:
         raise ValueError(f"this exchange belongs to swarm {swarm}, the round to run {key.run}")
     shapes = tuple(tensors.shapes if isinstance(tensors, OnDemand) else (tuple(tensor.shape) for tensor in tensors))
-    payload: Payload
     if isinstance(tensors, OnDemand) and isinstance(codec, FloatCodec) and tensors.on_cpu:
-        payload = BorrowedPayload(tensors, codec)
+        payload: Payload = BorrowedPayload(tensors, codec)
     elif (pairs := for_pairs(codec)) is not None:
         message = pairs[0].post(tensors if isinstance(tensors, OnDemand) else [tensor.clone() for tensor in tensors], pairs[1])
         if len(message.own) > 8 * MAX_REFUSED:
             raise ValueError(f"{codec.name} cannot send {len(message.own)} blocks of 64 values at once: set more outer.fragments")
-        payload = PairPayload(message)
+        payload = Payload(message.nbytes, lambda: message.payload, message.tensors, message)
     else:
-        payload = EncodedPayload(codec.encode([tensor.float() for tensor in tensors]), codec, shapes)
+        data = codec.encode([tensor.float() for tensor in tensors])
+        payload = Payload(data.numel(), lambda: data, lambda: codec.decode(data, shapes))
     weight = min(float(contribution.weight), MAX_WEIGHT)
     return EncodedContribution(key, payload, shapes, codec, weight, contribution.even)
 
