@@ -200,7 +200,9 @@ def test_the_first_node_and_the_late_one_cannot_be_killed(refused):
 def test_a_picture_of_the_curves_names_each_run(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     curves = {name: [[0, 0, 0.0, 5.0], [10, 1280, 60.0, 4.0]] for name in ("together", "alone", "times", "ddp")}
-    draw([{"nodes": 4, "method": "noloco", "times": 3, "curves": curves}] * 2, tmp_path / "curves.svg")
+    row = {"nodes": 4, "method": "noloco", "times": 3, "outer": [], "lora": 0, "curves": curves}
+    other = {**row, "method": "diloco", "outer": ["--set=outer.codec=sign+ef"], "curves": {"together": curves["together"]}}
+    draw([row, other, row], tmp_path / "curves.svg")
     svg = (tmp_path / "curves.svg").read_text(encoding="utf-8")
-    for text in ("4 nodes, noloco", "one alone", "one alone, 3 times the steps", "DDP of 4"):
+    for text in ("4 nodes, noloco", "4 nodes, diloco, one bit", "one alone", "one alone, 3 times the steps", "DDP of 4"):
         assert svg.count(f">{text}<") == 1
