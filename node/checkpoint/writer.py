@@ -201,8 +201,8 @@ class CheckpointWriter:
         if self.busy:
             self._given_up.set()
             return (
-                f"The last checkpoint was not saved to {str(self._folder)!r} in time: the disk is too slow or hangs; the older "
-                "checkpoints are as they were."
+                f"The last checkpoint was not saved to {str(self._folder)!r} in time: the disk is too slow or hangs; the newest "
+                "of the older checkpoints is whole."
             )
         failure = self._failure
         self._report(said=failure is not None)

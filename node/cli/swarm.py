@@ -159,7 +159,7 @@ def link_for(name: str, seeds: tuple[str, ...], yes: bool) -> str:
     from shoal.node.commands.swarms import chosen, described, known_seeds, list_swarms
     from shoal.swarm.errors import LinkError
 
-    addresses = known_seeds(seeds)
+    addresses = known_seeds(seeds, "--bootstrap")
     waiting("asking the bootstrap nodes")
     listed = list_swarms(addresses)
     for problem in listed["problems"]:

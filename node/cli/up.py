@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -91,8 +92,9 @@ def join(link: str, yes: bool, steps: int | None, **flags: Any) -> int:
       shoal join 'shoal://...' --upload 8 --ram 12     use part of this machine only
       shoal join common-text --bootstrap /ip4/203.0.113.9/tcp/4001/p2p/12D3KooW...
     """
-    found = link_for(link, flags["node.bootstrap"], yes)
-    sys.argv = [found if argument == link else argument for argument in sys.argv]  # the ranks of this node ask nobody again
+    from shoal.node.parallel.launcher import LINK
+
+    found = os.environ.get(LINK) or link_for(link, flags["node.bootstrap"], yes)
     return _run_node(None, found, {**flags, "train.steps": steps})
 
 
@@ -113,8 +115,9 @@ def _run_node(file: Path | None, link: str | None, flags: dict[str, Any]) -> int
     settings = load(file, overrides(flags))
     parsed = _parsed(link, settings)
     if (world := ranks_wanted(settings)) > 1:
-        from shoal.node.parallel.launcher import MAX_RESTARTS, Launcher
+        from shoal.node.parallel.launcher import LINK, MAX_RESTARTS, Launcher
 
+        os.environ[LINK] = link or ""
         launcher = Launcher(world, sys.argv[1:], MAX_RESTARTS)
         handle_all(launcher.forward)
         return launcher.run()

@@ -63,14 +63,14 @@ def seeds_file() -> Path:
     return default_identity_path().with_name("seeds")
 
 
-def known_seeds(named: Sequence[str] = ()) -> list[str]:
-    """Return the addresses of seeds: of ``named``, else of the variable, else of the file; at most `MAX_SEEDS`.
+def known_seeds(named: Sequence[str] = (), flag: str = "--seed") -> list[str]:
+    """Return the addresses of seeds: of ``named``, by ``flag``, else of the variable, else of the file; at most `MAX_SEEDS`.
 
     Raises ConfigError: there is none, or one is no full address.
     """
     of_variable = os.environ.get(VARIABLE, "").split()
     path = seeds_file()
-    for where, addresses in (("--seed", list(named)), (VARIABLE, of_variable), (str(path), list(_lines(path)))):
+    for where, addresses in ((flag, list(named)), (VARIABLE, of_variable), (str(path), list(_lines(path)))):
         for address in addresses:
             if problem := address_problem(address):
                 raise ConfigError(
@@ -80,7 +80,7 @@ def known_seeds(named: Sequence[str] = ()) -> list[str]:
         if addresses:
             return list(dict.fromkeys(addresses))[:MAX_SEEDS]
     raise ConfigError(
-        f"No bootstrap node is known here: name one with --seed MULTIADDR, in the variable {VARIABLE}, or on a line of {path}. "
+        f"No bootstrap node is known here: name one with {flag} MULTIADDR, in the variable {VARIABLE}, or on a line of {path}. "
         "`shoal seed` prints the address of one that you run."
     )
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,37 +23,9 @@ from shoal.node.runtime.display import Display, make_display
 from shoal.node.runtime.door import task_label
 from shoal.node.runtime.resume import RESULT, ROUNDS
 from shoal.node.tasks.loader import load_task
-from shoal.swarm.file_lock import FileLock, InUseError
 
 Given = Mapping[str, Any]
 Events = Sequence[Sequence[Mapping[str, Any]]]
-
-# The temporary folder of a demo. One that was killed leaves its folder to the next demo, which removes what is provably dead.
-
-PREFIX, LOCK = "shoal-", ".lock"
-REMEDY = "start again"
-
-
-@contextmanager
-def temporary_folder(name: str) -> Iterator[Path]:
-    """Yield a new folder that is removed afterwards, and remove those of this user whose processes were killed."""
-    _sweep(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-"))
-    try:
-        with FileLock(folder / LOCK, f"The folder {str(folder)!r}", REMEDY):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sweep(base: Path) -> None:
-    for lock in base.glob(f"{PREFIX}*-*/{LOCK}"):
-        with suppress(OSError, InUseError):
-            status = lock.parent.lstat()
-            # Only who holds a lock writes to it: where something is written and nobody holds it, the holder is dead.
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and lock.stat().st_size:
-                with FileLock(lock, f"The folder {str(lock.parent)!r}", REMEDY):
-                    shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def run_demo(
@@ -158,8 +127,10 @@ def stage(keep: Path | None, name: str = "demo") -> Iterator[tuple[Path, Display
     """Yield a folder for the nodes, ``keep`` or a temporary one, and a display. Raises CheckpointError if it is not usable."""
     if keep is not None:
         check_writable(keep)
-    with nullcontext(keep) if keep is not None else temporary_folder(name) as place:
-        yield place.resolve(), make_display()
+    with (
+        nullcontext(keep) if keep is not None else TemporaryDirectory(prefix=f"shoal-{name}-", ignore_cleanup_errors=True) as place
+    ):
+        yield Path(place).resolve(), make_display()
 
 
 def settings_toml(settings: Settings) -> str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 FOLDER = "SHOAL_RANKS_FOLDER"  # of the launcher: what the ranks leave for it
 LAUNCHER = "SHOAL_RANKS_LAUNCHER"  # its process id
+LINK = "SHOAL_RANKS_LINK"  # of the swarm to join: the ranks ask nobody again where the argument is a name
 STARTS = "SHOAL_RANKS_STARTS"  # how often the launcher has started the ranks again
 
 

@@ -229,7 +229,7 @@ def chart(curves: Sequence[Points], size: int, most: int) -> dict[str, list[Any]
     each = [laid(points, xs) for points in curves]
     known = [[y for y in column if y is not None] for column in zip(*each, strict=True)]
     return {
-        "x": [rounded(x) for x in xs],
+        "x": [float(f"{x:.12g}") for x in xs],  # rounds and seconds: five digits are too few for 100,000
         "mean": [rounded(statistics.fmean(ys)) if ys else None for ys in known],
         "low": [min(ys, default=None) for ys in known],
         "high": [max(ys, default=None) for ys in known],
@@ -456,7 +456,7 @@ class SwarmView:
     def take(self, event: Event) -> None:
         self.now = max(self.now, event.time)
         if isinstance(event, Heard):
-            self._status(event.status, event.time)
+            self._status(event.status, self.now)  # a clock that was set back would make all seem silent
         elif isinstance(event, Signed):
             self.confirmations.add(event.receipts)
         elif isinstance(event, MessageRefused):
@@ -611,8 +611,8 @@ class SwarmView:
     def size(self) -> int:
         """Return about how many peers take part: those heard of, or in buckets the median of their estimates, if that is more."""
         here = self.here()
-        said = [peer.status.peers for peer in here if peer.status.peers is not None]
-        return max(len(here), round(statistics.median(said)) if said else 0)
+        said = [peer.status.peers or 0 for peer in here]  # who sees the whole swarm states none: one liar is no majority
+        return max(len(here), statistics.median_low(said) if said else 0)
 
     def totals(self) -> dict[str, Any]:
         """Summarise the swarm: peers, rounds (lowest, highest), mean loss; steps, tokens (without waiting) and bytes a second.

@@ -40,7 +40,7 @@ def plot(curves: Sequence[Points], width: int, height: int, mean: Points = (), *
     ``mean`` is drawn over them in `MEAN`; ``axis`` names x. Where curves meet, a character has the colour of the later one.
     """
     columns, peer_rows = max(width - LABEL - 1, 4), max(height - 1, 2)
-    points = [point for curve in curves for point in curve]
+    points = [point for curve in (*curves, mean) for point in curve]
     if not points:
         return Text("nothing yet", style="dim")
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)

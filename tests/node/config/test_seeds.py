@@ -35,6 +35,8 @@ def test_the_nearest_source_wins(monkeypatch):
 def test_without_any_it_says_where_one_can_be_named():
     with pytest.raises(ConfigError) as error:
         known_seeds()
+    with pytest.raises(ConfigError, match="name one with --bootstrap MULTIADDR"):
+        known_seeds((), "--bootstrap")  # the option of `shoal join`
     for part in ("--seed", VARIABLE, str(seeds_file()), "`shoal seed`"):
         assert part in str(error.value)
 

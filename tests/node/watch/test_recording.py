@@ -163,6 +163,12 @@ def test_any_curve_fits_any_size(curves, size):
     assert len(drawn.plain.split("\n")) <= max(size[1], 3)
 
 
+def test_a_mean_beside_all_curves_is_drawn_too():
+    """It is rounded: of equal losses of a million it lies beside them, and ended the terminal view."""
+    drawn = plot([[(0, 1234567.0), (9, 1234567.0)]] * 2, 40, 8, [(0, 1234600.0), (12, 1234600.0)])
+    assert len(drawn.plain.split("\n")) == 8
+
+
 def test_the_headline_says_how_the_swarm_is(view):
     line = pictures.headline(view)
     assert line.startswith("first · text · noloco   3 of 3 peers   rounds 1 to 3   loss ")

@@ -89,6 +89,32 @@ def test_of_a_swarm_of_buckets_size_and_speed_are_estimated_by_those_heard_of(au
     assert view.totals()["peers"] == 3
 
 
+def test_one_that_states_a_size_in_a_swarm_without_buckets_makes_it_no_larger(authors):
+    """Nobody else states one: with 2^53 peers the watcher waited for years before it called one silent."""
+    anna, bert, carl = authors
+    view = view_of(anna.heard(anna.round(3)), carl.heard(carl.round(3), peers=2**53))
+    assert (view.totals()["size"], view.totals()["sampled"]) == (2, False)
+    view.take(bert.heard(bert.round(3)))
+    view.tick(NOW + 2 * SILENT_S)
+    assert view.totals()["peers"] == 0
+
+
+def test_a_clock_that_is_set_back_silences_nobody(authors):
+    (anna, *_) = authors
+    view = view_of(anna.heard(anna.round(3)))
+    view.tick(NOW + 3600.0)
+    told = len(view.log)
+    view.take(anna.heard(anna.round(4)))  # by a clock that is an hour behind now
+    view.tick(NOW)
+    assert view.totals()["peers"] == 1
+    assert len(view.log) <= told + 1
+
+
+def test_rounds_beyond_100000_are_themselves():
+    drawn = chart([[(123_450.0 + at, 5.0 - at) for at in range(8)]] * 2, 8, 2)
+    assert (drawn["x"][0], drawn["x"][-1]) == (123_450.0, 123_457.0)
+
+
 def test_who_was_heard_of_is_counted_where_that_is_more_than_was_estimated(authors):
     view = view_of(*(author.heard(author.round(3), peers=2) for author in authors))
     assert (view.totals()["size"], view.totals()["sampled"]) == (3, False)
