@@ -11,8 +11,8 @@ from shoal.swarm.errors import ShoalError
 from shoal.swarm.file_lock import FileLock
 
 SAVING, LOCK = ".saving-", ".lock"
-# `.old-` marks a checkpoint that is being replaced by another of the same step.
-_NAME = re.compile(r"(\.old-)?step-([0-9]{8,15})")
+# `.old-` marks a checkpoint that is being replaced by another of the same step, `.before-` one of an earlier run that went further.
+_NAME = re.compile(r"(\.old-|\.before-)?step-([0-9]{8,15})")
 
 
 class CheckpointError(ShoalError):
@@ -24,8 +24,8 @@ def listed(folder: Path) -> list[tuple[int, Path]]:
     if not folder.is_dir():
         return []
     matches = [(_NAME.fullmatch(p.name), p) for p in folder.iterdir()]
-    found = [(int(m[2]), m[1] is None, p) for m, p in matches if m]
-    return [(step, path) for step, _, path in sorted(found, reverse=True)]
+    found = [(m[1] != ".before-", int(m[2]), m[1] is None, p) for m, p in matches if m]
+    return [(step, path) for _, step, _, path in sorted(found, reverse=True)]
 
 
 def steps(folder: Path) -> list[int]:

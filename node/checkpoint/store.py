@@ -289,10 +289,12 @@ def save(
                 shutil.rmtree(old, ignore_errors=True)
                 os.rename(final, old)
                 at("aside")
+            for other, path in listed(folder):
+                if other > step and not path.name.startswith("."):  # within a run steps only grow
+                    os.rename(path, folder / f".before-{path.name}")
             os.rename(temporary, final)
             sync(folder)
         at("renamed")
-        # The one just written is kept even where another run left higher steps.
         others = [path for _, path in listed(folder) if path != final]
         for path in [p for p in others if p.name == f".old-{final.name}"] + others[keep - 1 :]:
             shutil.rmtree(path, ignore_errors=True)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.node.checkpoint.folder import CheckpointError, path_of, steps
+from shoal.node.checkpoint.folder import CheckpointError, listed
 from shoal.node.checkpoint.store import ABLE, Packed, UnpackableError, pack, save
 from shoal.node.console import FULL
 from shoal.node.user_code import device_failed, out_of_memory
@@ -271,9 +271,7 @@ class CheckpointWriter:
 
         Return whether there were any. Raises CheckpointError: it does not fit into the budget.
         """
-        # By time: another run may have left higher steps.
-        there = (path for step in set(steps(self._folder)) if (path := path_of(self._folder, step)).is_dir())
-        older = sorted(there, key=lambda path: path.stat().st_mtime)[:-1]
+        older = [path for _, path in listed(self._folder)][:0:-1]
         found = bool(older)
         while (full and older) or (self._budget and used(self._folder) + self._size + SPARE > self._budget):
             if not older:

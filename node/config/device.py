@@ -70,9 +70,14 @@ def make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
+def usable_processors() -> int:
+    """Return the number of processors that this process may use: a container or a scheduler may have given it a few."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+
+
 def use_threads(count: int = 0, processes: int = 1) -> None:
     """Compute on the CPU with ``count`` threads; 0: half of the processors, shared by the ``processes`` of this node."""
     import torch
 
     # Threads that wait for a busy processor delay all others, and the daemon needs one too, so not all are used.
-    torch.set_num_threads(count or max((os.cpu_count() or 2) // 2 // processes, 1))
+    torch.set_num_threads(count or max(usable_processors() // 2 // processes, 1))

@@ -294,6 +294,7 @@ class TrainingNode:
         if saved is not None:
             for line in resume.restore(trainer, saved, membership.swarm):
                 self.display.message(line)
+            saved.trainer.clear()  # it maps the checkpoint's file, which would take room on the disk after it was removed
             if saved.swarm == membership.swarm and state is not None and not resume.is_newer(state, trainer.whole):
                 state = None
         self._newcomer = saved is None and state is not None

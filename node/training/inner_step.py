@@ -244,7 +244,7 @@ class InnerStep:
             scaled = self.scaler.scale(scaled)
         with calling(self.task, "the backward pass of loss()"):
             scaled.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+        return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))  # sums of bfloat16 stick at 256 times a loss
 
     def step(self, optimizer: torch.optim.Optimizer, through: object = None) -> bool:
         """Clip the gradients and take a step of ``optimizer``; return whether the weights were stepped.

@@ -207,7 +207,7 @@ class Trainer:
         """The outer optimizer as one process has it, whatever the layout: for rank 0, between two steps and in ``on_round``."""
         self.schedule = Schedule(task, train, self.opt, train.steps if schedule_steps is None else schedule_steps)
         self.throughput = Throughput(self.device, self.inner_step.dtype)
-        self.stepping = False
+        self.stepping = self._drawn = False
         """True while the weights are being stepped, and after that has failed: they are those of no whole step then."""
         self._batches: Loader | None = None
         self._recent = _MeanLoss()
@@ -283,7 +283,7 @@ class Trainer:
 
     def step(self) -> None:
         """Take one inner step, and the outer step if it is due."""
-        batch = self._next_batch()
+        batch, self._drawn = self._next_batch(), True
         with self.throughput.step():
             gradients = self.inner_step.gradients(batch)
         loss, tokens = self.layout.mean(gradients), tokens_in(self.task, batch)
@@ -295,7 +295,7 @@ class Trainer:
             self._of_round.add(loss)
         self.schedule.step()
         self.opt.zero_grad()
-        self.stepping = False
+        self.stepping = self._drawn = False
 
     def _next_batch(self) -> Any:
         """Return the next batch, on the device. TrainingError if there is none."""
@@ -330,7 +330,7 @@ class Trainer:
             **random,
             **({"ranks": others} if others else {}),
             "shard": [self.shard.index, self.shard.of, self.shard.seed],
-            "data": None if self._batches is None else self._batches.state_dict(),
+            "data": None if self._batches is None or self._drawn else self._batches.state_dict(),
         }
 
     def _names(self) -> list[list[str]]:
@@ -361,10 +361,12 @@ class Trainer:
             self.layout.load_outer(self.opt, state.get("optimizer", {}))
         except ValueError as error:
             raise TrainingError(f"The checkpoint does not fit this run: {error}.") from error
+        for own in self.opt.inner.state.values():  # torch keeps the tensors that it is given, which map a file that may be removed
+            own.update({name: value.clone() for name, value in own.items() if isinstance(value, torch.Tensor)})
         self.layout.load_model(self.model, state.get("model", {}))
         same = self.schedule.resume(small["scheduler"], small["schedule"])
         self.inner_step.load_state_dict(small.get("scaler"))
-        place = self._find_place(small) if self.opt.steps else None
+        place = self._find_place(small)
         self._load(self.task.batches_from(self.shard, self.opt.steps) if place is None else place)
         if (rank := self.layout.rank) == 0:
             restore_random_state(small, self.device)

@@ -236,7 +236,8 @@ class GuardedProcess:
 def start_guarded(run_dir: Path, command: list[str], lock: int) -> GuardedProcess:
     """Start ``command`` under a guard, which holds the lock of ``run_dir``. Raises StartupError."""
     # On all processors its threads spin and wake each other: half of them move the same bytes in 15 % less time.
-    half = str(max((os.cpu_count() or 2) // 2, 1))
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    half = str(max(there // 2, 1))
     # Dialled from the port that is listened on, two peers that dial each other at once over a link with a delay share one TCP
     # connection on which both speak first: it fails, and neither dials the other again for some seconds.
     defaults = {"GOMAXPROCS": half, "GOLOG_LOG_LEVEL": "error", "LIBP2P_TCP_REUSEPORT": "false"}

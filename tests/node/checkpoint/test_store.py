@@ -84,14 +84,17 @@ def test_views_shared_memory_and_parameters(tmp_path):
 
 
 def test_the_newest_are_kept(tmp_path):
-    for step in (5, 1000, 20):
+    for step in (5, 20, 1000):
         save(tmp_path, step, {"step": step}, keep=2)
     assert steps(tmp_path) == [1000, 20]
     save(tmp_path, 3000, {}, keep=2)
     assert steps(tmp_path) == [3000, 1000]
-    save(tmp_path, 7, {}, keep=2)  # a new run in an old folder: the one just written stays
-    assert steps(tmp_path) == [3000, 7]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000007", "step-00003000"]
+    save(tmp_path, 7, {"step": 7}, keep=2)  # a new run in an old folder: `--resume` goes on with this one
+    assert steps(tmp_path) == [7, 3000]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".before-step-00003000", "step-00000007"]
+    assert load(tmp_path) == (7, {"step": 7})
+    save(tmp_path, 8, {}, keep=2)
+    assert steps(tmp_path) == [8, 7]
     for step in range(10):
         save(tmp_path / "three", step, {})
     assert steps(tmp_path / "three") == [9, 8, 7]
