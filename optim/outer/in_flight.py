@@ -47,10 +47,10 @@ def check_shapes(what: str, theirs: Sequence[Tensor], mine: Sequence[Tensor]) ->
             raise ValueError(f"{what} has shape {tuple(their.shape)} at tensor {index}, this model has {tuple(own.shape)}")
 
 
-def check_record(record: Mapping[str, Any], parts: int, steps: int, position: int, every: int) -> None:
+def check_record(record: Mapping[str, Any], parts: int, steps: int, position: int) -> None:
     """Raise ValueError unless the numbers of a saved exchange in flight are possible. Its tensors are checked elsewhere."""
     facts = record["facts"]
-    bounds = {"round": 2**63, "fragment": parts - 1, "step": steps, "position": position, "lag": every, "even": 2**31}
+    bounds = {"round": 2**63, "fragment": parts - 1, "step": steps, "position": position, "lag": 2**31, "even": 2**31}
     for name, most in bounds.items():
         if not isinstance(facts[name], int) or not 0 <= facts[name] <= most:
             raise ValueError(f"the saved exchange in flight has {name} {facts[name]!r}, which must lie between 0 and {most}")

@@ -188,6 +188,7 @@ class OuterOptimizer(OuterState):
             self._check_weights()
             if closure is None and initialises(self):
                 self.inner.step()
+                self._note_weights()
                 return None
             loss: float | None = None
             if overflow is None:
@@ -227,7 +228,7 @@ class OuterOptimizer(OuterState):
 
     def count(self, tokens: int) -> None:
         """Count the tokens (or samples) of the coming step, for weights and round lengths that depend on them."""
-        self.tokens += tokens
+        self.tokens += int(tokens)  # a sum over a mask is a tensor, which would be added to in place
 
     def listen(self) -> None:
         """Take part in the next round (of every fragment) with weight 0: for a late joiner that has hardly trained yet.

@@ -22,6 +22,8 @@ START = "start"
 
 ``OuterOptimizer`` uses it: a contribution that is in flight when the state is saved is added back to it, and so sent again with
 the next one."""
+AHEAD = "ahead"
+"""Name in the state of what this peer has applied of its own, which the next mean takes back; not in weights of the swarm's."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from shoal.optim.outer.inner import (
     excluded,
     trained,
 )
-from shoal.optim.outer.rule import START, Anchored, KeepsFast, RoundContext, Rule, State, assign, kind_of, same_memory
+from shoal.optim.outer.rule import AHEAD, START, Anchored, KeepsFast, RoundContext, Rule, State, assign, kind_of, same_memory
 from shoal.optim.outer.torch_form import TorchForm
 from shoal.optim.outer.weights import ModelWeights, Processes
 from shoal.optim.schedule import AutoLag, Delayed, Every, RoundLength, Schedule, Steps, Streaming
@@ -463,6 +463,8 @@ class OuterState(Wrapper):
         if into_model:
             self._codecs = [codec.fresh() for codec in self._codecs]
             self._start_from_slow()
+            for ahead in self.rule_state.get(AHEAD, ()):  # it is not in these weights, so no mean may take it back
+                ahead.zero_()
         self._note_weights()
         return taken
 
@@ -514,10 +516,10 @@ class OuterState(Wrapper):
         """Return the saved exchanges in flight that this schedule would apply. ValueError if one does not fit."""
         exchanges: dict[int, tuple[PendingExchange, Record]] = {}
         for record in state.get("in_flight", ()):
-            check_record(record, len(self._parts), steps, position, self.schedule.every)
+            check_record(record, len(self._parts), steps, position)
             facts, tensors = record["facts"], record["tensors"]
             fragment, lag = facts["fragment"], facts["lag"]
-            if lag == 0 or (self._auto is None and lag != self.lag):
+            if not 0 < lag <= self.schedule.every or (self._auto is None and lag != self.lag):
                 continue  # it stays taken back
             part = self._parts[fragment]
             if not self._weights.dealt:  # otherwise rank 0 has checked the whole

@@ -154,7 +154,7 @@ def _checked(opt: OuterState, state: dict[str, Any]) -> dict[str, Any]:
     opt._checked_rule(state, _outlines(opt, opt.shapes))
     opt._loaded_codecs(state)
     for record in state.get("in_flight", ()):
-        check_record(record, opt.fragments, int(state["steps"]), int(state.get("position", state["steps"])), opt.schedule.every)
+        check_record(record, opt.fragments, int(state["steps"]), int(state.get("position", state["steps"])))
         opt._check_record_tensors(record, opt.shapes)
     groups = (opt.inner.state_dict()["param_groups"], state["inner"]["param_groups"])
     mine, theirs = ([len(group["params"]) for group in some] for some in groups)

@@ -37,7 +37,7 @@ from shoal.optim.methods import DEFAULT_LAG
 from shoal.optim.outer.fragments import by_rate, positions
 from shoal.optim.outer.inner import Inner
 from shoal.optim.outer.optimizer import Fragments, Options, OuterOptimizer, averaged_parameters, cut
-from shoal.optim.outer.rule import START, RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
+from shoal.optim.outer.rule import AHEAD, START, RoundContext, State, assign, check_rate_and_momentum, pseudo_gradient, zeros
 from shoal.optim.schedule import Delayed, Every, Lag, Streaming
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ class EagerRule:
 
     def initial(self, slow: Sequence[Tensor]) -> State:
         """Return momentum 0, start = slow, no eager part, and share 1."""
-        state = {START: [tensor.clone() for tensor in slow], "eager": zeros(slow)}
+        state = {START: [tensor.clone() for tensor in slow], AHEAD: zeros(slow)}
         state["share"] = [tensor.new_ones(()) for tensor in slow]
         return state | ({"momentum": zeros(slow)} if self.momentum else {})
 
@@ -353,7 +353,7 @@ class EagerRule:
             if context.lag > 0:
                 warn_if_unstable(self.lr, self.momentum, 1, nesterov=self.nesterov, fresh=round(context.share, 2))
         gradients = []
-        for index, (e, share) in enumerate(zip(state["eager"], state["share"], strict=True)):
+        for index, (e, share) in enumerate(zip(state[AHEAD], state["share"], strict=True)):
             g = -e
             if context.members == 0 or context.lag > 0:
                 e.copy_((state[START][index] - fast[index]) * share)

@@ -185,7 +185,9 @@ class Session:
                 else f"A session's optimizer has no option {name!r}: it has slow_device, on_round and resume."
             )
         own = [] if resume is None else [p.detach().clone() for p in self._params]
-        made = Stepped(self._params) if inner is None else inner
+        # One that is unfrozen later is trained by the caller, and averaged with nobody: it must be seen.
+        frozen = () if self._model is None else (p for p in self._model.parameters() if not p.requires_grad)
+        made = Stepped([*self._params, *frozen]) if inner is None else inner
         opt = self._made(made, self.exchange(), **{"ranks": self._ranks} | options)
         if resume is not None and resume["round"] >= opt.round:
             with torch.no_grad():
