@@ -20,6 +20,7 @@ from shoal.optim import (
     method_named,
     strided,
 )
+from shoal.swarm.training.session import Session
 from shoal.swarm.training.session_setup import parameters_of
 from tests.optim.training import Recording, model, train
 
@@ -199,6 +200,20 @@ def test_a_session_averages_what_is_trained_of_a_module_and_of_a_list():
     net = Adapted()
     for state in (net, list(net.parameters())):
         assert [id(p) for p in parameters_of(state)] == [id(net.down), id(net.up)]
+
+
+def test_a_session_sees_what_the_caller_unfreezes():
+    """Without an optimizer of its own it knew the trained parameters only, and each peer's backbone drifted for itself."""
+    net = Adapted()
+    session = object.__new__(Session)
+    session._model, session._params, session._ranks = net, parameters_of(net), None
+    session.exchange, made = Alone, []
+    session._made = lambda inner, exchange, **options: made.append(NoLoCo(inner, exchange, every=2, lag=0)) or made[-1]
+    opt = session.optimizer()
+    assert [id(p) for p in opt.parameters] == [id(net.down), id(net.up)]
+    net.base.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match="was frozen when the outer optimizer was made is trained now"):
+        opt.step()
 
 
 class Assigns(nn.Module):

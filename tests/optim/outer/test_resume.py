@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from shoal.optim import METHODS, Alone, DiLoCo, Mean, NoLoCo, SparseLoCo, Tokens, codec_named, method_named
+from shoal.optim import CO2, METHODS, Alone, DiLoCo, Eager, Mean, NoLoCo, SparseLoCo, Tokens, codec_named, method_named
 from shoal.optim.exchange.base import Handle
+from shoal.optim.outer.rule import AHEAD
 from tests.optim.training import Recording, equal, model, same, split, train
 
 EVERY, STEPS = 3, 9
@@ -324,3 +325,68 @@ def test_another_method_or_schedule_is_named():
         warnings.simplefilter("error")
         DiLoCo(inner, Alone(), every=4, lr=0.1, model=net, exclude=["3.bias"]).load_state_dict(opt.state_dict())
     assert SparseLoCo(inner, Alone(), model=net, exclude=["3.bias"]).outer.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.parametrize("make", [CO2, Eager])
+def test_a_run_with_a_round_in_flight_goes_on_with_a_shorter_one_and_a_warning(make):
+    net, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    one, shorter = (make(torch.optim.SGD(n.parameters(), lr=0.1), Alone(), every=every) for n, every in ((net, 4), (other, 2)))
+    for opt, each, count in ((one, net, 6), (shorter, other, 0)):
+        for _ in range(count):
+            opt.zero_grad()
+            each(torch.ones(1, 3)).sum().backward()
+            opt.step()
+    assert list(one._in_flight)
+    with pytest.warns(UserWarning, match="every=4.*every=2"):
+        shorter.load_state_dict(one.state_dict())
+    assert equal(shorter.slow, one.slow)
+
+
+def test_of_the_swarm_s_weights_nothing_is_taken_back_that_they_never_held():
+    """Eager applies its own pseudo-gradient at once, and takes it back when the mean is there."""
+    net = nn.Linear(3, 2, bias=False)
+    opt = Eager(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=2, lr=1.0, momentum=0.0)
+
+    def step(rate):
+        opt.zero_grad()
+        (rate * net(torch.ones(1, 3)).sum()).backward()
+        opt.step()
+
+    for _ in range(4):
+        step(1.0)
+    assert opt.rule_state[AHEAD][0].abs().max() > 0
+    theirs = [torch.full_like(tensor, 7.0) for tensor in opt.slow]
+    opt.adopt(theirs, round=9, into_model=True)
+    for _ in range(4):
+        step(0.0)  # it learns nothing, so it stays there
+    assert equal(opt.slow, theirs)
+
+
+def test_tokens_may_be_counted_as_a_tensor():
+    """Added to in place, the same tensor stood for what was counted before: no token seemed to be new."""
+    net = nn.Linear(3, 2)
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=2, lag=0)
+    counted = []
+    for _ in range(4):
+        opt.count(torch.ones(5, dtype=torch.bool).sum())
+        counted.append(opt.tokens)
+        net(torch.ones(1, 3)).sum().backward()
+        opt.step()
+    assert counted == [5, 10, 15, 20]
+    assert {type(number) for number in counted} == {int}
+    opt.state_dict()
+
+
+def test_the_state_of_a_stateless_optimizer_is_taken_without_a_warning(recwarn):
+    net = nn.Linear(3, 2)
+    opt = NoLoCo(torch.optim.SGD(net.parameters(), lr=0.1), Alone(), every=4, lag=0)
+
+    def step():
+        net(torch.ones(1, 3)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    step()
+    get_optimizer_state_dict(net, opt)
+    step()
+    assert not [str(each.message) for each in recwarn if "changed outside" in str(each.message)]
