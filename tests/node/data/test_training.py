@@ -68,6 +68,21 @@ def test_a_run_on_a_stream_resumes_from_any_step_with_the_same_bits(tmp_path, st
     assert same(next(again._batches), next(whole._batches))
 
 
+def test_a_batch_that_was_drawn_and_not_trained_is_drawn_again(tmp_path, stream, monkeypatch):
+    """Memory ran out in the step: the state that is saved then is of the step before."""
+    whole, one, again = (trainer(TextTask(data=stream, shuffle=80, **TINY)) for _ in range(3))
+    whole.run()
+    for _ in range(3):
+        one.step()
+    monkeypatch.setattr(one.inner_step, "gradients", lambda batch: torch.zeros(1 << 62))
+    with pytest.raises(RuntimeError):
+        one.step()
+    checkpoint.save(tmp_path, 3, one.state())
+    again.resume(checkpoint.load(tmp_path)[1])
+    again.run()
+    assert same(weights(again), weights(whole))
+
+
 def test_a_checkpoint_of_other_data_is_refused_and_nothing_is_changed(tmp_path, stream):
     old = trainer(TextTask(data=stream, **TINY))
     for _ in range(3):

@@ -99,17 +99,6 @@ def test_a_loss_of_few_bits_is_summed_in_float32():
     assert one.inner_step.gradients(one._next_batch()).dtype == torch.float32
 
 
-def test_a_batch_that_was_drawn_and_not_trained_is_drawn_again(monkeypatch):
-    """Memory ran out in the step: the state saved then is of the step before."""
-    one = trainer(Draws())
-    one.step()
-    monkeypatch.setattr(one.inner_step, "gradients", lambda batch: torch.zeros(1 << 62))
-    assert one.state()["data"] == one._batches.state_dict()
-    with pytest.raises(RuntimeError):
-        one.step()
-    assert one.state()["data"] is None, "counted, not taken from where the batches are"
-
-
 def test_the_built_in_task_resumes_bit_by_bit_too(tmp_path):
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 300)
     task = TextTask(data=str(tmp_path / "text"), width=8, heads=2, layers=1, context=8, batch=2, warmup=3)
