@@ -21,6 +21,7 @@ import math
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -181,6 +182,7 @@ NINE = (
     "base_conversion", "basic_arithmetic", "arc_1d", "bf", "propositional_logic", "fraction_simplification", "decimal_arithmetic",
     "calendar_arithmetic", "binary_matrix",
 )  # fmt: skip
+_QUIET = threading.Lock()  # stdout is the process's: of two threads that redirect it in turn the last puts back what the other had
 LEAST = 0.1
 EVALUATES = re.compile(r"\b(eval|exec|compile|literal_eval|sympify|simplify|parse_expr)\(|\bimport (sympy)|\bfrom (sympy)")
 
@@ -214,7 +216,7 @@ class Gym:
     def question(self, seed: int, index: int) -> Question:
         draw = hashlib.sha256(f"gym/1:{seed}:{index}".encode()).digest()
         family = self._families[int.from_bytes(draw[:8], "big") % len(self._families)]
-        with contextlib.redirect_stdout(io.StringIO()):
+        with _QUIET, contextlib.redirect_stdout(io.StringIO()):
             dataset = self._dataset(family, int.from_bytes(draw[8:12], "big"))
             item = dataset[0]
         answer = item["answer"] if item["answer"] is not None else item["metadata"].get("example_answer")
@@ -226,7 +228,7 @@ class Gym:
         if family in self._compared:
             return float(question.answer is not None and completion.split() == question.answer.split())
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with _QUIET, contextlib.redirect_stdout(io.StringIO()):
                 credit = float(dataset.score_answer(completion, item))
         except Exception as error:  # they parse what a policy wrote, and fail at it in many ways
             log.debug("%s could not judge an answer: %s", family, error)

@@ -104,7 +104,7 @@ def snapshot(policy: Policy) -> bytes:
     if not found or nbytes > MOST_BYTES - _HEAD:
         raise VerifyError(
             f"The policy has {nbytes:,} bytes of trained weights, and claims need 1 to {MOST_BYTES:,}: "
-            "train an adapter (install peft), or turn verification off."
+            "train a small adapter (with peft installed) of a smaller model, or turn verification off."
         )
     tensors = {name: value.detach().to("cpu", torch.float32, copy=True).contiguous() for name, value in found.items()}
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):

@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 
 def make_terms(settings: Settings, task: Task) -> Terms | None:
-    """Make the terms of a new swarm; None if nothing is claimed in it. Raises ConfigError if the task cannot be claimed so."""
+    """Make the terms of a new swarm; None if nothing is claimed in it. ConfigError or VerifyError for a task that cannot be."""
     if not settings.verify.audit_rate:
         return None
     from shoal.node.rl.task import RLTask
-    from shoal.node.verify.audit import base
+    from shoal.node.verify.audit import base, snapshot
     from shoal.node.verify.checker import dtype_of, policy_label
     from shoal.node.verify.material import DTYPES
 
     if not isinstance(task, RLTask):
         raise ConfigError("This task writes no completions to claim: pass --task rl with it.")
+    snapshot(task.policy)  # what cannot be claimed is refused here, not at the first claim
     computed = dtype_of(task.policy)
     dtype = computed if computed in DTYPES else "float32"
     return Terms(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -79,6 +79,8 @@ _STRICT = ConfigDict(strict=True)
 _peer: TypeAdapter[str] = TypeAdapter(Peer, config=_STRICT)
 _round: TypeAdapter[int] = TypeAdapter(Round, config=_STRICT)
 _hash: TypeAdapter[bytes] = TypeAdapter(Hash, config=_STRICT)
+MOST_PAIRS = 1 << 24
+"""Voters times claims of their rounds in a log: each pair costs a hash at a draw, all of them about a minute."""
 _numbers: TypeAdapter[tuple[int | None, ...]] = TypeAdapter(tuple[int | None, ...], config=_STRICT)
 _NONE = Table(-1, {}, {})
 
@@ -141,6 +143,11 @@ def decode_log(data: bytes) -> Log:
                 raise ValueError("not a known kind of frame")
     except (ValidationError, ValueError, TypeError, IndexError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise ValueError(f"A log is malformed: {str(error).splitlines()[0] if str(error) else 'a frame is damaged'}.") from error
+    count = Counter(signed.record.round for signed in records if isinstance(signed.record, Claim))
+    if max((len(voters) for _, _, voters, _ in electorates), default=0) > Limits.peers or (
+        sum(len(voters) * count[round] for round, _, voters, _ in electorates) > MOST_PAIRS
+    ):
+        raise ValueError("A log is malformed: it has more voters, or claims for them, than could be drawn.")
     made = (
         Electorate(round, beacon, voters, None if claims is None else frozenset(claims))
         for round, beacon, voters, claims in electorates

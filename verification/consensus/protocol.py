@@ -183,6 +183,7 @@ class Consensus:
         for key, case in list(self._cases.items()):
             if (case.appeal or case.claim).round < round - self.rules.appeal_rounds and case.is_over(self.now()):
                 del self._cases[key]
+        self._drop_duties()
 
     def open(self, electorate: Electorate, begin: float | None = None) -> None:
         """Draw verifiers for all that was published in ``electorate.round``, `OPENS` rounds ago. First draws begin at ``begin``, by
@@ -241,6 +242,12 @@ class Consensus:
         self._signatures = {key: value for key, value in self._signatures.items() if key in self.ledger}
         for key in [key for key in self._cases if key not in self.ledger]:
             del self._cases[key]
+        self._drop_duties()
+
+    def _drop_duties(self) -> None:
+        """Drop those of cases that are gone: only a peer's own are asked for, and dropped by `duties`."""
+        left = {peer: {key: due for key, due in cases.items() if key in self._cases} for peer, cases in self._drawn.items()}
+        self._drawn = defaultdict(dict, {peer: cases for peer, cases in left.items() if cases})
 
     def duties(self, peer: str) -> list[Duty]:
         """Return what ``peer`` has to do now, by case."""

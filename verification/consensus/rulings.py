@@ -338,6 +338,7 @@ def least_audit(gain: float, penalty: float, detected: float) -> float:
 ROW = 15  # numbers of a standing
 ABSENT = 2000  # absence from which a peer is not drawn
 MOST_ABSENCE = 2 * ABSENT  # absence of one that never votes: it is drawn again some twenty rounds after its last seat
+MOST_UNTIL = 2**37  # rounds of a day up to it have dates
 MOST_SCORE = 2**15  # in a row, above and below 0: a score fades one part after the other
 RETURN = 32  # each round absence loses this part of itself
 
@@ -418,7 +419,7 @@ class Standing:
         numbers = (score, bans, absence, *counts, *([] if until is None else [until]))
         if len(row) != ROW or any(type(number) is not int or abs(number) > MAX_ROUND for number in numbers):
             raise ValueError("not a standing")
-        most = abs(score or 0) > MOST_SCORE or (absence or 0) > MOST_ABSENCE
+        most = abs(score or 0) > MOST_SCORE or (absence or 0) > MOST_ABSENCE or (until or 0) > MOST_UNTIL
         if most or any(number < 0 for number in numbers[1:] if number is not None):
             raise ValueError("not a standing")
         standing = cls(int(score or 0), until, int(bans or 0), int(absence or 0))

@@ -11,8 +11,6 @@ weights on a small model, are replaced by what honest peers show (``verification
 
 from __future__ import annotations
 
-import math
-from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -29,10 +27,9 @@ from shoal.verification.fingerprints.fingerprint import Evidence, Feature, Proof
 # hold them all, without the x. A verifier that knows an x evaluates the polynomial there and gets its y; at any other x it gets
 # noise.
 #
-# The interpolation is Lagrange's, written with power sums so that it is a few products for many windows at once. With M(x) = prod
-# (x - x_i) = sum_j m_j x^j, w_i = y_i / M'(x_i) and S_t = sum_i w_i x_i^t, the coefficients are c_l = sum_{j > l} m_j S_{j-1-l}.
-# Everything is float64, exactly: factors are below 2^16, and sums of at most 1,024 of their products below 2^42. Of powers only
-# two short ladders are made (Paterson and Stockmeyer 1973): all of them would be 128 KB a window.
+# The interpolation is Lagrange's. With M(x) = prod (x - x_i) and w_i = y_i / M'(x_i), it is sum_i w_i M(x) / (x - x_i), and
+# Horner's rule at x_i divides M by (x - x_i) and ends in M'(x_i). Everything is float64, exactly: factors are below 2^16, and sums
+# of at most 1,024 of their products below 2^42.
 
 PRIME = 65497
 SMALLEST_MODULUS = 2**15
@@ -63,30 +60,29 @@ def interpolate(x: Tensor, y: Tensor) -> Tensor:
         )
     _check_range(x, "x")
     _check_range(y, "y")
-    count = x.shape[1]
-    places = _floats(x)
-    master = _product_of_roots(places)  # (W, K), constant first, without the leading 1
-    slope = np.ones_like(master)
-    slope[:, :-1] = master[:, 1:]
-    slope *= np.arange(1, count + 1)  # of M'
-    ladders = _ladders(places, count)
-    at_roots = _at(_reduced(slope), ladders).astype(np.int64)
-    if not at_roots.all():
+    places, count = _floats(x), x.shape[1]
+    master = np.zeros((len(places), count + 1))  # highest first
+    master[:, 0] = 1
+    for root in range(count):
+        master[:, 1 : root + 2] = _reduced(master[:, 1 : root + 2] + (PRIME - places[:, root : root + 1]) * master[:, : root + 1])
+    quotients, slope = np.ones((count, *places.shape)), np.ones_like(places)  # (power from the highest, W, root); M' at each root
+    for power in range(1, count):
+        quotients[power] = _reduced(master[:, power : power + 1] + places * quotients[power - 1])
+        slope = _reduced(slope * places + quotients[power])
+    if not slope.all():
         raise ValueError("two points of one polynomial have the same x")
-    weights = _reduced(_floats(y) * _inverses()[at_roots])  # w_i, (W, K)
-    small, large = ladders
-    sums = _reduced(_reduced(large * weights[:, None]) @ small.transpose(0, 2, 1)).reshape(len(x), -1)[:, :count]  # S_t
-    # In each term of c_l the index of m is larger by l + 1: terms of one product, once the sums are turned round.
-    turned = sums[:, ::-1]
-    found = _product(master, turned)[:, count:] + turned  # the last is for m_K, which is 1
-    return torch.from_numpy(_reduced(found).astype(np.int64))
+    inverse = np.array([pow(int(value), -1, PRIME) for value in slope.flat]).reshape(slope.shape)
+    found = np.einsum("wi,jwi->wj", _reduced(_floats(y) * inverse), quotients)
+    return torch.from_numpy(_reduced(found)[:, ::-1].astype(np.int64))
 
 
 def evaluate(coefficients: Tensor, x: Tensor) -> Tensor:
     """Return the values (W, P) int64 of the polynomials ``coefficients`` (W, K) at ``x`` (W, P) int64, both in [0, ``PRIME``)."""
     _check_range(coefficients, "coefficients")
     _check_range(x, "x")
-    found = _at(_floats(coefficients), _ladders(_floats(x), coefficients.shape[1]))
+    places, found = _floats(x), np.zeros(tuple(x.shape))
+    for column in _floats(coefficients).T[::-1]:
+        found = _reduced(found * places + column[:, None])
     return torch.from_numpy(found.astype(np.int64))
 
 
@@ -109,88 +105,6 @@ def _reduced(values: Floats) -> Floats:
     quotients *= PRIME
     values -= quotients
     return values
-
-
-def _powers(x: Floats, count: int) -> Floats:
-    """Compute x^0 ... x^(count-1) modulo the prime, (W, P) to (W, count, P), by doubling."""
-    powers = np.ones((x.shape[0], count, x.shape[1]))
-    step, done = x[:, None], 1  # step: x^done
-    while done < count:
-        more = min(done, count - done)
-        powers[:, done : done + more] = _reduced(powers[:, :more] * step)
-        step, done = _reduced(step * step), done + more
-    return powers
-
-
-def _ladders(x: Floats, count: int) -> tuple[Floats, Floats]:
-    """Return the powers of ``x`` (W, P) below a, (W, a, P), and every a-th one, (W, b, P): a b >= ``count``, each about its root.
-
-    Products of the two are all powers below ``count``, which need not be stored.
-    """
-    rungs = math.isqrt(count - 1) + 1
-    small = _powers(x, rungs)
-    return small, _powers(_reduced(small[:, -1] * x), -(-count // rungs))
-
-
-def _at(coefficients: Floats, ladders: tuple[Floats, Floats]) -> Floats:
-    """Return the values (W, P) of the polynomials ``coefficients`` (W, K) at the points of these ladders."""
-    small, large = ladders
-    rungs, steps = small.shape[1], large.shape[1]
-    padded = np.zeros((len(coefficients), rungs * steps))
-    padded[:, : coefficients.shape[1]] = coefficients
-    parts = _reduced(padded.reshape(-1, steps, rungs) @ small)  # (W, steps, P)
-    parts *= large
-    return _reduced(parts.sum(axis=1))
-
-
-def _product(left: Floats, right: Floats) -> Floats:
-    """Multiply polynomials (..., n) to (..., 2 n), the last coefficient 0, by FFT. Not reduced.
-
-    Exact for whole numbers in [0, ``PRIME``) and n <= 1,024: sums below 2^42 have errors of about 2^-8 in float64.
-    """
-    size = 2 * left.shape[-1]
-    made: Floats = np.rint(np.fft.irfft(np.fft.rfft(left, size) * np.fft.rfft(right, size), size))
-    return made
-
-
-def _product_of_roots(x: Floats) -> Floats:
-    """Return the coefficients of prod (t - x_i), (W, K) to (W, K), without the leading 1, by halving."""
-    count = x.shape[1]
-    # Factors of t make their number a power of two; they move all coefficients up, and are taken away in the end.
-    missing = (1 << (count - 1).bit_length()) - count
-    factors = np.zeros((len(x), 1, count + missing))  # (W, size, how many): long rows while factors are short
-    factors[:, 0, :count] = _reduced(PRIME - x)
-    while factors.shape[2] > 1 and factors.shape[1] <= 4:
-        size, half = factors.shape[1], factors.shape[2] // 2
-        left, right = factors[:, :, :half], factors[:, :, half:]
-        made = np.zeros((len(x), 2 * size, half))
-        for at in range(size):
-            made[:, at : at + size] += left[:, at : at + 1] * right
-        made[:, size:] += left  # the leading 1 of each times the other
-        made[:, size:] += right
-        factors = _reduced(made)
-    factors = np.ascontiguousarray(factors.transpose(0, 2, 1))  # (W, how many, size)
-    while factors.shape[1] > 1:
-        size, half = factors.shape[2], factors.shape[1] // 2
-        made = _product(factors[:, :half], factors[:, half:])
-        made[:, :, size:] += factors[:, :half]
-        made[:, :, size:] += factors[:, half:]
-        factors = _reduced(made)
-    return factors[:, 0, missing:]
-
-
-@cache
-def _inverses() -> Floats:
-    """Return the inverse of every number modulo the prime, (PRIME,), by Fermat: a^(p-2). That of 0 is 0 and not used."""
-    base = np.arange(PRIME, dtype=np.float64)
-    inverse = np.ones_like(base)
-    exponent = PRIME - 2
-    while exponent:
-        if exponent & 1:
-            inverse = _reduced(inverse * base)
-        base = _reduced(base * base)
-        exponent >>= 1
-    return inverse
 
 
 # Recorder of the last hidden state of any torch module: a hook on the input of the layer that makes the logits.
@@ -264,7 +178,7 @@ class LastHidden:
 
 WINDOW, TOP = 32, 128
 MOST_TOKENS, MOST_WIDTH = 1 << 17, 1 << 16
-BATCH = 16  # windows at once: 2 MB of powers, which stay in the cache
+BATCH = 16  # windows at once: 2 MB of quotients, which stay in the cache
 OCTAVE = 128  # ulps between a value and its double: a place whose error is more than that is not on the polynomial
 
 

@@ -1,5 +1,7 @@
 """reasoning-gym's families, where the package is installed: never evaluated, never a credit for nothing."""
 
+import sys
+import threading
 from importlib.util import find_spec
 
 import pytest
@@ -22,6 +24,28 @@ def test_the_nine_of_the_paper(capsys):
         families.add(question.data[0])
     assert families == set(NINE)
     assert capsys.readouterr().out == ""
+
+
+def test_two_threads_that_ask_leave_the_streams_as_they_were(monkeypatch):
+    env, before = Gym("chain_sum"), sys.stdout
+    plain, second, first_has_left = env._dataset, threading.Event(), threading.Event()
+
+    def slow(family, seed):
+        if threading.current_thread() is other:
+            second.set()
+            first_has_left.wait(5)
+        else:
+            other.start()
+            second.wait(0.5)  # where threads exclude each other it comes later
+        return plain(family, seed)
+
+    other = threading.Thread(target=lambda: env.question(1, 2))
+    monkeypatch.setattr(env, "_dataset", slow)
+    env.question(1, 1)
+    first_has_left.set()
+    other.join(10)
+    left, sys.stdout = sys.stdout, before
+    assert left is before
 
 
 @pytest.mark.parametrize("family", ["binary_matrix", "countdown", "polynomial_multiplication", "puzzle24"])

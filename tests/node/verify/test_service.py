@@ -4,6 +4,7 @@ import json
 import threading
 
 import pytest
+import torch
 
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.task import Task
@@ -221,6 +222,13 @@ def test_terms_are_the_creators_settings(tmp_path):
     assert terms.base == make_terms(settings_of(tmp_path), task_of(seed=5)).base  # all of tiny's weights are trained
     check_terms(terms, settings_of(tmp_path), task)
     assert make_terms(settings_of(tmp_path, audit_rate=0.0), task) is None
+
+
+def test_an_adapter_too_large_to_be_claimed_is_refused_before_training(tmp_path):
+    task = task_of()
+    task.policy.module.register_parameter("large", torch.nn.Parameter(torch.empty(2**24)))
+    with pytest.raises(VerifyError, match="claims need 1 to 67,108,864"):
+        make_terms(settings_of(tmp_path), task)
 
 
 def test_a_task_without_completions_has_nothing_to_claim(tmp_path):

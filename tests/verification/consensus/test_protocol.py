@@ -14,6 +14,7 @@ from shoal.verification.consensus.records import (
     Dispute,
     Electorate,
     Entry,
+    Ledger,
     Limits,
     Opening,
     Refused,
@@ -251,6 +252,16 @@ def test_ten_thousand_claims_a_minute_are_cut_off():
     assert scene.consensus.counts["overflow"] + scene.consensus.counts["quota"] == 375
     scene.open()
     assert sum(scene.duties(peer).count("check") for peer in PEERS) == 30 * 3
+
+
+@pytest.mark.parametrize("end", [lambda known: known.keep(Ledger()), lambda known: known.advance(ROUND + RULES.appeal_rounds + 1)])
+def test_others_duties_go_with_their_case(end):
+    scene = Scene()
+    scene.drawn()
+    assert scene.consensus._drawn
+    scene.now += 1000  # over, and nobody has asked for the duties
+    end(scene.consensus)
+    assert not scene.consensus._drawn
 
 
 def decided(scene, claim, seats, votes):

@@ -147,15 +147,29 @@ def frame(*parts):
         frame("electorate", 1, bytes(32), False) + frame("claims", bytes(33)),
         frame("electorate", 1, bytes(32), False) + frame("voter", "a" * 65, "b"), frame("base", 2**60),
         frame("standing", "a", *range(13)), frame("standing", "a", 2**15 + 1, None, *[0] * 13),
+        frame("standing", "a", 0, 2**53, *[0] * 13),  # no clock shows when such a ban ends
         frame("standing", "a", 0, None, 0, 4001, *[0] * 11), frame("standing", "a", 1, None, -1, *range(11)),
         frame("record", b"no record", bytes(64)), frame("record", claim_of("a").encoded, bytes(257)), frame("other"), frame(),
         struct.pack(">I", 2000) + b"\x91" * 2000, bytes(module.MOST_BYTES + 1),
     ],
-    ids=range(19),
+    ids=range(20),
 )  # fmt: skip
 def test_hostile_logs_are_refused(wrong):
     with pytest.raises(ValueError, match="malformed"):
         decode_log(wrong)
+
+
+def test_a_log_whose_draws_would_take_hours_is_refused():
+    def voters(count):
+        listed = b"".join(frame("voter", f"p{number}", "o") for number in range(count))
+        return frame("electorate", 10, bytes(32), True) + listed
+
+    claims = b"".join(frame("record", claim_of(f"a{number}", 10).encoded, bytes(64)) for number in range(1100))
+    assert len(decode_log(voters(16_384)).electorates[0].operators) == 16_384
+    assert len(decode_log(voters(15_000) + claims).records) == 1100
+    for wrong in (voters(16_385), voters(16_000) + claims):
+        with pytest.raises(ValueError, match="more voters, or claims for them, than could be drawn"):
+            decode_log(wrong)
 
 
 def test_what_does_not_fit_is_left_out_from_the_end(monkeypatch):

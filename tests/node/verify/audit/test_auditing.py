@@ -105,6 +105,16 @@ def test_what_its_author_hands_out_is_checked_and_handed_on(accepted):
     assert world.auditor.counts == {"checked": 1, checked.vote: 1}
 
 
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), IndexError("index out of range in self")])
+def test_a_check_that_breaks_is_no_vote_and_no_end(error, caplog):
+    world = World({"ann": ALL}, finding=error)
+    assert world.auditor.check(CLAIM) is None
+    assert world.auditor.counts == {"uncheckable": 1}
+    assert f"a claim was not checked: {error}" in caplog.text
+    world.finding = GOOD
+    assert world.auditor.check(CLAIM).vote == "valid"
+
+
 def test_a_policy_that_is_known_is_not_fetched():
     world = World({"ann": ALL}, knows=True)
     assert world.auditor.check(CLAIM).vote == "valid"
@@ -363,5 +373,5 @@ def test_what_cannot_be_claimed_is_one_sentence(monkeypatch):
     with pytest.raises(VerifyError, match="not all finite"):
         snapshot(policy)
     monkeypatch.setattr(audit, "MOST_BYTES", 10_000)
-    with pytest.raises(VerifyError, match="train an adapter"):
+    with pytest.raises(VerifyError, match="train a small adapter"):
         snapshot(small(1))
