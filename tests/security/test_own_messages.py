@@ -39,7 +39,7 @@ from shoal.verification.consensus.participant import Log, decode_log
 from shoal.verification.consensus.participant import encode as encode_log
 from shoal.verification.consensus.records import ATTEMPTS, MAX_ROUND, Commitment, Reveal, Verdict, View, hide
 from shoal.verification.consensus.records import decode as decode_record
-from shoal.verification.consensus.rulings import MOST_ABSENCE, MOST_SCORE, ROW, Standing, Table
+from shoal.verification.consensus.rulings import MOST_ABSENCE, MOST_SCORE, MOST_UNTIL, ROW, Standing, Table
 from tests.security.message_kinds import good, kinds, largest
 from tests.swarm.topics.test_status_reporter import membership as watched
 
@@ -187,7 +187,11 @@ def test_whatever_address_a_caller_has_is_told(host, now):
 
 counts = st.integers(0, MAX_ROUND)
 standings = st.tuples(
-    st.integers(-MOST_SCORE, MOST_SCORE), counts | st.none(), counts, st.integers(0, MOST_ABSENCE), *[counts] * (ROW - 4)
+    st.integers(-MOST_SCORE, MOST_SCORE),
+    st.integers(0, MOST_UNTIL) | st.none(),
+    counts,
+    st.integers(0, MOST_ABSENCE),
+    *[counts] * (ROW - 4),
 )
 sentences = st.text(max_size=2000)
 
