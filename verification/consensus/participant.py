@@ -72,6 +72,7 @@ from shoal.verification.consensus.rulings import (
 
 MOST_BYTES = 8 << 20
 MOST_FRAMES = 1 << 18
+MOST_PAIRS = 1 << 24  # voters times claims of their round: each pair costs a hash at the draw, all of them about a minute
 MOST_FRAME = LIMIT + 512
 MOST_SIGNATURE = 256
 IDS = 64  # claims in a frame
@@ -79,8 +80,6 @@ _STRICT = ConfigDict(strict=True)
 _peer: TypeAdapter[str] = TypeAdapter(Peer, config=_STRICT)
 _round: TypeAdapter[int] = TypeAdapter(Round, config=_STRICT)
 _hash: TypeAdapter[bytes] = TypeAdapter(Hash, config=_STRICT)
-MOST_PAIRS = 1 << 24
-"""Voters times claims of their rounds in a log: each pair costs a hash at a draw, all of them about a minute."""
 _numbers: TypeAdapter[tuple[int | None, ...]] = TypeAdapter(tuple[int | None, ...], config=_STRICT)
 _NONE = Table(-1, {}, {})
 
@@ -143,10 +142,9 @@ def decode_log(data: bytes) -> Log:
                 raise ValueError("not a known kind of frame")
     except (ValidationError, ValueError, TypeError, IndexError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise ValueError(f"A log is malformed: {str(error).splitlines()[0] if str(error) else 'a frame is damaged'}.") from error
-    count = Counter(signed.record.round for signed in records if isinstance(signed.record, Claim))
-    if max((len(voters) for _, _, voters, _ in electorates), default=0) > Limits.peers or (
-        sum(len(voters) * count[round] for round, _, voters, _ in electorates) > MOST_PAIRS
-    ):
+    made_in = Counter(signed.record.round for signed in records if isinstance(signed.record, Claim))
+    pairs = sum(len(voters) * made_in[round] for round, _, voters, _ in electorates)
+    if pairs > MOST_PAIRS or any(len(voters) > Limits.peers for _, _, voters, _ in electorates):
         raise ValueError("A log is malformed: it has more voters, or claims for them, than could be drawn.")
     made = (
         Electorate(round, beacon, voters, None if claims is None else frozenset(claims))
