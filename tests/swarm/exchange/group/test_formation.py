@@ -60,28 +60,34 @@ def test_peers_in_their_own_time_always_find_their_group(school):
     assert [mean and mean.members for mean in met.values()] == [everybody] * 60
 
 
+def not_led(school, peers, place, after):
+    """Return a round whose peer at ``place`` does not lead the round ``after`` it: who just waited for it in vain passes it over."""
+    return next(round for round in range(1, 100, 3) if school.ranked(peers, round)[place] is not school.ranked(peers, round + after)[0])
+
+
 def test_a_leader_that_is_not_there_yet_does_not_hold_up_the_others_and_meets_them_again(school):
     four = school.peers(4, wait=2.0)
-    leader, *others = school.ranked(four)
-    assert school.values([peer.start(0, 3.0) for peer in others]) == [pytest.approx(3.0)] * 3
-    late = leader.start(0, 7.0)
-    school.until(lambda: leader.exchange.next_round == 2)
-    assert school.values([*(peer.start(1, 3.0) for peer in others), late]) == [4.0] * 4
-    assert leader.exchange.next_round == 2
+    first = not_led(school, four, 0, 1)
+    leader, *others = school.ranked(four, first)
+    assert school.values([peer.start(first, 3.0) for peer in others]) == [pytest.approx(3.0)] * 3
+    late = leader.start(first, 7.0)
+    school.until(lambda: leader.exchange.next_round == first + 2)
+    assert school.values([*(peer.start(first + 1, 3.0) for peer in others), late]) == [4.0] * 4
+    assert leader.exchange.next_round == first + 2
 
 
 @pytest.mark.ci
 def test_a_slow_peer_is_left_out_after_the_wait_and_goes_where_it_is_told(school):
     four = school.peers(4, wait=4.0, fragments=3)
-    slow = school.ranked(four, 1)[-1]
-    others = [peer for peer in four if peer is not slow]
-    assert school.values([peer.start(1, 3.0, fragment=1) for peer in others]) == [pytest.approx(3.0)] * 3
+    first = not_led(school, four, -1, 3)
+    *others, slow = school.ranked(four, first)
+    assert school.values([peer.start(first, 3.0, fragment=1) for peer in others]) == [pytest.approx(3.0)] * 3
     for peer in four:
-        peer.rounds = {other.id: 2 for other in others}
-    late = slow.start(1, 7.0, fragment=1)
-    school.until(lambda: sum(peer.waiting(4, fragment=1) for peer in four) == 1)
-    assert slow.exchange.next_round == 5
-    assert school.values([*(peer.start(4, 3.0, fragment=1) for peer in others), late]) == [4.0] * 4
+        peer.rounds = {other.id: first + 1 for other in others}
+    late = slow.start(first, 7.0, fragment=1)
+    school.until(lambda: sum(peer.waiting(first + 3, fragment=1) for peer in four) == 1)
+    assert slow.exchange.next_round == first + 4
+    assert school.values([*(peer.start(first + 3, 3.0, fragment=1) for peer in others), late]) == [4.0] * 4
 
 
 def test_what_belongs_to_its_round_does_not_move(school):
