@@ -165,6 +165,7 @@ def load_snapshot(module: nn.Module, data: bytes) -> None:
 
 
 PULL_S = 5.0  # seconds for a log of records
+LEAVE_S = 2.0  # seconds for the last records to be sent
 
 
 class SwarmNetwork:
@@ -224,7 +225,9 @@ class SwarmNetwork:
         return {} if self._records is None else self._records.topic.counts
 
     def close(self) -> None:
+        """Leave, after what was published is on its way, or `LEAVE_S`."""
         if self._records is not None and self._logs is not None:
+            self._records.topic.flush(LEAVE_S)
             self._records.topic.close()
             self._logs.close()
 

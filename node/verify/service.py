@@ -262,6 +262,8 @@ class Verification:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
+        with self._lock:
+            self._participant.member.reveal()
         self._network.close()
 
     # -- its own thread --------------------------------------------------------------------------------------------------

@@ -361,7 +361,7 @@ class Participant:
     ) -> None:  # fmt: skip
         self.peer, self.run, self.operator, self.round_s = peer, run, operator, round_s
         self.rules, self.prices, self.times = rules, prices, Times.of(round_s)
-        self._read_clock, self._latest, self._salt = clock, clock(), salt
+        self._read_clock, self._latest, self._sign = clock, clock(), sign
         self.round = int(self._latest // round_s)
         self.base = self.table = _NONE
         self.consensus = Consensus(
@@ -371,9 +371,6 @@ class Participant:
         self.consensus.views = self._view
         self.member = Voter(peer, self.consensus, publish, sign, check, salt)
         self._agreements: dict[int, ViewQuorum] = {}
-        self._chains: list[Chain] = []
-        self._planted: list[Claim] = []
-        self._meant: list[Claim] = []  # those that were to be right
         self._pulled, self._started = 0, False
         self._kept = rules.appeal_rounds + SETTLED + SPARE  # rounds whose records are kept
         self.consensus.advance(self.round, self.round * round_s)
@@ -412,11 +409,9 @@ class Participant:
         """Publish ``claim`` for one of `slots`. Raises Refused, for example if its round is over; then it is not sent."""
         if claim.peer != self.peer or claim.run != self.run:
             raise ValueError("a participant publishes its own claims only")
-        planted = next((slot.planted for slot in self.slots() if (slot.round, slot.slot) == (claim.round, claim.slot)), None)
-        if planted is None:
+        if (claim.round, claim.slot) not in {(slot.round, slot.slot) for slot in self.slots()}:
             raise Refused("A claim was not made: its round is over, or its slot is not free.", "late")
         self.member.publish(claim)
-        (self._planted if planted else self._meant).append(claim)
 
     @property
     def wanted(self) -> Wanted | None:
@@ -476,44 +471,49 @@ class Participant:
         for old in [old for old in self._agreements if old < round - OPENS]:
             del self._agreements[old]
         self._enter()
-        self._open_plants()
-        self._dispute()
+        self._appeal()
 
     def _enter(self) -> None:
         entries = self.consensus.ledger.entries_of(self.peer)
         fresh = any(self.round - entry.round < self.rules.life // 2 for entry in entries)
         if fresh or self.table.is_banned(self.peer, self.round):
             return
-        chain = Chain(self._salt(), self.round, self.rules.life + BEHIND)
-        if self.member.try_publish(
-            Entry(peer=self.peer, run=self.run, round=self.round, operator=self.operator, anchor=chain.anchor)
-        ):
-            self._chains = [*self._chains[-self._kept :], chain]
+        anchor = self._chain(self.round).anchor
+        self.member.try_publish(Entry(peer=self.peer, run=self.run, round=self.round, operator=self.operator, anchor=anchor))
+
+    def _chain(self, round: int) -> Chain:
+        """Return the chain of the entry of ``round``: always the same, so that a node that was started again can open what it
+        planted before. Only the holder of the key can compute it, and no record begins like what is signed here.
+        """
+        secret = self._sign(b"shoal/verification/1/secret\x00" + f"{self.run} {round}".encode())
+        return Chain(hashlib.sha256(secret).digest(), round, self.rules.life + BEHIND)
 
     def _link(self, round: int) -> bytes | None:
-        """Return the link of ``round`` in the own chain that counts then; None if there is none, as after a restart."""
+        """Return the link of ``round`` in the own chain that counts then; None if there is none, or its entry has another chain."""
         entry = anchored(self.consensus.ledger, self.peer, round, self.rules)
-        return next((chain.link(round) for chain in self._chains if entry is not None and chain.anchor == entry.anchor), None)
+        if entry is None or (chain := self._chain(entry.round)).anchor != entry.anchor:
+            return None
+        return chain.link(round)
 
-    def _open_plants(self) -> None:
-        """Open planted claims, once all claims of their round are settled."""
-        for claim in [claim for claim in self._planted if self.round - claim.round >= SETTLED - 1]:
-            ruling = self.consensus.ruling(claim.id)
-            if ruling is None or self.round - claim.round > self.rules.appeal_rounds:
-                self._planted.remove(claim)
-            elif ruling.outcome != "unverified":
-                if (link := self._link(claim.round)) is not None:
-                    attempt = len(ruling.trials) - 1 - (ruling.appeal is not None)
+    def _appeal(self) -> None:
+        """Open planted claims once all claims of their round are settled; and ask for a second draw where one that was to be right
+        is rejected, as by colluders drawn together. By the records alone, so also after a restart.
+        """
+        known = self.consensus
+        for round in range(max(self.round - self.rules.appeal_rounds, 0), self.round - SETTLED + 2):
+            link, before = self._link(round), known.electorates.get(round - BEHIND)
+            if link is None or before is None:
+                continue
+            for claim in known.ledger.claims_of(self.peer, round):
+                ruling = known.ruling(claim.id)
+                appealed = any(appeal.peer == self.peer for appeal in known.ledger.appeals(claim.id))
+                if appealed or ruling is None or ruling.outcome == "unverified":
+                    continue
+                attempt = len(ruling.trials) - 1 - (ruling.appeal is not None)
+                if must_plant(link, before.beacon, claim.slot, self.rules.planted):
                     self.member.try_publish(Opening(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt, link=link))
-                self._planted.remove(claim)
-
-    def _dispute(self) -> None:
-        """Ask for a second draw where claims that were meant to be right are rejected, as by colluders drawn together."""
-        for claim in [claim for claim in self._meant if self.round - claim.round >= SETTLED - 1]:
-            self._meant.remove(claim)
-            ruling = self.consensus.ruling(claim.id)
-            if ruling is not None and ruling.outcome == "invalid" and ruling.appeal is None:
-                self.member.try_publish(Dispute(peer=self.peer, round=self.round, claim=claim.id, attempt=len(ruling.trials) - 1))
+                elif ruling.outcome == "invalid" and ruling.appeal is None:
+                    self.member.try_publish(Dispute(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt))
 
     def _state(self) -> None:
         """Compute the scores, and publish this peer's view of the electorate that is due."""

@@ -517,6 +517,12 @@ class Voter:
             return False
         return True
 
+    def reveal(self) -> None:
+        """Reveal every vote that waits, before leaving: one that never comes costs its author; an early one can only be copied."""
+        for reveal in self._hidden.values():
+            self.try_publish(reveal)
+        self._hidden.clear()
+
     def work(self, most: int = 1) -> int:
         """Do what is due, first what others wait for; check at most ``most`` claims, which costs. Returns how many."""
         if len(self._left) > MAX_VOTES:

@@ -36,10 +36,7 @@ import msgpack
 
 from shoal.verification.consensus.records import (
     BEHIND,
-    LEAST,
     MAX_ROUND,
-    MAX_SEATS,
-    SETTLED,
     Claim,
     Commitment,
     Dispute,
@@ -85,17 +82,6 @@ class Rules:
     """Rounds that an entry holds; it is renewed every half of them."""
     proven: int = 2
     """Claims of a peer that were found valid before it can be drawn, once more peers than a draw needs have as many."""
-
-    def __post_init__(self) -> None:
-        for name in ("verifiers", "appeal"):
-            if getattr(self, name) % 2 == 0 or not LEAST <= getattr(self, name) <= MAX_SEATS:
-                raise ValueError(f"{name} must be an odd number from {LEAST} to {MAX_SEATS}, not {getattr(self, name)}")
-        if not 0 <= self.audit <= 1 or not 0 <= self.planted < 1:
-            raise ValueError(f"audit must be from 0 to 1, and planted from 0 to below 1, not {self.audit} and {self.planted}")
-        if not SETTLED <= self.appeal_rounds <= 4096 or not 4 <= self.life <= 4096 or not 1 <= self.claims <= 2**16:
-            raise ValueError(f"appeal_rounds must be from {SETTLED} to 4096, life from 4 to 4096, and claims from 1 to {2**16}")
-        if min(self.strangers, self.proven) < 0:
-            raise ValueError(f"strangers and proven must not be negative, as {min(self.strangers, self.proven)} is")
 
 
 @dataclass(frozen=True)
@@ -345,7 +331,7 @@ RETURN = 32  # each round absence loses this part of itself
 
 @dataclass(frozen=True)
 class ScoreRules:
-    """Changes of a score by event, in thousandths of a point. Raises ValueError where cheating would pay."""
+    """Changes of a score by event, in thousandths of a point."""
 
     upheld: int = 100
     """Change for the author of a claim found valid."""
@@ -375,21 +361,6 @@ class ScoreRules:
     """Rounds of the first ban; each further one is twice as long."""
     longest: int = 4096
     """Rounds of the longest ban."""
-
-    def __post_init__(self) -> None:
-        losses = (self.rejected, self.against, self.withheld, self.missed, self.lost)
-        if max(losses) >= 0 or min(self.upheld, self.agreed, self.won) < 0:
-            raise ValueError("losses must be negative, and gains must not")
-        if not self.absent > self.present >= 0:
-            raise ValueError("staying away must count for more than a vote takes back")
-        if self.against < self.withheld:
-            raise ValueError("hiding a vote must cost no less than a wrong one")
-        if self.missed > self.against:
-            raise ValueError("approving a planted claim must cost no less than another wrong vote")
-        if not 0 <= self.ceiling < -self.rejected:
-            raise ValueError("the ceiling must be below what a lie costs")
-        if self.floor >= 0 or self.fade < 2 or not 1 <= self.ban <= self.longest:
-            raise ValueError("the floor must be negative, fade at least 2, and 1 <= ban <= longest")
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Sessions of several nodes over a board in memory: terms that fit, the guilty banned, nobody else, and all reckon alike."""
 
+import itertools
 import json
 import threading
 
@@ -19,7 +20,7 @@ from shoal.verification.calibration import Calibration, Judgement, load_calibrat
 from shoal.verification.consensus.records import Entry
 from shoal.verification.fingerprints.fingerprint import Evidence
 from tests.e2e.cheat import quantised
-from tests.node.verify.board import ROUND_S, Board, Node, calibrate, run, settings_of, task_of, toy_signature
+from tests.node.verify.board import ROUND_S, TICKS, Board, Node, calibrate, run, settings_of, task_of, toy_signature
 
 GUILTY = {"quantised", "withholding"}
 HONEST = ("ann", "bob", "cat")
@@ -213,6 +214,30 @@ def test_a_node_that_was_restarted_still_hands_out_what_it_claimed(node, tmp_pat
     assert set(again.network.bodies) == {claim.fingerprint for claim in own} | {claim.model for claim in own}
     board.now += 21 * ROUND_S  # nobody asks for it any more
     assert not node(board, "ann").network.bodies
+
+
+def test_a_node_that_ends_reveals_its_votes_first(node):
+    board = Board()
+    nodes = [node(board, name, seed=seed) for seed, name in enumerate((*HONEST, "dan"))]
+
+    def sent(kind):
+        ledgers = [one.verification._participant.consensus.ledger for one in nodes]
+        return [record for ledger in ledgers for record in ledger if kind == record.KIND]
+
+    with torch.random.fork_rng([]):
+        for tick, one in zip(range(12 * TICKS), itertools.cycle(nodes), strict=False):
+            board.now += ROUND_S / TICKS
+            one.step()
+            if sent("commitment"):
+                break
+            if tick % (TICKS // 2) < len(nodes):
+                one.train()
+    one.verification.close()
+    for other in nodes:
+        other.step()
+    (vote,), reveals = set(sent("commitment")), sent("reveal")
+    assert len(reveals) > 1  # of the own ledger, and of another that has opened the draw
+    assert all(reveal.fits(vote) for reveal in reveals)
 
 
 def test_terms_are_the_creators_settings(tmp_path):

@@ -360,6 +360,21 @@ def test_a_member_commits_reveals_and_states():
     assert [[record.KIND for record in records] for _, records in pairs] == [["commitment", "reveal", "verdict"]] * 3
 
 
+def test_a_member_that_leaves_reveals_first():
+    scene = Scene()
+    _, seats = scene.drawn()
+    (leaving, records), *others = [member(scene, peer, lambda claim: Checked("valid")) for peer in seats]
+    leaving.work()
+    leaving.reveal()
+    for _ in range(3):
+        for each, _ in others:
+            each.work()
+    assert [record.KIND for record in records] == ["commitment", "reveal"]
+    assert [records[-1].marks for _, records in others] == [("valid",) * 3] * 2
+    leaving.reveal()
+    assert len(records) == 2
+
+
 def test_a_member_without_budget_leaves_its_seat_empty_and_states_that():
     scene = Scene()
     _, seats = scene.drawn()

@@ -15,6 +15,7 @@ from shoal.node.rl.environment import Strings
 from shoal.node.rl.tiny import Tiny, Warm
 from shoal.node.verify import audit
 from shoal.node.verify.audit import (
+    LEAVE_S,
     Budget,
     Finding,
     NotCheckable,
@@ -225,7 +226,11 @@ class Gossip:
             if other is not self:
                 other.handler(message.peer, message)
 
+    def flush(self, seconds):
+        self.flushed = seconds
+
     def close(self):
+        assert self.flushed == LEAVE_S  # a record published just before was sent
         self.everyone.remove(self)
 
 

@@ -61,8 +61,9 @@ def test_peers_in_their_own_time_always_find_their_group(school):
 
 
 def not_led(school, peers, place, after):
-    """Return a round whose peer at ``place`` does not lead the round ``after`` it: who just waited for it in vain passes it over."""
-    return next(round for round in range(1, 100, 3) if school.ranked(peers, round)[place] is not school.ranked(peers, round + after)[0])
+    """Return a round whose peer at ``place`` does not lead the round ``after`` it: who waited for it in vain passes it over."""
+    ranked = school.ranked
+    return next(round for round in range(1, 100, 3) if ranked(peers, round)[place] is not ranked(peers, round + after)[0])
 
 
 def test_a_leader_that_is_not_there_yet_does_not_hold_up_the_others_and_meets_them_again(school):
