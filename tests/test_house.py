@@ -89,7 +89,7 @@ FREE = {
 # Packages that show the public names of their modules; every other `__init__.py` is a docstring.
 FACES = {"shoal", "shoal.optim"}
 MIN_LINES = 60  # of a module of node or verification that only one other imports
-MAX_FILES, MAX_LINES, MAX_OPTIONS, MAX_PRODUCT_LINES = 40, 800, 45, 52_527
+MAX_FILES, MAX_LINES, MAX_OPTIONS, MAX_PRODUCT_LINES = 40, 800, 45, 52_517
 
 PRODUCT = sorted([*(file for top in TOPS for file in (ROOT / top).rglob("*.py")), *(ROOT / "shoal").glob("*.py")])
 TEMPLATES = [file for file in PRODUCT if "templates" in file.parts]

@@ -202,7 +202,7 @@ class SwarmNetwork:
         return self._bodies.put(body)
 
     def get(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes:
-        """Fetch the body with that hash. Raises NetworkError or MessageError."""
+        """Fetch the body with that hash, and serve it too. Raises NetworkError or MessageError."""
         return self._bodies.get(peer, sha256, most, timeout)
 
     def fetch_log(self, peer: str, since: int) -> bytes:

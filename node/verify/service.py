@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -98,6 +99,7 @@ TICK_S = 0.1
 INBOX = 8192  # records that wait to be taken; the oldest go
 MOST_PULLED = 3  # peers to ask for a log of records at a time
 JOIN_S = 10.0  # seconds to wait for the thread's end
+UPLINK = 10  # Mbit/s that most peers have; a node says so if claims need more
 MOST_ASKED = 3  # peers besides the author who are asked for what it does not hand out
 
 
@@ -163,8 +165,6 @@ class Auditor:
             if body is not None or (left := until - self._timer()) <= 0:
                 break
             body = self._ask(peer, sha256, most, left)
-        if body is not None:
-            self._network.put(body)
         return body
 
     def _ask(self, peer: str, sha256: bytes, most: int, timeout: float) -> bytes | None:
@@ -281,9 +281,16 @@ class Verification:
 
     def prepare(self) -> None:
         """Do the slow preparation, once before the first `step`: calibrate on honest claims."""
-        checker = self._kind.prepare(self._feed.notify)
+        checker, fetch_s, seats = self._kind.prepare(self._feed.notify), self._round_s / 20, self._participant.rules.verifiers
+        needed = seats * checker.most_snapshot_bytes * 8e-6 / fetch_s
+        if needed > UPLINK:
+            self._feed.notify(
+                f"{seats} verifiers must get the weights behind each claim ({checker.most_snapshot_bytes / 1e6:.1f} MB) within "
+                f"{fetch_s:g} s: where an uplink has less than {needed:.0f} Mbit/s, honest claims may seem withheld. In a swarm "
+                f"created with --set verify.round_s={math.ceil(self._round_s * needed / UPLINK)} they need {UPLINK}"
+            )
         self._auditor = Auditor(
-            checker, self._network, self._budget, self._audited, self._round_s / 20, self._timer, self._history.weigh, self._counts
+            checker, self._network, self._budget, self._audited, fetch_s, self._timer, self._history.weigh, self._counts
         )
 
     def step(self) -> None:

@@ -40,7 +40,8 @@ class BodyStore:
     """The bodies that this node serves: the newest ``bodies``, at most ``nbytes`` bytes. Coroutines are for the host's loop.
 
     ``addresses``: returns the known addresses of a peer. ``protocol``: each store of a host has its own. ``quota``: the limit of
-    what one peer gets in a minute; further requests are answered as if nothing were held. None: no limit.
+    what one peer gets in a minute; further requests are answered as if nothing were held. None: no limit. ``more``: looks up bodies
+    that are held elsewhere, and served too.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class BodyStore:
         bodies: int = MAX_BODIES,
         nbytes: int = MAX_STORED,
         quota: RateLimit | None = None,
+        more: Callable[[bytes], bytes | None] = lambda sha256: None,
     ) -> None:
+        self._more = more
         self._host, self._swarm, self._addresses, self._protocol = host, swarm, addresses, protocol
         self._max_bodies, self._max_bytes = bodies, nbytes
         self._quotas = None if quota is None else TokenBuckets(quota)
@@ -74,7 +77,8 @@ class BodyStore:
     def get(self, sha256: bytes) -> bytes | None:
         """Return the body with this digest, if it is held. For any thread."""
         with self._lock:
-            return self._bodies.get(sha256)
+            held = self._bodies.get(sha256)
+        return held or self._more(sha256)
 
     def _held(self) -> int:
         return sum(map(len, self._bodies.values()))

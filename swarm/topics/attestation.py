@@ -104,14 +104,14 @@ class Attestations:
 EVIDENCE_PROTOCOL = "/shoal/evidence/1"
 MAX_BODIES = 1024  # own ones, held at a time
 MAX_BYTES = 256 << 20  # of all of them
-MAX_FETCHED = 64 << 20  # bytes of others' bodies that are kept, in case they are asked for again
+MAX_FETCHED = 64 << 20  # bytes of others' bodies, which are handed out too and never push out an own one
 # Handed out to one peer in a minute. In bytes, everything once: no peer can drain a node's uplink by asking again and again.
 BODY_QUOTA = RateLimit(messages=600, nbytes=MAX_BYTES)
 GRACE_S = 1.0  # seconds beyond a caller's deadline for the loop to report what went wrong
 
 
 class EvidenceStore:
-    """The bodies that this node hands out, the newest 1024 and at most 256 MiB, and access to those of others.
+    """The bodies that this node hands out: of its own the newest 1024 and at most 256 MiB, and those that it fetched lately.
 
     ``addresses``: returns the known addresses of a peer; also of a barred one (``Directory.everyone``), which may still be judged.
     For any thread but the host's own.
@@ -120,8 +120,9 @@ class EvidenceStore:
     def __init__(self, host: Host, swarm: str, addresses: Callable[[str], Sequence[str]] = lambda peer: ()) -> None:
         self._host = host
         self._store = BodyStore(
-            host, swarm, addresses, protocol=EVIDENCE_PROTOCOL, bodies=MAX_BODIES, nbytes=MAX_BYTES, quota=BODY_QUOTA
-        )
+            host, swarm, addresses, protocol=EVIDENCE_PROTOCOL, bodies=MAX_BODIES, nbytes=MAX_BYTES, quota=BODY_QUOTA,
+            more=self._again,
+        )  # fmt: skip
         self._lock = threading.Lock()  # guards the next one
         self._fetched: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
 
@@ -137,7 +138,7 @@ class EvidenceStore:
         Waits at most ``timeout`` seconds, and one more. Raises NetworkError if the peer cannot be had or is too slow;
         MessageError if it hands out nothing (reason ``unavailable``), something larger (``oversized``) or other (``digest``).
         """
-        body = self._store.get(sha256) or self._again(sha256)
+        body = self._store.get(sha256)
         if body is None:
             body = self._host.call(self._store.fetch(peer, sha256, most, timeout, up_to=True), timeout + GRACE_S)
             self._keep(sha256, body)

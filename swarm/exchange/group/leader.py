@@ -19,8 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -173,46 +172,38 @@ class MemberState:
 
 
 class GroupCommit:
-    """One group as its leader ``me`` sees it. ``members``: by peer id; ``alone``: there is no other group; ``timeout``: seconds
-    that it has in any case. While the leader's own part of the reduction moves, it goes on for up to ``longest`` seconds, and
-    then the others have as long again as that part took, because their links may be slower; once the leader's training waits
-    (``needed``), no more than that, or ``again`` seconds if they are more. Nobody that is ``passed_over`` is waited for.
+    """One group that ``leader`` formed for ``key``, a round and fragment. ``members``: by peer id; ``alone``: there is no other.
+
+    While the leader's own part of the reduction moves, it goes on for as long as that may take, and then the others have as long
+    again as that part took, because their links may be slower; once the leader's training waits, no more than that, or its budget
+    if that is more. Nobody that is passed over is waited for.
 
     An all-reduce counts if every member has every part of it. If not, those who are left try once more, by gathering, which
     counts for whatever they all hold.
     """
 
-    def __init__(
-        self,
-        decisions: DecisionLog,
-        members: Mapping[str, MemberState],
-        *,
-        alone: bool,
-        gather: bool,
-        timeout: float,
-        me: str = "",
-        longest: float = 0.0,
-        again: float = math.inf,
-        needed: asyncio.Event | None = None,
-        passed_over: Callable[[str], bool] = lambda peer: False,
-    ) -> None:
-        self._decisions, self._alone, self._gather, self._timeout = decisions, alone, gather, timeout
-        self._me, self._longest, self._began = me, longest, 0.0
-        self._again, self._needed, self._passed_over = again, needed or asyncio.Event(), passed_over
+    def __init__(self, leader: GroupLeader, key: tuple[int, int], members: Mapping[str, MemberState], *, alone: bool) -> None:
+        self._leader, self._decisions, self._key, self._alone = leader, leader.decisions, key, alone
+        self._needed = leader.needed.get(key[1]) or asyncio.Event()
+        self._began = self._longest = self._again = 0.0
         self._members = dict(sorted(members.items()))
         self._changed = asyncio.Event()
         for member in self._members.values():
             member.changed = self._changed
 
+    def _passed_over(self, peer: str) -> bool:
+        return self._leader.view.costly.at(peer, self._key[0])
+
     async def run(self) -> None:
-        self._began = asyncio.get_running_loop().time()
-        until = self._began + self._timeout
-        everybody = self._members
+        everybody, leader = self._members, self._leader
+        nbytes = moved(next(iter(everybody.values())).ready.nbytes, len(everybody))
+        self._began, self._longest = asyncio.get_running_loop().time(), leader.timeouts.longest(nbytes)
+        self._again, until = leader.time.budget(nbytes, self._key[1]), self._began + leader.timeouts.moving(nbytes)
         waiting = asyncio.ensure_future(self._needed.wait())
         waiting.add_done_callback(lambda _: self._changed.set())
         try:
             codec = next(iter(everybody.values())).ready.codec
-            if fits(codec, len(everybody)) and not self._gather:
+            if fits(codec, len(everybody)) and not leader.gather:
                 if await self._try_reduction("allreduce", until):
                     return
                 self._members = {p: member for p, member in everybody.items() if not (member.gone or self._passed_over(p))}
@@ -263,7 +254,7 @@ class GroupCommit:
         """Wait until every remaining member has reported or, if all are needed, anything failed; send which members are lost."""
         loop = asyncio.get_running_loop()
         everybody, lost = (1 << len(self._members)) - 1, 0
-        own, deadline, took = self._members.get(self._me), until, 0.0
+        own, deadline, took = self._members.get(self._leader.me), until, 0.0
         if own is not None:
             deadline = max(until, self._began + self._longest)
         while True:
@@ -336,13 +327,13 @@ class GroupLeader:
         max_group: int,
         gather: bool,
     ) -> None:
-        self._context, self._time, self._timeouts = context, time, time.timeouts
-        self._max_group, self._gather = max_group, gather
-        self._decisions, self._rounds, self._view = decisions, rounds, view
+        self._context, self.me, self.time, self.timeouts = context, context.me, time, time.timeouts
+        self._max_group, self.gather = max_group, gather
+        self.decisions, self._rounds, self.view = decisions, rounds, view
         self._pending: dict[tuple[int, int], PendingGroup] = {}
         self._usual: dict[int, GroupReady] = {}
         """The form of this node's own contributions, by fragment."""
-        self._needed: dict[int, asyncio.Event] = {}
+        self.needed: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._places = StreamPlaces(MAX_WAITING)
 
@@ -350,13 +341,13 @@ class GroupLeader:
         """Note this node's own contribution: others that differ are refused, even before its own training is there. ``needed``: set
         once its training waits for the outcome.
         """
-        self._usual[mine.fragment], self._needed[mine.fragment] = mine, needed
+        self._usual[mine.fragment], self.needed[mine.fragment] = mine, needed
 
     async def serve(self, stream: Stream) -> None:
         """Serve one member, from its ready message to the decision."""
-        channel = HeartbeatChannel(stream, self._timeouts.chunk)
+        channel = HeartbeatChannel(stream, self.timeouts.chunk)
         try:
-            sealed = await stream.receive(GroupReady.LIMIT + ENVELOPE, self._timeouts.chunk)
+            sealed = await stream.receive(GroupReady.LIMIT + ENVELOPE, self.timeouts.chunk)
             signer, ready = unseal(sealed, GroupReady)
             if signer != stream.peer_id:
                 raise MessageError("another peer signed this ready message")
@@ -364,12 +355,12 @@ class GroupLeader:
             await channel.send(GroupReceipt(verdict="refuse", reason=str(error), round=self._rounds.next_round))
             return
         receipt = self._judge(signer, ready)
-        if receipt.verdict == "noted" and signer != self._context.me and not self._places.take(stream):
+        if receipt.verdict == "noted" and signer != self.me and not self._places.take(stream):
             receipt = GroupReceipt(verdict="busy", reason=CROWDED, round=ready.round)
         if receipt.verdict != "noted":
             await channel.send(receipt)
             return
-        until = asyncio.get_running_loop().time() + min(ready.patience, self._time.patience(ready.fragment))
+        until = asyncio.get_running_loop().time() + min(ready.patience, self.time.patience(ready.fragment))
         member = MemberState(channel, sealed, ready, until)
         pending = self._admit(signer, member)
         try:
@@ -386,9 +377,9 @@ class GroupLeader:
         def reply(verdict: str, reason: str = "", round: int = ready.round) -> GroupReceipt:
             return GroupReceipt.model_validate({"verdict": verdict, "reason": reason, "round": round})
 
-        if self._view.barred([peer]):  # it is no member here, and must not be taken for a newcomer
+        if self.view.barred([peer]):  # it is no member here, and must not be taken for a newcomer
             return reply("refuse", BARRED)
-        if peer != self._context.me and peer not in self._view.members():
+        if peer != self.me and peer not in self.view.members():
             self._context.look()
         if ready.swarm != self._context.swarm:
             return reply("refuse", f"this node is in swarm {self._context.swarm}, the contribution is for {ready.swarm}")
@@ -398,19 +389,19 @@ class GroupLeader:
             return reply(
                 "refuse", f"there are {self._rounds.fragments} fragments here, the contribution is of number {ready.fragment}"
             )
-        self._view.mark_awake(peer)
-        if peer != self._context.me:
-            self._view.doubted = False
-        self._view.evidence.heard(peer, ready.round)
+        self.view.mark_awake(peer)
+        if peer != self.me:
+            self.view.doubted = False
+        self.view.evidence.heard(peer, ready.round)
         instead = self._rounds.instead(ready.round, ready.fragment)
         if instead is not None:
-            if peer != self._context.me:
-                self._view.evidence.called(peer, ready.round)
+            if peer != self.me:
+                self.view.evidence.called(peer, ready.round)
             return reply("passed", round=instead)
         leader = self._rounds.leader(ready.round, ready.fragment)
-        if leader not in (None, self._context.me) and peer != self._context.me:
+        if leader not in (None, self.me) and peer != self.me:
             return self._elsewhere(ready.round, leader)
-        if self._view.costly.at(peer, ready.round):
+        if self.view.costly.at(peer, ready.round):
             return reply("busy", COSTLY)
         pending = self._pending.get((ready.round, ready.fragment))
         usual = self._usual.get(ready.fragment)
@@ -433,7 +424,7 @@ class GroupLeader:
         return reply("noted")
 
     def _elsewhere(self, round: int, leader: str | None) -> GroupReceipt:
-        addresses = self._view.addresses(leader or "")
+        addresses = self.view.addresses(leader or "")
         return GroupReceipt(verdict="elsewhere", round=round, leader=leader, addresses=tuple(addresses))
 
     @property
@@ -469,7 +460,7 @@ class GroupLeader:
     async def _attend(self, member: MemberState) -> None:
         """Receive the member's reports until its group is over or it is gone."""
         most = moved(member.ready.nbytes, self._max_group + 1)
-        longest = member.until + self._timeouts.longest(most) + 8 * self._timeouts.chunk
+        longest = member.until + self.timeouts.longest(most) + 8 * self.timeouts.chunk
         try:
             async with running(self._listen(member, longest), member.over.wait()) as (listening, over):
                 await first_of(listening, over)
@@ -489,23 +480,23 @@ class GroupLeader:
         probing = asyncio.ensure_future(self._probe_missing(key[0], pending))
         try:
             while pending.members:
-                for peer in self._view.barred(pending.members):  # barred since it came
+                for peer in self.view.barred(pending.members):  # barred since it came
                     pending.members.pop(peer).dismiss()
                 if not pending.members:
                     break
                 now = loop.time()
                 here = set(pending.members)
-                if len(here) == 1 and here >= self._view.hoped(key[0]):  # all others have left since it came
+                if len(here) == 1 and here >= self.view.hoped(key[0]):  # all others have left since it came
                     break
                 view = self._awaited(key[0], pending)
                 expired = min(member.until for member in pending.members.values())
                 if len(here) < 2:
                     two_since = now
-                expired = min(expired, two_since + self._time.forming(key[1]))
+                expired = min(expired, two_since + self.time.forming(key[1]))
                 forming = now if here >= view and len(here) >= 2 else expired
                 if now >= forming:
                     if now >= expired:
-                        self._view.mark_late(here, key[0])
+                        self.view.mark_late(here, key[0])
                     break
                 pending.changed.clear()
                 with contextlib.suppress(TimeoutError):
@@ -519,45 +510,32 @@ class GroupLeader:
                 member.dismiss()
             return
         self._rounds.formed(*key)
-        self._view.mark_absent(self._view.here() - set(members))
+        self.view.mark_absent(self.view.here() - set(members))
         groups = partition_into_groups(self._context.seed, key[0], members, self._max_group)
         for names in groups:
             group = {peer: members[peer] for peer in names}
-            nbytes = moved(next(iter(group.values())).ready.nbytes, len(group))
-            verdict = GroupCommit(
-                self._decisions,
-                group,
-                alone=len(groups) == 1,
-                gather=self._gather,
-                timeout=self._timeouts.moving(nbytes),
-                me=self._context.me,
-                longest=self._timeouts.longest(nbytes),
-                again=self._time.budget(nbytes, key[1]),
-                needed=self._needed.get(key[1]),
-                passed_over=lambda peer: self._view.costly.at(peer, key[0]),
-            )
-            self.start(verdict.run())
+            self.start(GroupCommit(self, key, group, alone=len(groups) == 1).run())
 
     def _awaited(self, round: int, pending: PendingGroup) -> set[str]:
         """Return the peers for which the group waits: those that may be in this round just now until they answer a probe only."""
-        return self._view.expected(round) | self._view.expected(round, self._rounds.fragments) - pending.probed
+        return self.view.expected(round) | self.view.expected(round, self._rounds.fragments) - pending.probed
 
     async def _probe_missing(self, round: int, pending: PendingGroup) -> None:
         """Probe, once, the members for which the group would wait, and look up how far they are."""
         await asyncio.sleep(PROBE_S)
-        missing = sorted(self._awaited(round, pending) - set(pending.members) - {self._context.me})[:MAX_GROUP]
+        missing = sorted(self._awaited(round, pending) - set(pending.members) - {self.me})[:MAX_GROUP]
         if missing:
             self._context.look()
         await asyncio.gather(*(self._probe(peer, pending) for peer in missing))
 
     async def _probe(self, peer: str, pending: PendingGroup) -> None:
         try:
-            addresses, seconds = self._view.addresses(peer), self._timeouts.probe(self._timeouts.wait)
+            addresses, seconds = self.view.addresses(peer), self.timeouts.probe(self.timeouts.wait)
             (await self._context.host.open(peer, LEADER_PROTOCOL, addresses=addresses, timeout=seconds)).close()
             pending.probed.add(peer)
         except NetworkError as error:
             log.info("a missing peer is not waited for: %s", error)
-            self._view.mark_absent([peer])
+            self.view.mark_absent([peer])
         pending.changed.set()
 
 

@@ -68,6 +68,7 @@ class Net:
             raise MessageError("The peer does not hold the body any more.", "unavailable")
         assert len(body) <= most
         assert timeout > 0
+        self.put(body)
         return body
 
     def fetch_log(self, peer, since):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from shoal.node.config.settings import ConfigError, Settings
 from shoal.node.task import Task
 from shoal.node.verify import completions
-from shoal.node.verify.audit import VerifyError
+from shoal.node.verify.audit import VerifyError, most_bytes
 from shoal.node.verify.history import explain
 from shoal.node.verify.material import load_claim, newest_claims
 from shoal.node.verify.service import Verification
@@ -164,6 +165,17 @@ def test_without_a_calibration_a_node_measures_its_own_claims(node, tmp_path):
     ann = Node(Board(), "ann", tmp_path, None)
     ann.step()
     assert ann.said == ["measured 128 honest claims of its own, to check others by"]
+
+
+def test_rounds_too_short_for_the_weights_behind_a_claim_are_told_with_the_length_that_is_not(node, monkeypatch):
+    """The fault: rounds of 60 s give a body 3 s to arrive, and an honest peer with a large adapter was banned for its link."""
+    monkeypatch.setattr("shoal.node.verify.service.UPLINK", 0.001)
+    ann = node(Board(), "ann")
+    ann.step()
+    (said,) = [said for said in ann.said if "weights behind each claim" in said]
+    bits, round_s = 3 * 8 * most_bytes(ann.task.policy.module), int(re.search(r"verify\.round_s=(\d+)", said)[1])
+    assert bits / (round_s / 20) <= 0.001e6 < bits / ((round_s - 1) / 20)
+    assert f"within {ROUND_S / 20:g} s" in said
 
 
 def test_a_calibration_that_cannot_be_used_ends_the_start(tmp_path, calibration):

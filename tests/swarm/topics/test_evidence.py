@@ -85,6 +85,18 @@ def test_own_bodies_and_those_fetched_lately_need_no_network(network, two):
     assert reader.get(peer_of(author), theirs, 100, 5) == b"theirs"
 
 
+def test_what_was_fetched_is_handed_on_and_pushes_no_own_body_out(monkeypatch, network, two):
+    """The fault: the evidence of others' claims pushed out the own, and an honest author seemed to withhold it."""
+    (author, reader), third = two, EvidenceStore(network.host(), SWARM)
+    mine, theirs = reader.put(b"mine"), [author.put(b"%d" % number * 100) for number in range(3)]
+    monkeypatch.setattr(reader._store, "_max_bytes", 100)
+    for digest in theirs:
+        reader.get(peer_of(author), digest, 100, 5)
+    author._host.die()
+    handed_on = [third.get(peer_of(reader), digest, 100, 5) for digest in (mine, *theirs)]
+    assert handed_on == [b"mine", b"0" * 100, b"1" * 100, b"2" * 100]
+
+
 def test_what_was_fetched_is_forgotten_when_it_is_too_much(monkeypatch, network, two):
     monkeypatch.setattr(attestation, "MAX_FETCHED", 10)
     author, reader = two

@@ -49,7 +49,7 @@ class World:
 
     def __init__(self, has, slow=0.0, knows=False, finding=GOOD, seconds=60.0):
         self.has, self.slow, self.knows_it, self.finding = has, slow, knows, finding
-        self.now, self.asked, self.put_, self.told, self.checked = 0.0, [], [], [], []
+        self.now, self.asked, self.told, self.checked = 0.0, [], [], []
         self.budget = Budget(seconds, lambda: self.now)
         as_found = lambda claim, finding: finding  # noqa: E731
         self.auditor = Auditor(self, self, self.budget, self.tell, FETCH_S, lambda: self.now, as_found, Counter())
@@ -60,10 +60,6 @@ class World:
     # -- the network
     def others(self):
         return OTHERS
-
-    def put(self, body):
-        self.put_.append(body)
-        return b""
 
     def get(self, peer, sha256, most, timeout):
         assert most == {CLAIM.fingerprint: Material.LIMIT, CLAIM.model: self.most_snapshot_bytes}[sha256]
@@ -93,14 +89,13 @@ ALL = tuple(BODIES)
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-def test_what_its_author_hands_out_is_checked_and_handed_on(accepted):
+def test_what_its_author_hands_out_is_checked(accepted):
     world = World({"ann": ALL}, finding=Finding(accepted, "As found.", {"tokens": 9.0}))
     checked = world.auditor.check(CLAIM)
     assert checked.vote == ("valid" if accepted else "invalid")
     assert json.loads(checked.evidence) == {"accepted": accepted, "reason": "As found.", "tokens": 9.0}
     assert world.asked == [("ann", MATERIAL), ("ann", SNAPSHOT)]
     assert world.checked == [(MATERIAL, SNAPSHOT)]
-    assert world.put_ == [MATERIAL, SNAPSHOT]
     ((claim, finding, *bodies),) = world.told
     assert (claim, finding.accepted, finding.reason, bodies) == (CLAIM, accepted, "As found.", [MATERIAL, SNAPSHOT])
     assert world.auditor.counts == {"checked": 1, checked.vote: 1}

@@ -42,7 +42,7 @@ def test_the_patience_in_a_round_is_that_of_its_fragment(school):
             return super().patience(fragment)
 
     for peer in two:
-        peer.exchange.time = peer.exchange._leader._time = Recording(peer.exchange.time.timeouts, 3)
+        peer.exchange.time = peer.exchange._leader.time = Recording(peer.exchange.time.timeouts, 3)
     assert school.values([peer.start(2, 1.0, fragment=2) for peer in two]) == [1.0, 1.0]
     assert set(asked) == {("begin", 2), ("patience", 2)}
 
