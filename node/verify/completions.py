@@ -22,6 +22,7 @@ from shoal.node.rl.task import Claimed, RLTask
 from shoal.node.verify.audit import Finding, Made, NotCalibrated, NotCheckable, SwarmNetwork, VerifyError, digest, snapshot
 from shoal.node.verify.checker import ACTIVATIONS, SAMPLING, Checker, ProvenGroup, examine, make_claim, policy_label, prove, write
 from shoal.node.verify.material import (
+    CLAIM,
     DTYPES,
     Agreed,
     Coordinates,
@@ -29,7 +30,7 @@ from shoal.node.verify.material import (
     Material,
     Stored,
     decode_material,
-    newest_claims,
+    load_claim,
     save_claim,
     seed_of,
 )
@@ -239,14 +240,15 @@ class CompletionClaims:
         )  # fmt: skip
 
     def _hand_out_again(self) -> None:
-        """Serve the claims of before a restart again: a verifier may still ask for them, and they would count as withheld."""
+        """Serve the claims of before a restart again, or they would count as withheld; the newest last, which is kept longest."""
         oldest = self._round() - PENDING
-        for stored in newest_claims(self._folder, KEPT):
-            claim = stored.claim
-            if claim.peer == self._network.me and claim.run == self._network.swarm and claim.round >= oldest:
-                self._network.put(stored.material)
-                if stored.snapshot is not None:
-                    self._network.put(stored.snapshot)
+        for path in sorted(self._folder.glob(f"*{CLAIM}"), key=lambda path: path.stat().st_mtime_ns)[-KEPT:]:
+            with contextlib.suppress(VerifyError):
+                stored = load_claim(path)
+                claim = stored.claim
+                if claim.peer == self._network.me and claim.run == self._network.swarm and claim.round >= oldest:
+                    for body in filter(None, (stored.material, stored.snapshot)):  # a crash may leave an empty file
+                        self._network.put(body)
 
     def keep(self, signed: Signed, material: bytes, snapshot: bytes | None) -> None:
         """Store a claim of this node, or one that it checked, for `shoal verify`."""

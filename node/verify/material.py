@@ -6,11 +6,10 @@ The claim is a `shoal.verification.consensus.records.Claim`; its field ``prompt`
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -208,14 +207,6 @@ def load_claim(path: Path) -> Stored:
     weights = _weights(path.parent, claim)
     snapshot = _read(weights, MOST_BYTES) if weights.is_file() else None
     return Stored(claim, found.signature, found.material, agreed, snapshot)
-
-
-def newest_claims(folder: Path, count: int) -> Iterator[Stored]:
-    """Yield the ``count`` claims in ``folder`` that were written last, without unreadable ones."""
-    paths = sorted(folder.glob(f"*{CLAIM}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in paths[:count]:
-        with contextlib.suppress(VerifyError):
-            yield load_claim(path)
 
 
 def find_claim(name: str, folders: Sequence[Path]) -> Path:

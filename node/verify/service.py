@@ -203,7 +203,7 @@ class Verification:
         self._auditor: Auditor | None = None
         self._lock = threading.Lock()  # guards the participant, but while a claim is checked: nothing else changes it then
         self._inbox: deque[tuple[Signed, float]] = deque(maxlen=INBOX)
-        self._pull_at = 0.0
+        self._pull_at, self._left = 0.0, False
         self._began, self._counts, self._reported = timer(), Counter[str](), self._participant.table
         self._stop, self._use_device = threading.Event(), current_device()
         self._thread = threading.Thread(target=self._run, name="verification", daemon=True)
@@ -262,8 +262,10 @@ class Verification:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(JOIN_S)
-        with self._lock:
+        if self._lock.acquire(timeout=JOIN_S):
             self._participant.member.reveal()
+            self._left = True
+            self._lock.release()
         self._network.close()
 
     # -- its own thread --------------------------------------------------------------------------------------------------
@@ -336,9 +338,10 @@ class Verification:
             return None
         self._lock.release()
         try:
-            return self._auditor.check(claim)
+            checked = self._auditor.check(claim)
         finally:
             self._lock.acquire()
+        return None if self._left else checked  # of a vote that nobody would reveal nothing is to be seen
 
     # -- the network -----------------------------------------------------------------------------------------------------
 

@@ -56,9 +56,8 @@ class BodyStore:
         quota: RateLimit | None = None,
         more: Callable[[bytes], bytes | None] = lambda sha256: None,
     ) -> None:
-        self._more = more
         self._host, self._swarm, self._addresses, self._protocol = host, swarm, addresses, protocol
-        self._max_bodies, self._max_bytes = bodies, nbytes
+        self._max_bodies, self._max_bytes, self._more = bodies, nbytes, more
         self._quotas = None if quota is None else TokenBuckets(quota)
         self._lock = threading.Lock()
         self._bodies: OrderedDict[bytes, bytes] = OrderedDict()

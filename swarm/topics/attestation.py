@@ -119,12 +119,12 @@ class EvidenceStore:
 
     def __init__(self, host: Host, swarm: str, addresses: Callable[[str], Sequence[str]] = lambda peer: ()) -> None:
         self._host = host
+        self._fetched: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used here first
         self._store = BodyStore(
             host, swarm, addresses, protocol=EVIDENCE_PROTOCOL, bodies=MAX_BODIES, nbytes=MAX_BYTES, quota=BODY_QUOTA,
-            more=self._again,
+            more=self._fetched.get,
         )  # fmt: skip
-        self._lock = threading.Lock()  # guards the next one
-        self._fetched: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()  # guards the order of what was fetched
 
     def put(self, body: bytes) -> bytes:
         """Hand out ``body`` (1 byte to 256 MiB, else ValueError) from now on; never waits. Returns its SHA-256, 32 bytes."""
@@ -138,7 +138,7 @@ class EvidenceStore:
         Waits at most ``timeout`` seconds, and one more. Raises NetworkError if the peer cannot be had or is too slow;
         MessageError if it hands out nothing (reason ``unavailable``), something larger (``oversized``) or other (``digest``).
         """
-        body = self._store.get(sha256)
+        body = self._again(sha256) or self._store.get(sha256)
         if body is None:
             body = self._host.call(self._store.fetch(peer, sha256, most, timeout, up_to=True), timeout + GRACE_S)
             self._keep(sha256, body)

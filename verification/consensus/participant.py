@@ -362,7 +362,7 @@ class Participant:
         self.peer, self.run, self.operator, self.round_s = peer, run, operator, round_s
         self.rules, self.prices, self.times = rules, prices, Times.of(round_s)
         self._read_clock, self._latest, self._sign = clock, clock(), sign
-        self.round = int(self._latest // round_s)
+        self.round = self._came = int(self._latest // round_s)
         self.base = self.table = _NONE
         self.consensus = Consensus(
             run, verify, self._now, rules=rules, times=self.times, limits=limits,
@@ -439,6 +439,9 @@ class Participant:
             for other in log.electorates:
                 agreement.learned(other)
             self._adopt(log, agreement)
+        if self.table.is_banned(self.peer, self.round):  # the others refused the entry that was made before this was known
+            refused = [entry for entry in self.consensus.ledger.entries_of(self.peer) if entry.round >= self.round - 1]
+            self.consensus.keep(Ledger(record for record in self.consensus.ledger if record not in refused))
         return new
 
     def log(self, since: int) -> Log:
@@ -497,7 +500,8 @@ class Participant:
 
     def _appeal(self) -> None:
         """Open planted claims once all claims of their round are settled; and ask for a second draw where one that was to be right
-        is rejected, as by colluders drawn together. By the records alone, so also after a restart.
+        is rejected, as by colluders drawn together. By the records alone, so also after a restart; but who was away when it was
+        checked, with its evidence, was rejected rightly.
         """
         known = self.consensus
         for round in range(max(self.round - self.rules.appeal_rounds, 0), self.round - SETTLED + 2):
@@ -512,7 +516,7 @@ class Participant:
                 attempt = len(ruling.trials) - 1 - (ruling.appeal is not None)
                 if must_plant(link, before.beacon, claim.slot, self.rules.planted):
                     self.member.try_publish(Opening(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt, link=link))
-                elif ruling.outcome == "invalid" and ruling.appeal is None:
+                elif ruling.outcome == "invalid" and ruling.appeal is None and round + OPENS > self._came:
                     self.member.try_publish(Dispute(peer=self.peer, round=self.round, claim=claim.id, attempt=attempt))
 
     def _state(self) -> None:

@@ -263,7 +263,8 @@ class GroupExchange(ExchangeBase):
             if isinstance(formed, GroupReceipt):
                 self._note(pending, leader, formed)
         except (NetworkError, MessageError) as error:
-            if loop.time() >= pending.until + LINGER_S and not pending.entered:  # an honest leader lets its members go in time
+            # An honest leader lets its members go in time. If it is much later than that, this node slept.
+            if 0 <= loop.time() - pending.until - LINGER_S < self._timeouts.chunk and not pending.entered:
                 self._view.mark_costly(leader, ready.round)
             self._view.mark_absent([leader])
             if leader != self._context.me:  # otherwise no peer failed: no other member came

@@ -56,7 +56,8 @@ class Net:
     def put(self, body):
         sha256 = hashlib.sha256(body).digest()
         if self.hands_out:
-            self.bodies[sha256] = body
+            self.bodies.pop(sha256, None)
+            self.bodies[sha256] = body  # as the newest
         return sha256
 
     def get(self, peer, sha256, most, timeout):

@@ -13,7 +13,7 @@ from shoal.node.task import Task
 from shoal.node.verify import completions
 from shoal.node.verify.audit import VerifyError, most_bytes
 from shoal.node.verify.history import explain
-from shoal.node.verify.material import load_claim, newest_claims
+from shoal.node.verify.material import load_claim
 from shoal.node.verify.service import Verification
 from shoal.node.verify.start import check_terms, make_terms
 from shoal.swarm.errors import MessageError
@@ -219,11 +219,14 @@ def test_the_thread_ends_with_a_sentence_and_training_goes_on(node, monkeypatch)
 def test_a_node_that_was_restarted_still_hands_out_what_it_claimed(node, tmp_path):
     board = Board()
     run(board, [node(board, name, seed=seed) for seed, name in enumerate(("ann", "bob", "cat", "dan"))], 7)
-    claims = [stored.claim for stored in newest_claims(tmp_path / "ann" / "claims", 100)]
-    own = [claim for claim in claims if claim.peer == "ann"]
+    claims = [load_claim(path).claim for path in (tmp_path / "ann" / "claims").glob("*.claim")]
+    own = sorted((claim for claim in claims if claim.peer == "ann"), key=lambda claim: claim.round)
     assert 0 < len(own) < len(claims)
     again = node(board, "ann")
+    assert list(again.network.bodies)[-2:] == [own[-1].fingerprint, own[-1].model]  # the newest last: it is kept longest
     assert set(again.network.bodies) == {claim.fingerprint for claim in own} | {claim.model for claim in own}
+    (tmp_path / "ann" / "claims" / f"{own[-1].model.hex()}.safetensors").write_bytes(b"")  # as after a loss of power
+    assert own[-1].model not in node(board, "ann").network.bodies
     board.now += 21 * ROUND_S  # nobody asks for it any more
     assert not node(board, "ann").network.bodies
 

@@ -111,6 +111,9 @@ def test_what_was_fetched_is_forgotten_when_it_is_too_much(monkeypatch, network,
     assert [asked(first), asked(large), asked(third), asked(large)] == [0, 1, 0, 1]
     assert asked(second) == 1  # it was used longest ago when the third came
     assert sum(map(len, reader._fetched.values())) <= 10
+    stranger = EvidenceStore(network.host(), SWARM)
+    assert stranger.get(peer_of(reader), third, 100, 5) == b"3" * 4  # a stranger keeps nothing here by asking again and again
+    assert [asked(first), asked(third)] == [1, 1]
 
 
 def test_the_newest_bodies_are_held_and_one_too_large_leaves_them_alone(monkeypatch, two):

@@ -6,6 +6,7 @@ import pytest
 
 from bench._votes_peers import Peer, is_right
 from bench.votes_simulation import START, Swarm, World
+from shoal.verification.consensus.protocol import Checked
 from shoal.verification.consensus.records import Claim
 from shoal.verification.consensus.rulings import Rules, compute_scores
 
@@ -150,6 +151,26 @@ def test_who_is_started_again_opens_what_it_planted_before_and_is_not_taken_for_
     assert table.standings["honest-5"].claims["invalid"] == 0
     assert banned(swarm) == set()
     assert table.standings["honest-5"].claims["valid"] > 0
+
+
+def test_who_was_away_with_its_evidence_does_not_dispute_that_it_was_missed(monkeypatch):
+    """A second draw would have the evidence, and those who rightly said that it was not served would pay for its author."""
+    away, check = set(), Peer.check
+    monkeypatch.setattr(Peer, "check", lambda peer, claim: Checked("invalid") if claim.peer in away else check(peer, claim))
+
+    def leave(round):
+        if round == 10:
+            away.add(swarm.peers.pop().name)
+        elif round == 12:
+            away.clear()
+            swarm.peers.append(Peer("honest-9", "honest", swarm))
+
+    swarm = Swarm({f"honest-{number}": "honest" for number in range(10)}, replace(WORLD, rules=Rules(planted=0.0)))
+    swarm.run(22, leave)
+    table = agreed(swarm)
+    assert table.standings["honest-9"].claims["invalid"] > 0
+    assert not any(ruling.appeal for ruling in table.rulings.values())
+    assert not any(standing.votes["against"] for standing in table.standings.values())
 
 
 @pytest.mark.parametrize("seconds", [1.0, -1.0])
