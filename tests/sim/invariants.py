@@ -29,7 +29,7 @@ from tests.sim.isolation import ErrorCollector
 from tests.sim.peers import SimContribution, SimPeer, SimSwarm
 
 REMEMBERED = {
-    "_outcomes": 1024, "_sealed": 1024, "_formed": 1024, "_begun": 8, "_over": 8, "_usual": 8, "_needed": 8, "_absent": 64,
+    "_outcomes": 1024, "_sealed": 1024, "_formed": 1024, "_begun": 8, "_over": 8, "_usual": 8, "needed": 8, "_absent": 64,
     "_silent": 64, "_unreached": 64, "misses": 64, "_met": 64, "_said": 64, "_shared": 64, "_begins": 64, "_pushes": 64,
     "holds": 16, "took": 16, "_nbytes": 16, "_waits": 16, "_owed": 64, "_behind": 64, "_been": 8, "_began": 8, "sizes": 8,
     "_receiving": 8, "_periods": 8, "_passed": 8,
