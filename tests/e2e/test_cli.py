@@ -214,7 +214,7 @@ def test_ctrl_c_drains_and_saves_and_a_resumed_node_goes_on(shoal, eventually):
     assert first["steps"] >= 10
     assert first["rounds"] == first["tried"] // first["fragments"] >= 2  # whole ones: each fragment once
     *_, stopping, end, speed, overlapped, where = node.said().splitlines()
-    assert stopping.startswith("stopping: ")
+    assert stopping.startswith("stopping: "), node.said()  # what else was said last, if it ever is not
     assert end.startswith(
         f"stopped after {first['steps']} steps and {first['rounds']} rounds, 0 of {first['tried']} exchanges with others: "
     )
